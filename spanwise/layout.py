@@ -1,0 +1,256 @@
+"""Layout: which token runs each rank holds, and the permutation that this means.
+
+Balancers decide who owns what; a `Layout` records it as ascending token runs per rank and batch row. The plan, the
+shard and unshard operations and the exchanges all read the runs from here. Only numpy is needed; the two index
+tensors at the bottom import torch when they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Layout:
+    """Token runs of every rank; the runs of all ranks together tile ``[0, seq_len)`` in every batch row.
+
+    Every batch row gives a rank the same number of tokens, so that shards are rectangular. A layout with one row
+    serves every row of a batch.
+
+    Args:
+        pieces: for each batch row an int array ``[num_pieces, 3]`` of (rank, start, stop); any order, empty pieces
+            allowed. They are sorted by rank, then start, and adjacent pieces of a rank are merged.
+        num_ranks: number of ranks; a rank may hold nothing.
+        seq_len: tokens of the sequence.
+
+    Raises:
+        ValueError: a token has no owner or two, a rank is out of range, or rows give a rank different token counts.
+    """
+
+    seq_len: int
+    num_ranks: int
+    _rows: tuple[Int64Array, ...]  # per batch row: [num_runs, 2], rank 0's runs, then rank 1's, ...
+    _offsets: Int64Array  # [batch, num_ranks + 1]: rank r's runs are _rows[b][_offsets[b, r] : _offsets[b, r + 1]]
+
+    def __init__(self, pieces: Sequence[ArrayLike], num_ranks: int, seq_len: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        if seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+        if len(pieces) == 0:
+            raise ValueError("a layout needs at least one batch row, got none")
+        tables = [_canonical(_int_array(p, 3, "pieces"), int(num_ranks), int(seq_len)) for p in pieces]
+        rows = tuple(_frozen(table[:, 1:]) for table in tables)
+        offsets = np.stack([np.searchsorted(table[:, 0], np.arange(num_ranks + 1)) for table in tables])
+        object.__setattr__(self, "seq_len", int(seq_len))
+        object.__setattr__(self, "num_ranks", int(num_ranks))
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_offsets", _frozen(offsets))
+        for row in range(1, len(rows)):
+            tokens = self._count_tokens(row)
+            for rank in np.flatnonzero(tokens != self.tokens_per_rank)[:1]:
+                raise ValueError(
+                    f"every batch row must give a rank the same number of tokens, but rank {rank} gets "
+                    f"{self.tokens_per_rank[rank]} in row 0 and {tokens[rank]} in row {row}"
+                )
+
+    @classmethod
+    def from_runs(cls, rows: Sequence[Sequence[ArrayLike]], seq_len: int) -> Layout:
+        """Builds a layout from ``rows[batch row][rank]``, int arrays ``[num_runs, 2]`` of (start, stop).
+
+        Raises:
+            ValueError: as the constructor, or rows name different numbers of ranks.
+        """
+        pieces = []
+        for index, runs_per_rank in enumerate(rows):
+            if len(runs_per_rank) != len(rows[0]):
+                raise ValueError(f"row 0 has {len(rows[0])} ranks, row {index} has {len(runs_per_rank)}")
+            runs = [_int_array(r, 2, "runs") for r in runs_per_rank]
+            ranks = np.repeat(np.arange(len(runs)), [len(r) for r in runs])
+            pieces.append(np.column_stack([ranks, np.concatenate([np.empty((0, 2), np.int64), *runs])]))
+        return cls(pieces, len(rows[0]) if len(rows) else 1, seq_len)
+
+    @classmethod
+    def from_owners(cls, owner: ArrayLike, num_ranks: int, seq_len: int, block_size: int) -> Layout:
+        """Builds a layout from the owner of each block of ``block_size`` tokens; the last block may be short.
+
+        Args:
+            owner: int ``[num_blocks]`` or ``[batch, num_blocks]``, ranks in ``[0, num_ranks)``.
+
+        Raises:
+            ValueError: wrong dtype or shape, a rank out of range, or rows that give a rank different token counts.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        table = np.asarray(owner)
+        num_blocks = -(-seq_len // block_size)
+        if not np.issubdtype(table.dtype, np.integer):
+            raise ValueError(f"block owners must be integers, got dtype {table.dtype}")
+        if table.ndim not in (1, 2) or table.shape[-1] != num_blocks:
+            raise ValueError(
+                f"block owners must have shape [{num_blocks}] or [batch, {num_blocks}] "
+                f"(seq_len {seq_len}, block_size {block_size}), got {list(table.shape)}"
+            )
+        pieces = []
+        for row in np.atleast_2d(table).astype(np.int64):
+            # One piece for each stretch of equal owners: the work after this is in runs, not in blocks.
+            first = np.flatnonzero(np.diff(row, prepend=row[0] - 1))
+            start = first * block_size
+            pieces.append(np.column_stack([row[first], start, np.append(start[1:], seq_len)]))
+        return cls(pieces, num_ranks, seq_len)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of batch rows with runs of their own; 1 if all rows share one layout."""
+        return len(self._rows)
+
+    @cached_property
+    def tokens_per_rank(self) -> Int64Array:
+        """Tokens each rank holds, the same in every row: int64 ``[num_ranks]``."""
+        return _frozen(self._count_tokens(0))
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens that ``rank`` holds in each batch row."""
+        return int(self.tokens_per_rank[self._check_rank(rank)])
+
+    def runs(self, rank: int, row: int = 0) -> Int64Array:
+        """Runs of ``rank`` in batch row ``row``: int64 ``[num_runs, 2]``, ascending, disjoint, merged; read-only."""
+        row = self._check_row(row)
+        lo, hi = self._offsets[row, self._check_rank(rank) : rank + 2]
+        return self._rows[row][lo:hi]
+
+    def indices(self, rank: int, row: int = 0) -> Int64Array:
+        """Global positions of the rank's tokens, in shard order (ascending): int64 ``[num_tokens(rank)]``."""
+        return ragged_arange(self.runs(rank, row))
+
+    def pieces(self, row: int = 0) -> Int64Array:
+        """All runs of a batch row with their owner, rank-major: int64 ``[num_runs, 3]`` of (rank, start, stop).
+
+        ``Layout([layout.pieces(b) for b in range(layout.batch_size)], layout.num_ranks, layout.seq_len)`` is equal to
+        ``layout``.
+        """
+        row = self._check_row(row)
+        ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
+        return np.column_stack([ranks, self._rows[row]])
+
+    def rearrange_indices(self) -> torch.Tensor:
+        """Positions of rank 0's tokens, then rank 1's, …: int64 ``[batch_size, seq_len]`` on the CPU.
+
+        ``x[rearrange_indices()[b]]`` is row ``b`` in shard order.
+        """
+        import torch
+
+        return torch.from_numpy(np.stack([ragged_arange(runs) for runs in self._rows]))
+
+    def restore_indices(self) -> torch.Tensor:
+        """The inverse permutation of `rearrange_indices`: int64 ``[batch_size, seq_len]`` on the CPU."""
+        import torch
+
+        out = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
+        for row, runs in enumerate(self._rows):
+            length = runs[:, 1] - runs[:, 0]
+            shard_start = np.cumsum(length) - length
+            by_start = np.argsort(runs[:, 0])
+            start = shard_start[by_start]
+            out[row] = ragged_arange(np.column_stack([start, start + length[by_start]]))
+        return torch.from_numpy(out)
+
+    def digest(self) -> bytes:
+        """SHA-256 over everything that makes two layouts equal; the same on every platform."""
+        sha = hashlib.sha256(np.array([self.seq_len, self.num_ranks, self.batch_size], dtype="<i8").tobytes())
+        for array in (self._offsets, *self._rows):
+            sha.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return sha.digest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (
+            (self.seq_len, self.num_ranks, self.batch_size) == (other.seq_len, other.num_ranks, other.batch_size)
+            and np.array_equal(self._offsets, other._offsets)
+            and all(map(np.array_equal, self._rows, other._rows))
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        runs = sum(len(row) for row in self._rows)
+        return f"Layout(seq_len={self.seq_len}, num_ranks={self.num_ranks}, batch_size={self.batch_size}, runs={runs})"
+
+    def _count_tokens(self, row: int) -> Int64Array:
+        total = np.append(0, np.cumsum(self._rows[row][:, 1] - self._rows[row][:, 0]))
+        return np.diff(total[self._offsets[row]])
+
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank must lie in [0, {self.num_ranks}), got {rank}")
+        return rank
+
+    def _check_row(self, row: int) -> int:
+        if row < 0 or (row >= self.batch_size > 1):
+            raise ValueError(f"row must lie in [0, {self.batch_size}), got {row}")
+        return row if self.batch_size > 1 else 0
+
+
+def ragged_arange(runs: Int64Array) -> Int64Array:
+    """Concatenates ``arange(start, stop)`` over runs ``[num_runs, 2]`` without a loop: int64 ``[sum of lengths]``."""
+    length = runs[:, 1] - runs[:, 0]
+    position = np.cumsum(length) - length
+    return np.arange(length.sum(), dtype=np.int64) + np.repeat(runs[:, 0] - position, length)
+
+
+def _canonical(pieces: Int64Array, num_ranks: int, seq_len: int) -> Int64Array:
+    """Checks that the pieces tile the sequence; returns them sorted by (rank, start), adjacent ones merged."""
+    pieces = pieces[pieces[:, 1] != pieces[:, 2]]
+    for rank, start, stop in pieces[pieces[:, 1] > pieces[:, 2]][:1]:
+        raise ValueError(f"rank {rank} has the run [{start}, {stop}), which ends before it starts")
+    for rank in pieces[(pieces[:, 0] < 0) | (pieces[:, 0] >= num_ranks), 0][:1]:
+        raise ValueError(f"owners must be ranks in [0, {num_ranks}), got {rank}")
+    pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
+    rank, start, stop = pieces.T
+    for token in start[(start < 0) | (stop > seq_len)][:1]:
+        raise ValueError(f"runs must lie in [0, {seq_len}), got one that starts at {token}")
+    covered = np.append(0, stop)
+    following = np.append(start, seq_len)
+    for i in np.flatnonzero(covered != following)[:1]:
+        if covered[i] < following[i]:
+            raise ValueError(f"tokens [{covered[i]}, {following[i]}) belong to no rank; runs must tile [0, {seq_len})")
+        raise ValueError(f"token {following[i]} belongs to rank {rank[i - 1]} and to rank {rank[i]}")
+    pieces = pieces[np.argsort(rank, kind="stable")]
+    rank, start, stop = pieces.T
+    opens = np.ones(len(pieces), dtype=bool)
+    opens[1:] = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(pieces)) - 1
+    return np.column_stack([rank[first], start[first], stop[last]])
+
+
+def _int_array(values: ArrayLike, width: int, what: str) -> Int64Array:
+    """``values`` as int64 ``[n, width]``; anything empty counts as no rows at all."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty((0, width), dtype=np.int64)
+    if array.ndim != 2 or array.shape[1] != width:
+        raise ValueError(f"{what} must have shape [n, {width}], got {list(array.shape)}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{what} must be integers, got dtype {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _frozen(array: NDArray[Any]) -> Int64Array:
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    array.setflags(write=False)
+    return array
