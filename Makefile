@@ -1,0 +1,47 @@
+# Everything people and CI run. Each target does its own set-up: a virtual environment in .venv, nothing global.
+# Set-up runs again only when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.set-up
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv and install spanwise with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: '$(PYTHON)' not found; install Python >= 3.10 or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: spanwise needs Python >= 3.10, but '$(PYTHON)' is $$($(PYTHON) -V 2>&1);" \
+	       "name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' cannot make virtual environments (on Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and gradients against one device
+	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
+
+test: $(STAMP)  ## all tests (PYTEST_ARGS='-k mask' for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)  ## lint, format, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## measure, print a table, write JSON
+	$(BIN)/spanwise bench
+
+clean:  ## remove .venv, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Context parallelism for PyTorch, planned from the attention mask."""
