@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layout import Layout
-from spanwise.mask import SpanMask
+from spanwise.mask import SpanMask, _offsets
 
 Int64Array = NDArray[np.int64]
 
@@ -53,6 +53,8 @@ class LayoutProblem:
             raise ValueError("a layout problem needs at least one mask, got none")
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if self.seq_len < 1:
+            raise ValueError("a layout needs at least one token, the masks have none")
         for name, mask in self.masks.items():
             if mask.q_len != mask.kv_len:
                 raise ValueError(
@@ -72,8 +74,7 @@ class LayoutProblem:
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(f"the weight of mask {name!r} must be positive and finite, got {weight}")
         object.__setattr__(self, "weights", {name: weights.get(name, 1) for name in self.masks})
-        if self.cu_seqlens is not None:
-            self.document_offsets  # noqa: B018  (checked here, so that the error comes from where the offsets are given)
+        _ = self.cu_seqlens_rows  # bad offsets are an error here, where they are given
 
     @cached_property
     def seq_len(self) -> int:
@@ -106,19 +107,19 @@ class LayoutProblem:
         return self._weighted({name: mask.block_counts(self.block_size) for name, mask in self.masks.items()})
 
     @cached_property
-    def document_offsets(self) -> tuple[Int64Array, ...]:
-        """`cu_seqlens` as int64 arrays, one that serves every batch row or one a row.
-
-        Raises:
-            ValueError: the problem was built without `cu_seqlens`.
-        """
+    def cu_seqlens_rows(self) -> tuple[Int64Array, ...] | None:
+        """`cu_seqlens` as int64 arrays, a single one that serves every batch row or one for each; None if unknown."""
         given: Any = self.cu_seqlens
         if given is None:
-            raise ValueError("the documents are unknown (spans do not tell where they start): give cu_seqlens")
+            return None
         rows = list(given) if np.ndim(next(iter(given), 0)) else [given]
         if len(rows) not in (1, self.batch_size):
-            raise ValueError(f"cu_seqlens has {len(rows)} rows, must have 1 or {self.batch_size}")
-        return tuple(_document_offsets(row, self.seq_len) for row in rows)
+            raise ValueError(f"cu_seqlens has {len(rows)} rows, must have 1 or {self.batch_size}, as many as the masks")
+        offsets = tuple(_offsets(row) for row in rows)
+        for row in offsets:
+            if row[-1] != self.seq_len:
+                raise ValueError(f"cu_seqlens must end with seq_len {self.seq_len}, got {row[-1]}")
+        return offsets
 
     def _weighted(self, figures: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         weights = cast(Mapping[str, float], self.weights)
@@ -167,12 +168,12 @@ class PerDocumentHeadTail:
     """
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        if problem.cu_seqlens is None:
+        if problem.cu_seqlens_rows is None:
             raise ValueError(
                 "balancer 'per_document_head_tail' needs cu_seqlens, because spans do not tell where documents start: "
                 "give cu_seqlens, or choose a balancer that reads the mask alone, such as 'lpt' or 'ptrr'"
             )
-        pieces = [_head_tail_pieces(offsets, num_ranks) for offsets in problem.document_offsets]
+        pieces = [_head_tail_pieces(offsets, num_ranks) for offsets in problem.cu_seqlens_rows]
         return Layout(pieces, num_ranks, problem.seq_len)
 
 
@@ -355,18 +356,3 @@ def _least_loaded(work: NDArray[Any], order: Int64Array, num_ranks: int, equal: 
         label[np.argsort(-np.bincount(answer, minlength=num_ranks), kind="stable")] = np.arange(num_ranks)
         answer = label[answer]
     return answer
-
-
-def _document_offsets(cu_seqlens: ArrayLike, seq_len: int) -> Int64Array:
-    """One row of `cu_seqlens` as int64, checked."""
-    offsets = np.asarray(cu_seqlens)
-    if offsets.ndim != 1 or len(offsets) < 2 or not np.issubdtype(offsets.dtype, np.integer):
-        raise ValueError(
-            f"cu_seqlens must be ints [num_docs + 1] with num_docs at least 1, got shape {list(offsets.shape)} "
-            f"and dtype {offsets.dtype}"
-        )
-    if offsets[0] != 0 or offsets[-1] != seq_len:
-        raise ValueError(f"cu_seqlens must go from 0 to seq_len {seq_len}, got {offsets[0]} to {offsets[-1]}")
-    for i in np.flatnonzero(np.diff(offsets) < 0)[:1]:
-        raise ValueError(f"cu_seqlens must not fall, got {offsets[i]} then {offsets[i + 1]} at position {i}")
-    return offsets.astype(np.int64)

@@ -106,7 +106,7 @@ class Layout:
         pieces = []
         for row in np.atleast_2d(table).astype(np.int64):
             # One piece for each stretch of equal owners: the work after this is in runs, not in blocks.
-            first = np.flatnonzero(np.diff(row, prepend=row[0] - 1))
+            first = np.flatnonzero(np.diff(row, prepend=row[:1] - 1))
             start = first * block_size
             pieces.append(np.column_stack([row[first], start, np.append(start[1:], seq_len)]))
         return cls(pieces, num_ranks, seq_len)
