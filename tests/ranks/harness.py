@@ -1,0 +1,177 @@
+"""Ranks as threads of the test process: the numerics of rank-divergent code in milliseconds.
+
+``run_ranks(4, fn)`` calls ``fn(rank, mesh)`` in four threads that share PyTorch's threaded process group and returns
+the four results. Collectives of `torch.distributed` and functional collectives work in it, forward and backward; P2P
+does not exist there, and collectives complete when they are called, so order and overlap are for `tests.ranks.gloo`.
+
+Threads share what a process shares: the default random generator, default dtype, warning filters. So generate data
+before the call, hand it in as arguments, and draw nothing inside. Grad mode and autocast are per thread and do not
+pass from the caller into the ranks.
+
+The threaded group pairs whatever arrives on a group and copies with broadcasting; on real ranks the same mistakes
+hang. So here they are errors: ranks that call different collectives, and shapes or split sizes that do not agree.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    num_ranks: int,
+    fn: Callable[..., T],
+    *args: Any,
+    mesh_shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] = ("cp",),
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> list[T]:
+    """Runs ``fn(rank, mesh, *args, **kwargs)`` on every rank, each a thread, and returns the results by rank.
+
+    Args:
+        num_ranks: Ranks of the world.
+        fn: What a rank does. `mesh` is its CPU `DeviceMesh`.
+        mesh_shape: Shape of the mesh; one axis over all ranks if None.
+        mesh_dim_names: One name an axis.
+        timeout: Seconds after which ranks that still run are given up.
+
+    Raises:
+        The first exception that any rank raised, as it was, with a note that names the rank (also in its attribute
+        `rank`). The other ranks are released from the collectives that they wait in.
+        TimeoutError: Ranks did not finish; the text holds the stack of each.
+    """
+    shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
+    if math.prod(shape) != num_ranks or len(shape) != len(mesh_dim_names):
+        raise ValueError(f"mesh_shape {shape} with names {tuple(mesh_dim_names)} does not hold {num_ranks} ranks")
+    store = dist.HashStore()
+    results: list[Any] = [None] * num_ranks
+    errors: list[tuple[int, BaseException]] = []  # in the order in which they were raised
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                backend="threaded", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=timeout)
+            )
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(mesh_dim_names))
+            results[rank] = fn(rank, mesh, *args, **kwargs)
+        except BaseException as error:
+            errors.append((rank, error))
+            threaded.ProcessLocalGroup.exception_handle(error)  # releases ranks that wait in a collective
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # Daemons, so that a rank that never comes back cannot keep the test process alive.
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(num_ranks)]
+    # The C++ side looks up process groups by name, in a table for each thread while this mode is on.
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        with mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", _start_checked):
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + timeout
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+            if stuck and not errors:
+                errors.append((stuck[0], TimeoutError(_stacks(threads, timeout))))
+            if stuck:
+                threaded.ProcessLocalGroup.exception_handle(errors[0][1])
+                for thread in threads:
+                    thread.join(1.0)
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        rank, error = errors[0]
+        error.rank = rank  # type: ignore[attr-defined]
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised on rank {rank} of {num_ranks}")
+        raise error
+    return results
+
+
+def _stacks(threads: Sequence[threading.Thread], timeout: float) -> str:
+    frames = sys._current_frames()
+    parts = [f"ranks did not finish within {timeout} s"]
+    for rank, thread in enumerate(threads):
+        frame = frames.get(thread.ident or 0)
+        state = "".join(traceback.format_stack(frame)) if thread.is_alive() and frame is not None else "has returned\n"
+        parts.append(f"rank {rank}: {state}")
+    return "\n".join(parts)
+
+
+_start_unchecked = threaded.ProcessLocalGroup._start_coll
+
+
+def _start_checked(collective: Any, pg: dist.ProcessGroup) -> Any:
+    """`ProcessLocalGroup._start_coll`, but a rank joins only a collective of the kind that it calls itself."""
+    joined = _start_unchecked(_Checked(collective), pg)
+    waiting = joined._collective
+    if waiting.kind != (kind := _kind(collective)):
+        raise RuntimeError(f"collectives do not match: rank {pg.rank()} calls {kind}, others wait in {waiting.kind}")
+    return joined
+
+
+def _kind(collective: Any) -> str:
+    # The arguments of a collective: its root, or its reduction (a `ReduceOp` object for some, its `.op` for others).
+    arguments = (f"{name}={getattr(value, 'op', value)}" for name, value in sorted(vars(collective).items()))
+    return " ".join([type(collective).__name__, *arguments])
+
+
+class _Checked:
+    """A collective of the threaded group that compares the shapes of all ranks before it moves data."""
+
+    def __init__(self, collective: Any) -> None:
+        self.collective = collective
+        self.kind = _kind(collective)
+
+    def work(self, data: list[Any]) -> None:
+        for source, target, sent, expected in _transfers(self.collective, data):
+            if sent != expected:
+                raise RuntimeError(f"{self.kind}: rank {source} sends {sent} where rank {target} expects {expected}")
+        self.collective.work(data)
+
+
+def _transfers(collective: Any, data: list[Any]) -> list[tuple[int, int, Any, Any]]:
+    """(source, target, what the source sends, what the target expects) of the collectives that spanwise uses."""
+    ranks = range(len(data))
+    if isinstance(collective, threaded.AllGather):
+        return [(s, t, _meta(data[s][1][0]), _meta(data[t][0][0][s])) for s in ranks for t in ranks]
+    if isinstance(collective, threaded.ReduceScatter):
+        return [(s, t, _meta(data[s][1][0][t]), _meta(data[t][0][0])) for s in ranks for t in ranks]
+    if isinstance(collective, threaded.AllReduce):
+        return [(s, 0, [_meta(x) for x in data[s]], [_meta(x) for x in data[0]]) for s in ranks]
+    if isinstance(collective, threaded.AllToAllBase):
+        sent = [_splits(inputs, sizes, len(data)) for _, inputs, _, sizes in data]
+        expected = [_splits(outputs, sizes, len(data)) for outputs, _, sizes, _ in data]
+        return [(s, t, sent[s][t], expected[t][s]) for s in ranks for t in ranks]
+    return []
+
+
+def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*tensor.shape, tensor.dtype)
+
+
+def _splits(buffer: torch.Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[tuple[Any, ...]]:
+    sizes = list(sizes) if sizes else [buffer.shape[0] // num_ranks] * num_ranks
+    if sum(sizes) != buffer.shape[0]:
+        raise RuntimeError(f"AllToAllBase: split sizes {sizes} do not add up to the buffer's {buffer.shape[0]} rows")
+    return [(size, *buffer.shape[1:], buffer.dtype) for size in sizes]
