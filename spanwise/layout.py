@@ -92,8 +92,8 @@ class Layout:
         Raises:
             ValueError: wrong dtype or shape, a rank out of range, or rows that give a rank different token counts.
         """
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        if seq_len < 1 or block_size < 1:
+            raise ValueError(f"seq_len and block_size must be at least 1, got {seq_len} and {block_size}")
         table = np.asarray(owner)
         num_blocks = -(-seq_len // block_size)
         if not np.issubdtype(table.dtype, np.integer):
@@ -106,7 +106,7 @@ class Layout:
         pieces = []
         for row in np.atleast_2d(table).astype(np.int64):
             # One piece for each stretch of equal owners: the work after this is in runs, not in blocks.
-            first = np.flatnonzero(np.diff(row, prepend=row[:1] - 1))
+            first = np.flatnonzero(np.diff(row, prepend=row[0] - 1))
             start = first * block_size
             pieces.append(np.column_stack([row[first], start, np.append(start[1:], seq_len)]))
         return cls(pieces, num_ranks, seq_len)

@@ -149,8 +149,10 @@ def test_refuses_bad_arguments():
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         Layout([[[0, 0, 8]]], num_ranks=0, seq_len=8)
     with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
-        Layout.from_owners(np.zeros(0, int), 1, seq_len=0, block_size=4)
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        Layout([[]], num_ranks=1, seq_len=0)
+    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 0 and 4"):
+        Layout.from_owners([], 1, seq_len=0, block_size=4)
+    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 4 and 0"):
         Layout.from_owners([0], 1, seq_len=4, block_size=0)
     with pytest.raises(ValueError, match=r"\[2\] or \[batch, 2\] \(seq_len 8, block_size 4\), got \[3\]"):
         Layout.from_owners([0, 1, 0], 2, seq_len=8, block_size=4)
