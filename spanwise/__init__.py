@@ -1,1 +1,36 @@
 """Context parallelism for PyTorch, planned from the attention mask."""
+
+from spanwise.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.balancers import LayoutProblem, LoadBalancer
+from spanwise.batch import cross_entropy, roll, shard, shard_batch, unshard
+from spanwise.cost import Hardware
+from spanwise.layout import Layout
+from spanwise.mask import SpanMask
+from spanwise.parallel import ContextParallel
+from spanwise.plan import Plan, make_plan
+from spanwise.ptrr import ptrr_schedule
+from spanwise.rank_plan import RankPlan
+from spanwise.verify import VerifyReport, verify
+
+__all__ = [
+    "Aux",
+    "AuxRequest",
+    "ContextParallel",
+    "Hardware",
+    "Layout",
+    "LayoutProblem",
+    "LoadBalancer",
+    "Plan",
+    "RankPlan",
+    "SpanMask",
+    "VerifyReport",
+    "context_parallel_attention",
+    "cross_entropy",
+    "make_plan",
+    "ptrr_schedule",
+    "roll",
+    "shard",
+    "shard_batch",
+    "unshard",
+    "verify",
+]

@@ -1,0 +1,79 @@
+"""The only file that touches private or version-dependent torch names (torch 2.11 and later)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+# The functional collectives by their operators: a graph sees start and wait as nodes of their own. The Python wrappers
+# in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
+# the wait happens.
+_ops = torch.ops._c10d_functional
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which functional collectives know ``group``."""
+    return group.group_name
+
+
+def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
+    """Start an all-gather along dim 0; the result is not readable before :func:`wait`."""
+    return _ops.all_gather_into_tensor(x.contiguous(), group_size, name)
+
+
+def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
+    """Start a summing reduce-scatter along dim 0; the result is not readable before :func:`wait`."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size, name)
+
+
+def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
+    """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
+    return _ops.all_reduce(x.contiguous(), op, name)
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Wait for a started collective."""
+    return _ops.wait_tensor(x)
+
+
+def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
+    """All-reduce over every axis of ``mesh``, without autograd.
+
+    Axis after axis, so that a sliced or a multi-dimensional mesh needs no group of its own.
+    """
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            x = wait(start_all_reduce(x, op, group_name(mesh.get_group(axis))))
+    return x
+
+
+def comparison_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a small eager collective can run: the CPU if the group has a CPU backend, else the current accelerator."""
+    devices = {device.type for device in group._device_types}
+    if "cpu" in devices:
+        return torch.device("cpu")
+    return torch.device(sorted(devices)[0])
+
+
+def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> type:
+    """Register a frozen dataclass as a pytree; ``static`` fields belong to the tree's structure."""
+    import dataclasses
+
+    names = [f.name for f in dataclasses.fields(cls)]
+    tensors = tuple(n for n in names if n not in static)
+
+    def flatten(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(obj, n) for n in tensors], tuple(getattr(obj, n) for n in static)
+
+    def unflatten(children: Any, context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(tensors, children, strict=True)), **dict(zip(static, context, strict=True)))
+
+    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+    return cls
+
+
+tree_map = _pytree.tree_map

@@ -1,0 +1,248 @@
+"""Attention over a sharded sequence: exchange, local kernels, merge.
+
+Every rank holds its shard of q, k and v. The gather of K/V starts first; while it travels the local queries attend to
+the local keys, then to everybody else's, and the two partial results merge exactly. All of it is a composition of
+differentiable pieces, so autograd, checkpointing and `torch.compile` see each of them, the collectives included.
+"""
+
+# B batch, H heads, T tokens of this rank, D head dim, R rows (batch row, token) of a padded shard, F features of a row
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spanwise import _compat, kernels
+from spanwise.exchange import all_gather
+from spanwise.kernels.merge import merge
+from spanwise.plan import Plan
+from spanwise.rank_plan import RankPlan, rank_on, spread_slots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuxRequest:
+    """What `context_parallel_attention` shall return beside the output."""
+
+    lse: bool = False
+    max_logit: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Aux:
+    """What an `AuxRequest` asked for, None where it did not.
+
+    Attributes:
+        lse: ``[B, Hq, T]``, natural logarithm of the softmax denominator of this rank's queries, sinks included;
+            float32 (float64 for float64). Differentiable.
+        max_logit: ``[Hq]``, largest visible score of each head over all ranks and batch rows, −inf if there is none.
+    """
+
+    lse: torch.Tensor | None = None
+    max_logit: torch.Tensor | None = None
+
+
+@overload
+def context_parallel_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan | RankPlan, mesh: DeviceMesh | None,
+    *, mask: str = ..., scale: float | None = ..., kernel: str = ..., score_mod: Callable[..., Any] | None = ...,
+    softcap: float | None = ..., sinks: torch.Tensor | None = ..., return_aux: None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan | RankPlan, mesh: DeviceMesh | None,
+    *, mask: str = ..., scale: float | None = ..., kernel: str = ..., score_mod: Callable[..., Any] | None = ...,
+    softcap: float | None = ..., sinks: torch.Tensor | None = ..., return_aux: AuxRequest,
+) -> tuple[torch.Tensor, Aux]: ...  # fmt: skip
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    *,
+    mask: str = "default",
+    scale: float | None = None,
+    kernel: str = "auto",
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, Aux]:
+    """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
+
+    Args:
+        q: ``[B, Hq, T, Dk]``, this rank's shard, as `spanwise.shard` cuts it. A DTensor sharded over the heads (or
+            replicated) on the axes of another mesh, such as "tp", is taken and returned.
+        k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
+        v: ``[B, Hkv, T, Dv]``.
+        plan: a `Plan`, or the `RankPlan` that `plan.local` made of it (in compiled code always the latter).
+        mesh: the 1-D cp mesh; None is allowed for a plan of one rank.
+        mask: which of the plan's masks.
+        scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
+        kernel: "auto", "reference", "sdpa" (CPU), "flex"; see `spanwise.kernels.resolve`.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
+            "reference" and "flex".
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2), after `score_mod`'s input scale and
+            before masking. Not together with `score_mod`.
+        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss).
+        return_aux: ask for lse or max_logit.
+
+    Returns:
+        out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
+        0, lse −inf (the sink's logit if there are sinks) and gradient 0.
+
+    Raises:
+        ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
+            a kernel or option that does not go with the device or with another option.
+    """
+    if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+        return _with_dtensors(
+            q, k, v, plan, mesh,
+            dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap),
+            sinks, return_aux,
+        )  # fmt: skip
+    if not isinstance(plan, (Plan, RankPlan)):
+        raise ValueError(
+            f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say how the tokens were dealt out"
+        )
+    kernel = kernels.resolve(kernel, q.device, score_mod)
+    if softcap is not None and score_mod is not None:
+        raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    if local.num_ranks > 1:
+        rank_on(mesh, local.num_ranks)
+    if mask not in local.stages:
+        raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
+    stages = local.stages[mask]
+    _check_shapes(q, k, v, local, stages[0].start.shape[0], sinks)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+    pieces = _kv_pieces(k, v, local, mesh)
+    options: dict[str, Any] = dict(scale=scale, score_mod=score_mod, softcap=softcap)
+    tokens = local.tokens
+    parts = []
+    max_logits = []
+    for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
+        parts.append(kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options))
+        if return_aux is not None and return_aux.max_logit:
+            max_logits.append(kernels.max_logit(q.detach(), k_piece.detach(), stage, tokens, **options))
+    out, lse = merge(parts)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    if return_aux is None:
+        return out
+    max_logit = torch.stack(max_logits).amax(dim=0) if max_logits else None
+    if max_logit is not None and mesh is not None and local.num_ranks > 1:
+        max_logit = _compat.all_reduce(max_logit, "max", mesh)
+    return out, Aux(lse=lse if return_aux.lse else None, max_logit=max_logit)
+
+
+def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh | None) -> Any:
+    """K/V of each stage, one after the other: own tokens at once, the others' when the gather has arrived.
+
+    A generator, so that what the caller computes between two pieces runs while the next one travels.
+    """
+    if local.num_ranks == 1:
+        yield k, v
+        return
+    assert mesh is not None
+    name = _compat.group_name(mesh.get_group())
+    batch, k_heads, num_tokens, k_dim = k.shape
+    v_heads, v_dim = v.shape[1], v.shape[3]
+    # K and V of a token side by side: one collective moves both, whatever their head dims.
+    kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
+    kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
+    pending = all_gather.start(kv_RF, local.num_ranks, name)
+    yield k, v
+    gathered_PRF = all_gather.wait(pending, local.num_ranks, name)
+    remote_BKF = gathered_PRF.index_select(0, spread_slots(local, local.remote, batch).flatten()).unflatten(0, (batch, -1))
+    k_flat, v_flat = remote_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
+    yield (
+        k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
+        v_flat.unflatten(-1, (v_heads, v_dim)).transpose(1, 2),
+    )
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sink = sinks.to(lse.dtype).view(1, -1, 1)
+    kept = torch.sigmoid(lse - sink)
+    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mask_rows: int, sinks: torch.Tensor | None
+) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")
+    num_tokens = local.tokens.shape[1]
+    if not q.shape[2] == k.shape[2] == v.shape[2] == num_tokens:
+        raise ValueError(
+            f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
+            f"dim 2, got {shapes}; cut them with spanwise.shard(plan, mesh, x, dim=2)"
+        )
+    rows = max(local.tokens.shape[0], mask_rows)
+    if rows > 1 and q.shape[0] != rows:
+        raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, "
+            f"{v.device}"
+        )
+    if local.tokens.device != q.device:
+        raise ValueError(f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {tuple(sinks.shape)}")
+
+
+def _with_dtensors(
+    q: Any, k: Any, v: Any, plan: Any, mesh: Any, options: dict[str, Any], sinks: Any, return_aux: AuxRequest | None
+) -> Any:
+    """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
+    tensors = {"q": q, "k": k, "v": v}
+    plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
+    if plain:
+        raise ValueError(f"q, k and v must all be DTensors or all plain tensors; {plain} are plain")
+    placements = q.placements
+    for name, x in tensors.items():
+        good = all(p in (Shard(1), Replicate()) for p in x.placements)
+        if not good or x.placements != placements or x.device_mesh != q.device_mesh:
+            raise ValueError(
+                f"DTensors must be sharded over heads, Shard(1), or replicated, alike on one mesh; {name} has "
+                f"placements {x.placements} on axes {x.device_mesh.mesh_dim_names}. The sequence is not a DTensor dim "
+                f"here: each cp rank holds its own shard"
+            )
+        if name != "q" and x.shape[1] % math.prod(
+            x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == Shard(1)
+        ):
+            raise ValueError(f"{x.shape[1]} heads of {name} do not divide over the axes they are sharded on")
+    if isinstance(sinks, DTensor):
+        sinks = sinks.to_local()
+    locals_ = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
+    aux = AuxRequest(lse=bool(return_aux and return_aux.lse), max_logit=bool(return_aux and return_aux.max_logit))
+    out, extra = context_parallel_attention(*locals_, plan, mesh, **options, sinks=sinks, return_aux=aux)
+
+    def wrap(x: torch.Tensor, to: Any) -> DTensor:
+        return DTensor.from_local(x, q.device_mesh, to, run_check=False)
+
+    wrapped = wrap(out, placements)
+    if return_aux is None:
+        return wrapped
+    per_head = [Shard(0) if p == Shard(1) else p for p in placements]
+    return wrapped, Aux(
+        lse=None if extra.lse is None else wrap(extra.lse, placements),
+        max_logit=None if extra.max_logit is None else wrap(extra.max_logit, per_head),
+    )

@@ -1,0 +1,307 @@
+"""The batch contract: shard and unshard, labels shifted before the cut, one loss over all ranks.
+
+What goes wrong elsewhere happens at shard edges: labels shifted after the cut lose one token a shard, and means of
+means weight tokens by the rank they are on. So labels are shifted while the sequence is whole, and the loss divides by
+the number of valid tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _compat
+from spanwise.exchange import all_gather
+from spanwise.plan import Plan
+from spanwise.rank_plan import RankPlan, rank_on, spread_slots
+
+IGNORE_INDEX = -100
+
+
+def shard(
+    plan: Plan | RankPlan, mesh: DeviceMesh | None, x: Any, dim: int = 1, *, batch_dim: int | None = 0
+) -> Any:
+    """This rank's tokens of `x`, in the plan's order. Differentiable; no communication.
+
+    Args:
+        plan: the plan, or this rank's `RankPlan`.
+        mesh: the 1-D cp mesh; None for a plan of one rank.
+        x: a tensor with the whole sequence along `dim`, or a pytree of such tensors.
+        dim: the sequence dim.
+        batch_dim: where the batch rows are; read only when the plan lays out every batch row differently. None says
+            that `x` has no batch dim (a RoPE table, say): the result then gets one, in front.
+
+    Returns:
+        `x` with ``T`` tokens along `dim`; same dtype and device.
+    """
+    if isinstance(plan, RankPlan):
+        return _compat.tree_map(lambda t: _take(t, plan.tokens, plan.seq_len, dim, batch_dim), x)
+    return shard_for_rank(plan, rank_on(mesh, plan.num_ranks), x, dim=dim, batch_dim=batch_dim)
+
+
+def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0) -> Any:
+    """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
+    if not 0 <= rank < plan.num_ranks:
+        raise ValueError(f"rank must be in [0, {plan.num_ranks}), got {rank}")
+    rows = range(plan.layout.batch_size)
+    tokens = torch.from_numpy(np.stack([plan.layout.indices(rank, row) for row in rows]))
+    return _compat.tree_map(lambda t: _take(t, tokens, plan.seq_len, dim, batch_dim), x)
+
+
+def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_dim: int | None) -> torch.Tensor:
+    """Select tokens `index_BT` along `dim`; one index row serves every batch row."""
+    dim = _checked_dim(x, dim)
+    if x.shape[dim] != length:
+        raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
+    index_BT = index_BT.to(x.device)
+    if index_BT.shape[0] == 1:
+        return x.index_select(dim, index_BT[0])
+    if batch_dim is None:
+        return torch.stack([x.index_select(dim, row) for row in index_BT])
+    batch_dim = _checked_dim(x, batch_dim)
+    if batch_dim == dim or x.shape[batch_dim] != index_BT.shape[0]:
+        raise ValueError(
+            f"the plan lays out {index_BT.shape[0]} batch rows differently, so batch_dim must be a dim of that size "
+            f"other than dim={dim}; got batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}. Pass "
+            f"batch_dim=None for a tensor without a batch dim"
+        )
+    shape = [1] * x.dim()
+    shape[batch_dim], shape[dim] = index_BT.shape
+    index = (index_BT if batch_dim < dim else index_BT.t()).reshape(shape)
+    expanded = list(x.shape)
+    expanded[dim] = index_BT.shape[1]
+    return x.gather(dim, index.expand(expanded))
+
+
+def _checked_dim(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def unshard(
+    plan: Plan | RankPlan, mesh: DeviceMesh | None, x: torch.Tensor, dim: int = 1, *, batch_dim: int | None = 0
+) -> torch.Tensor:
+    """The whole sequence from all ranks' shards, on every rank. An all-gather.
+
+    The backward is the exact adjoint: every rank gets the sum over all ranks of their gradients of its tokens (in
+    float32 at least). For one loss that all ranks compute alike, scale that loss by ``1 / mesh.size()``.
+
+    Args:
+        plan, mesh, dim, batch_dim: as in `shard`; `batch_dim` must exist when every batch row has its own layout.
+        x: this rank's shard, ``T`` tokens along `dim`.
+
+    Returns:
+        `x` with all tokens along `dim`, in their original order.
+    """
+    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
+    dim = _checked_dim(x, dim)
+    if x.shape[dim] != local.tokens.shape[1]:
+        raise ValueError(
+            f"dim {dim} must have rank {local.rank}'s {local.tokens.shape[1]} tokens, got a tensor of shape "
+            f"{tuple(x.shape)}"
+        )
+    if local.num_ranks == 1:
+        return x
+    rank_on(mesh, local.num_ranks)
+    assert mesh is not None
+    if local.batched:
+        if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
+            raise ValueError(
+                f"the plan lays out {local.tokens.shape[0]} batch rows differently; batch_dim={batch_dim} of a tensor "
+                f"of shape {tuple(x.shape)} is not a dim of that size other than dim={dim}"
+            )
+        x_BTx = x.movedim((batch_dim, dim), (0, 1))
+    else:
+        x_BTx = x.movedim(dim, 0).unsqueeze(0)
+    rest = x_BTx.shape[2:]
+    full_BSx = _gather_rows(x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1), local, mesh).unflatten(-1, rest or (1,))
+    if not rest:
+        full_BSx = full_BSx.squeeze(-1)
+    if local.batched:
+        assert batch_dim is not None
+        return full_BSx.movedim((0, 1), (batch_dim, dim))
+    return full_BSx.squeeze(0).movedim(0, dim)
+
+
+def _gather_rows(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> torch.Tensor:
+    """All ranks' rows ``[B, seq_len, F]`` in the original order."""
+    name = _compat.group_name(mesh.get_group())
+    batch = x_BTF.shape[0]
+    rows_RF = all_gather.pad_tokens(x_BTF, local.padded.shape[0]).flatten(0, 1)
+    if x_BTF.is_floating_point():
+        gathered = all_gather.wait(all_gather.start(rows_RF, local.num_ranks, name), local.num_ranks, name)
+    else:
+        gathered = _compat.wait(_compat.start_all_gather(rows_RF, local.num_ranks, name))
+    return gathered.index_select(0, spread_slots(local, local.restore, batch).flatten()).unflatten(0, (batch, -1))
+
+
+def roll(
+    x: torch.Tensor,
+    shifts: int,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    cu_seqlens: Any = None,
+    *,
+    dim: int = 1,
+    batch_dim: int | None = 0,
+    fill_value: float = 0,
+) -> torch.Tensor:
+    """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
+
+    Unlike `torch.roll` nothing wraps around: where a document has no token ``i - shifts`` the result is `fill_value`.
+    ``shifts=-1`` brings each token its successor, as multi-token prediction needs. Differentiable; gathers the sequence.
+
+    Args:
+        x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, else one document.
+    """
+    if isinstance(plan, Plan) and cu_seqlens is None:
+        cu_seqlens = plan.cu_seqlens
+    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
+    full = unshard(local, mesh, x, dim, batch_dim=batch_dim)
+    dim = _checked_dim(full, dim)
+    documents = document_ids(cu_seqlens, local.seq_len)
+    source = np.arange(local.seq_len) - shifts
+    inside = (source >= 0) & (source < local.seq_len)
+    source = np.clip(source, 0, max(local.seq_len - 1, 0))
+    rows = len(documents)
+    same = np.stack([inside & (row[source] == row) for row in documents])
+    rolled = full.index_select(dim, torch.from_numpy(source).to(full.device))
+    shape = [1] * full.dim()
+    shape[dim] = local.seq_len
+    if rows > 1:
+        if batch_dim is None or full.shape[batch_dim] != rows:
+            raise ValueError(f"cu_seqlens has {rows} rows, the tensor has shape {tuple(x.shape)} and batch_dim={batch_dim}")
+        shape[_checked_dim(full, batch_dim)] = rows
+    keep = torch.from_numpy(same).to(full.device)
+    keep = (keep if batch_dim is None or rows == 1 or batch_dim % full.dim() < dim else keep.t()).reshape(shape)
+    return shard(local, mesh, torch.where(keep, rolled, torch.full_like(rolled, fill_value)), dim, batch_dim=batch_dim)
+
+
+def document_ids(cu_seqlens: Any, seq_len: int) -> np.ndarray:
+    """Document of each token, int64 ``[rows, seq_len]``; one document if `cu_seqlens` is None.
+
+    Raises:
+        ValueError: offsets that do not start at 0, decrease, or do not end at `seq_len`.
+    """
+    if cu_seqlens is None:
+        return np.zeros((1, seq_len), dtype=np.int64)
+    if isinstance(cu_seqlens, (list, tuple)) and len(cu_seqlens) and not np.isscalar(cu_seqlens[0]):
+        per_row: Sequence[Any] = cu_seqlens if np.ndim(cu_seqlens[0]) == 1 else [cu_seqlens]
+    else:
+        per_row = [cu_seqlens]
+    rows = []
+    for offsets in per_row:
+        cu = np.asarray(offsets.cpu() if isinstance(offsets, torch.Tensor) else offsets)
+        if cu.ndim != 1 or len(cu) < 1 or cu.dtype.kind not in "iu":
+            raise ValueError(f"cu_seqlens must be a 1-D integer array of at least one offset, got {cu!r}")
+        cu = cu.astype(np.int64)
+        falls = np.nonzero(np.diff(cu) < 0)[0]
+        if len(falls):
+            at = int(falls[0])
+            raise ValueError(f"cu_seqlens must not decrease, got {cu[at]} then {cu[at + 1]} at position {at + 1}")
+        if cu[0] != 0 or cu[-1] != seq_len:
+            raise ValueError(f"cu_seqlens must run from 0 to seq_len={seq_len}, got {cu[0]} to {cu[-1]}")
+        rows.append(np.repeat(np.arange(len(cu) - 1), np.diff(cu)))
+    return np.stack(rows)
+
+
+def shard_batch(
+    batch: dict[str, torch.Tensor],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    *,
+    cu_seqlens: Any = None,
+    shift_labels: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Shift labels inside documents, add position ids, and cut every tensor to this rank's tokens.
+
+    Args:
+        batch: tensors ``[B, seq_len, …]``, whole on every rank. ``"labels"`` (int64, −100 is ignored) are shifted:
+            the label of a token becomes the next token's, −100 at the end of each document. ``"position_ids"`` is added
+            if missing.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, else each row
+            is one document.
+        shift_labels: False where the loader already shifted.
+
+    Returns:
+        The same keys and ``"position_ids"`` int64 ``[B, T]``, counted from the start of each document.
+    """
+    if not batch:
+        raise ValueError("shard_batch got an empty batch")
+    for name, x in batch.items():
+        if x.dim() < 2 or x.shape[1] != plan.seq_len:
+            raise ValueError(f"batch[{name!r}] must be [batch, {plan.seq_len}, …], got shape {tuple(x.shape)}")
+    sizes = {name: x.shape[0] for name, x in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
+    first = next(iter(batch.values()))
+    documents = document_ids(plan.cu_seqlens if cu_seqlens is None else cu_seqlens, plan.seq_len)
+    if documents.shape[0] not in (1, first.shape[0]):
+        raise ValueError(f"cu_seqlens has {documents.shape[0]} rows, the batch has {first.shape[0]}")
+    result = dict(batch)
+    if shift_labels and "labels" in batch:
+        last = np.ones(documents.shape, dtype=bool)
+        last[:, :-1] = documents[:, 1:] != documents[:, :-1]
+        labels = torch.roll(batch["labels"], -1, dims=1)
+        ends = torch.from_numpy(last).to(labels.device)
+        result["labels"] = torch.where(ends, torch.full_like(labels, IGNORE_INDEX), labels)
+    if "position_ids" not in batch:
+        starts = np.zeros(documents.shape, dtype=np.int64)
+        changes = documents[:, 1:] != documents[:, :-1]
+        starts[:, 1:] = np.where(changes, np.arange(1, plan.seq_len), 0)
+        positions = np.arange(plan.seq_len) - np.maximum.accumulate(starts, axis=1)
+        result["position_ids"] = torch.from_numpy(positions).to(first.device).expand(first.shape[0], -1)
+    return {name: shard(plan, mesh, x) for name, x in result.items()}
+
+
+class _GlobalMean(torch.autograd.Function):
+    """Sum over ranks divided by `count`; the backward scales by the mesh size, which an averaging reducer undoes."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+        ctx.scale = (1 if mesh is None else mesh.size()) / count
+        return (total.clone() if mesh is None else _compat.all_reduce(total, "sum", mesh)) / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad * ctx.scale, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None, *, num_valid: int | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean cross-entropy over the valid tokens of all ranks of `mesh`; the same value on every rank.
+
+    Its gradient is scaled so that averaging parameter gradients over `mesh`, as FSDP2 and DDP do, gives the gradient of
+    that mean. Call it on every rank.
+
+    Args:
+        logits: ``[…, vocab]``, any floating dtype; computed in float32 at least.
+        labels: int64 ``[…]``; −100 is ignored.
+        mesh: every axis over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
+        num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
+            micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
+
+    Returns:
+        A scalar; 0 with gradient 0 if no rank has a valid token.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}")
+    scores = logits.flatten(0, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    if num_valid is None:
+        count = (labels != IGNORE_INDEX).sum()
+        count = count if mesh is None else _compat.all_reduce(count, "sum", mesh)
+    else:
+        if isinstance(num_valid, (int, float)) and not (math.isfinite(num_valid) and num_valid >= 0):
+            raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
+        count = torch.as_tensor(num_valid, device=logits.device)
+    return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)

@@ -1,0 +1,1 @@
+"""Exchanges move K/V to the ranks that read them and bring dK/dV home."""

@@ -1,0 +1,74 @@
+"""All-gather of per-token tensors over the cp axis, with a reduce-scatter as its backward.
+
+Start and wait are two autograd functions, so that a caller can compute between them, forward and backward alike:
+
+    forward    start gather | local attention | wait | remote attention
+    backward   remote attention | start reduce-scatter | local attention | wait
+
+Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the local backward
+between the two halves of the reduce-scatter.
+"""
+
+# R rows (batch row, token) a rank, padded to the same number on all ranks;  P ranks;  F features of a row
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from spanwise import _compat
+
+
+class Pending(NamedTuple):
+    """A gather under way.
+
+    ``data_PR_F`` is not readable before :func:`wait`. ``anchor_R_F`` occupies no memory: it carries the gradient from
+    the wait back to the start. Its dtype is the one in which gradients are summed, since autograd would cast (so read)
+    a gradient of another dtype before it has arrived.
+    """
+
+    data_PR_F: torch.Tensor
+    anchor_R_F: torch.Tensor
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_R_F: torch.Tensor, num_ranks: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.dtype = x_R_F.dtype
+        data = _compat.start_all_gather(x_R_F, num_ranks, name)
+        sum_dtype = torch.promote_types(x_R_F.dtype, torch.float32)
+        anchor = torch.zeros((), dtype=sum_dtype, device=x_R_F.device).expand(x_R_F.shape)
+        ctx.mark_non_differentiable(data)
+        return data, anchor
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _compat.wait(grad_pending).to(ctx.dtype), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data_PR_F: torch.Tensor, anchor_R_F: torch.Tensor, num_ranks: int, name: str) -> torch.Tensor:
+        ctx.num_ranks, ctx.name, ctx.sum_dtype = num_ranks, name, anchor_R_F.dtype
+        return _compat.wait(data_PR_F)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:  # type: ignore[override]
+        # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
+        return None, _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name), None, None
+
+
+def start(x_R_F: torch.Tensor, num_ranks: int, name: str) -> Pending:
+    """Start gathering ``x_R_F``; every rank passes the same number of rows."""
+    return Pending(*_Start.apply(x_R_F, num_ranks, name))
+
+
+def wait(pending: Pending, num_ranks: int, name: str) -> torch.Tensor:
+    """Wait for the gather; returns rank 0's rows, then rank 1's, … as ``[P * R, F]``."""
+    return _Wait.apply(pending.data_PR_F, pending.anchor_R_F, num_ranks, name)
+
+
+def pad_tokens(x_BTF: torch.Tensor, length: int) -> torch.Tensor:
+    """`x_BTF` with zero tokens at the end, up to `length` tokens: every rank has to send the same number of rows."""
+    return torch.nn.functional.pad(x_BTF, (0, 0, 0, length - x_BTF.shape[1]))

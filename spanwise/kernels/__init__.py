@@ -1,0 +1,112 @@
+"""Local attention kernels. They know nothing of ranks: q, k, v and spans in, (out, lse) out.
+
+`attend` is the only door. An explicit kernel name never falls back to another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from spanwise.rank_plan import Stage
+
+KERNELS = ("reference", "sdpa", "flex", "varlen")
+
+
+def resolve(kernel: str, device: torch.device, score_mod: Callable[..., Any] | None = None) -> str:
+    """The kernel that `kernel` names on `device`.
+
+    "auto" is "flex" on CUDA; on the CPU it is "sdpa", or "reference" (dense) where a `score_mod` is given, which
+    "sdpa" cannot apply.
+
+    Raises:
+        ValueError: unknown name, or a kernel that does not run on the device or cannot apply a `score_mod`.
+        NotImplementedError: "varlen".
+    """
+    if kernel == "auto":
+        if device.type == "cuda":
+            return "flex"
+        if device.type == "cpu":
+            return "sdpa" if score_mod is None else "reference"
+        raise ValueError(f"no kernel was tested on device {device}; name one: kernel='reference' runs anywhere")
+    if kernel not in KERNELS:
+        raise ValueError(f"unknown kernel {kernel!r}; choose one of {['auto', *KERNELS]}")
+    if kernel == "varlen":
+        raise NotImplementedError("kernel 'varlen' does not exist yet; use kernel='flex' on CUDA")
+    if kernel == "sdpa" and device.type != "cpu":
+        raise ValueError(f"kernel 'sdpa' runs on the CPU, the tensors are on {device}; use kernel='flex'")
+    if kernel == "sdpa" and score_mod is not None:
+        raise ValueError("kernel 'sdpa' cannot apply a score_mod; use kernel='reference' on the CPU or 'flex' on CUDA")
+    return kernel
+
+
+def attend(
+    kernel: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stage: Stage,
+    q_pos: torch.Tensor,
+    *,
+    scale: float,
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of local queries over one piece of K/V.
+
+    Args:
+        kernel: a name that `resolve` returned.
+        q: ``[B, Hq, T, Dk]``; k ``[B, Hkv, keys, Dk]``; v ``[B, Hkv, keys, Dv]``.
+        stage: spans over the piece, key positions, block tables.
+        q_pos: int ``[B or 1, T]``, global positions of the queries, for `score_mod`.
+
+    Returns:
+        out ``[B, Hq, T, Dv]`` and natural-log lse ``[B, Hq, T]`` (float32, or float64 for float64), both
+        differentiable; a row without a key has out 0, lse −inf and no gradient.
+    """
+    if kernel == "sdpa":
+        from spanwise.kernels.sdpa import sdpa
+
+        return sdpa(q, k, v, stage.start, stage.end, scale=scale, softcap=softcap)
+    if kernel == "reference":
+        from spanwise.kernels.reference import reference
+
+        return reference(
+            q, k, v, stage.start, stage.end,
+            scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
+        )  # fmt: skip
+    from spanwise.kernels.flex import flex
+
+    if stage.tables is None:
+        raise ValueError("kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')")
+    return flex(
+        q, k, v, stage.start, stage.end, stage.tables,
+        scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
+    )  # fmt: skip
+
+
+def max_logit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    stage: Stage,
+    q_pos: torch.Tensor,
+    *,
+    scale: float,
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Largest visible score of each query head, ``[Hq]``, −inf if there is none. Not differentiable.
+
+    CPU only, and without a `score_mod`: `ValueError` otherwise.
+    """
+    from spanwise.kernels.sdpa import max_logit as sdpa_max_logit
+
+    if score_mod is not None or q.device.type != "cpu":
+        raise ValueError(
+            f"AuxRequest(max_logit=True) works on the CPU without a score_mod; got device {q.device} and "
+            f"score_mod={score_mod}"
+        )
+    return sdpa_max_logit(q, k, stage.start, stage.end, scale=scale, softcap=softcap)

@@ -1,0 +1,226 @@
+"""ContextParallel: context parallelism as a `parallelize_module` plan.
+
+    parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": ContextParallel(attention_type="flex")})
+
+The wrapped module is one whose forward is an attention call. The style replaces that forward by
+`context_parallel_attention`; the plan arrives as the call's mask argument, so that activation checkpointing recomputes
+with the plan of the batch it recomputes. What the module would have done differently from plain attention (a scale, a
+score_mod inside it) would be lost silently, so a small one-rank problem is run through both when the style is applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from spanwise.attention import context_parallel_attention
+from spanwise.mask import SpanMask
+from spanwise.plan import Plan, make_plan
+from spanwise.rank_plan import RankPlan, build
+
+ATTENTION_TYPES = {"flex": "block_mask", "sdpa": "attn_mask", "varlen": "plan"}
+_TENSORS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}
+_MASKS = ("block_mask", "attn_mask", "mask", "plan")
+# Arguments of torch's attention calls that have a meaning here, with the values that change nothing.
+_PASSED_ON = {"scale": None, "score_mod": None}
+_IGNORABLE: dict[str, tuple[Any, ...]] = {
+    "dropout_p": (0, 0.0),
+    "is_causal": (False, None),
+    "enable_gqa": (False, True),
+    "return_lse": (False,),
+    "return_aux": (None,),
+    "kernel_options": (None,),
+}
+
+
+class ContextParallel(ParallelStyle):
+    """Context parallelism for a module whose forward is an attention call on ``[B, H, T, D]`` shards.
+
+    The module is called as before, with the plan in place of the mask: ``(q, k, v, block_mask=plan)`` for
+    ``attention_type="flex"``, ``(q, k, v, attn_mask=plan)`` for ``"sdpa"``; tensors may be positional or keywords, named
+    as in the module's own forward.
+
+    Args:
+        seq_dim: where the sequence is; 2 for ``[B, H, T, D]``, 1 for ``[B, T, H, D]``.
+        attention_type: what the module wraps: "flex" or "sdpa". It names the mask argument; the kernel that runs is
+            `kernel`.
+        plan: serves calls that name no mask. ``is_causal=True`` is accepted then, if the plan is the causal one.
+        mask: which of the plan's masks this module uses.
+        kernel: as in `context_parallel_attention`.
+        scale, score_mod: what the module applies inside; a call that passes its own overrides them.
+        probe: ``(num_q_heads, num_kv_heads, head_dim)`` of the small problem that checks the module when the style is
+            applied.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq_dim: int = 2,
+        attention_type: str = "flex",
+        plan: Plan | RankPlan | None = None,
+        mask: str = "default",
+        kernel: str = "auto",
+        scale: float | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        probe: tuple[int, int, int] = (2, 2, 16),
+    ) -> None:
+        super().__init__()
+        if attention_type not in ATTENTION_TYPES:
+            raise ValueError(f"unknown attention_type {attention_type!r}; choose one of {sorted(ATTENTION_TYPES)}")
+        if attention_type == "varlen":
+            raise NotImplementedError("attention_type 'varlen' does not exist yet; use 'flex' or 'sdpa'")
+        if seq_dim not in (1, 2):
+            raise ValueError(f"seq_dim must be 2 ([B, H, T, D]) or 1 ([B, T, H, D]), got {seq_dim}")
+        if plan is not None and not isinstance(plan, (Plan, RankPlan)):
+            raise ValueError(f"plan must be a Plan or RankPlan, got {type(plan).__name__}")
+        self.seq_dim = seq_dim
+        self.attention_type = attention_type
+        self.plan = plan
+        self.mask = mask
+        self.kernel = kernel
+        self.scale = scale
+        self.score_mod = score_mod
+        self.probe = probe
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        inner = module.forward
+        signature = inspect.signature(inner)
+        self._check_module(inner, signature)
+        mesh = device_mesh
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensors, plan, options = self._parse(signature, args, kwargs)
+            return self._attend(tensors, plan, mesh, options)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+    def _attend(
+        self, tensors: tuple[torch.Tensor, ...], plan: Plan | RankPlan, mesh: DeviceMesh | None, options: dict[str, Any]
+    ) -> torch.Tensor:
+        options = {"scale": self.scale, "score_mod": self.score_mod} | options
+        if self.seq_dim == 1:
+            tensors = tuple(x.transpose(1, 2) for x in tensors)
+        q, k, v = tensors
+        out = context_parallel_attention(q, k, v, plan, mesh, mask=self.mask, kernel=self.kernel, **options)
+        return out.transpose(1, 2) if self.seq_dim == 1 else out
+
+    def _parse(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[torch.Tensor, ...], Plan | RankPlan, dict[str, Any]]:
+        """q, k, v, the plan, and options from a call of the wrapped module; refuses everything else."""
+        names = [
+            p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(args) > len(names):
+            raise ValueError(f"the wrapped attention takes {names}, got {len(args)} positional arguments")
+        call = dict(zip(names, args, strict=False))
+        doubled = sorted(set(call) & set(kwargs))
+        if doubled:
+            raise ValueError(f"arguments given twice: {doubled}")
+        call |= kwargs
+        for parameter in signature.parameters.values():
+            if parameter.default is not parameter.empty:
+                call.setdefault(parameter.name, parameter.default)
+        tensors: dict[str, torch.Tensor] = {}
+        plan: Any = None
+        causal = False
+        options: dict[str, Any] = {}
+        for name, value in call.items():
+            if name in _TENSORS:
+                tensors[_TENSORS[name]] = value
+            elif name in _MASKS:
+                plan = value if value is not None else plan
+            elif name == "is_causal" and value is True:
+                causal = True
+            elif name in _PASSED_ON:
+                if value is not None:
+                    options[name] = value
+            elif name not in _IGNORABLE:
+                raise ValueError(f"ContextParallel does not know the argument {name}={value!r} of the wrapped attention")
+            elif value not in _IGNORABLE[name]:
+                raise ValueError(f"{name}={value!r} is not supported under ContextParallel; leave it at {_IGNORABLE[name][0]!r}")
+        missing = sorted({"q", "k", "v"} - set(tensors))
+        if missing:
+            raise ValueError(f"the wrapped attention was called without {missing}; its arguments were {sorted(call)}")
+        return (tensors["q"], tensors["k"], tensors["v"]), self._plan_for(plan, causal), options
+
+    def _plan_for(self, given: Any, causal: bool) -> Plan | RankPlan:
+        name = ATTENTION_TYPES[self.attention_type]
+        remedy = f"make one with spanwise.make_plan(mask, num_ranks) and pass {name}=plan, or give it to the style, ContextParallel(plan=…)"
+        if given is not None and not isinstance(given, (Plan, RankPlan)):
+            raise ValueError(
+                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: how the tokens were dealt "
+                f"out to the ranks cannot be guessed from a mask; {remedy}"
+            )
+        plan = given if given is not None else self.plan
+        if plan is None:
+            what = "is_causal=True" if causal else "a call without a mask"
+            raise ValueError(f"{what} does not say how the tokens were dealt out to the ranks; {remedy}")
+        if causal and not (isinstance(plan, Plan) and plan.mask(self.mask) == SpanMask.causal(plan.seq_len)):
+            raise ValueError(
+                "is_causal=True goes only with a Plan of the causal mask; "
+                + ("a RankPlan does not tell its mask" if isinstance(plan, RankPlan) else f"this is {plan!r}")
+            )
+        return plan
+
+    def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature) -> None:
+        """Run the module and spanwise on one small causal problem and raise if they differ."""
+        num_q, num_kv, dim = self.probe
+        length = 32
+        plan = make_plan(SpanMask.causal(length), 1, block_size=length, balancer="contiguous")
+        generator = torch.Generator().manual_seed(0)
+        # Large scores, so that a scale or a cap inside the module shows.
+        q, k, v = (3 * torch.randn(1, heads, length, dim, generator=generator) for heads in (num_q, num_kv, num_kv))
+        expected = context_parallel_attention(
+            q, k, v, build(plan, 0), None, kernel="reference", scale=self.scale, score_mod=self.score_mod
+        )
+        call = tuple(x.transpose(1, 2) for x in (q, k, v)) if self.seq_dim == 1 else (q, k, v)
+        try:
+            with torch.no_grad():
+                got = inner(*call, **self._probe_mask(signature, length, num_q != num_kv))
+        except Exception as error:
+            raise ValueError(
+                f"ContextParallel could not run the module on a small problem, q {tuple(call[0].shape)}, k and v "
+                f"{tuple(call[1].shape)}: {error}. Wrap the module whose forward is the attention call itself, "
+                f"and set probe=(num_q_heads, num_kv_heads, head_dim) if it accepts only certain shapes"
+            ) from error
+        if isinstance(got, torch.Tensor) and self.seq_dim == 1:
+            got = got.transpose(1, 2)
+        if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
+            raise ValueError(
+                f"the module's forward is not an attention call: expected a tensor of shape {tuple(expected.shape)}, got "
+                f"{tuple(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__}"
+            )
+        error_size = (got - expected).abs().max().item()
+        if not error_size <= 1e-3:
+            raise ValueError(
+                f"the module computes something other than softmax(scale * q kᵀ) v: on a causal probe it differs by "
+                f"{error_size:.3g} from what ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would run. "
+                f"Pass the scale or score_mod that the module applies inside to ContextParallel"
+            )
+
+    def _probe_mask(self, signature: inspect.Signature, length: int, gqa: bool) -> dict[str, Any]:
+        """Keyword arguments that make the module itself causal on the probe."""
+        parameters = signature.parameters
+        kwargs: dict[str, Any] = {}
+        if gqa and "enable_gqa" in parameters:
+            kwargs["enable_gqa"] = True
+        mask = SpanMask.causal(length)
+        name = next((n for n in (ATTENTION_TYPES[self.attention_type], *_MASKS) if n in parameters), None)
+        if name is not None:
+            dense = torch.from_numpy(mask.dense())
+            return kwargs | {name: mask.block_mask("cpu", 128) if self.attention_type == "flex" else dense}
+        if "is_causal" in parameters:
+            return kwargs | {"is_causal": True}
+        raise ValueError(
+            f"the module's forward takes {list(parameters)}, none of which is a mask ({', '.join(_MASKS)}) or is_causal"
+        )

@@ -1,0 +1,241 @@
+"""Proof that users run on their own model: parity with one device, and a probe for leaks.
+
+Parity compares outputs and gradients of a sharded call with the same computation on one device. The leak probe changes
+one token's input and looks at which outputs change: exactly those that the mask lets see it, or something is wrong.
+Every rank returns the same report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _compat
+from spanwise.attention import context_parallel_attention
+from spanwise.batch import shard, unshard
+from spanwise.plan import Plan
+from spanwise.rank_plan import RankPlan, build
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
+_CLOSURE_LIMIT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found; the same on every rank.
+
+    Attributes:
+        errors: largest relative error over all ranks, ``max |x - ref| / max |ref|``, of "out" and of each gradient.
+        tolerance: what the errors must not exceed.
+        probed: tokens whose input was changed.
+        leaks: (row, token) pairs: the row's output changed although the mask hides the token from it.
+        blind: (row, token) pairs: the row's output did not change although the mask shows it the token.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    probed: tuple[int, ...]
+    leaks: tuple[tuple[int, int], ...]
+    blind: tuple[tuple[int, int], ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.leaks and not self.blind and all(e <= self.tolerance for e in self.errors.values())
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = ["verified" if self.ok else "FAILED"]
+        for name, error in self.errors.items():
+            verdict = "ok" if error <= self.tolerance else "too large"
+            lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
+        lines.append(f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows")
+        for kind, pairs in (("leak", self.leaks), ("blind", self.blind)):
+            lines += [f"    {kind}: row {row}, token {token}" for row, token in pairs[:5]]
+        return "\n".join(lines)
+
+    def raise_if_failed(self) -> None:
+        """Raise ``RuntimeError`` with the report as its text unless everything held."""
+        if not self.ok:
+            raise RuntimeError(str(self))
+
+
+def verify(
+    fn_or_model: Callable[..., torch.Tensor],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    dim: int | None = None,
+    mask: str = "default",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    num_probes: int = 8,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
+
+    Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
+    ``fn(q, k, v, plan, mesh)`` or a `ContextParallel` module; it is compared with dense float64 attention under the
+    plan's mask. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is compared with
+    itself under a plan of one rank, and a token may reach a row over several layers.
+
+    Args:
+        plan: the plan to prove.
+        mesh: the 1-D cp mesh; None for a plan of one rank.
+        inputs: whole tensors, equal on all ranks; floating ones get gradients.
+        dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
+        mask: which of the plan's masks the call uses.
+        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16).
+        num_probes: tokens to change; shard edges first.
+        tolerance: largest relative error; by default from the dtype.
+
+    Raises:
+        ValueError: a batched model that is longer than the closure of its mask can be computed for.
+    """
+    where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    local = plan.local(mesh, where, kernel="flex" if where.type == "cuda" else "auto")
+    generator = torch.Generator().manual_seed(seed)
+    attention = inputs is None
+    sequence_dim = (2 if attention else 1) if dim is None else dim
+    whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
+    whole = tuple(x.detach().to(where) for x in whole)
+    names = ("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole)))
+
+    def run(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _call(fn_or_model, values, local, mesh)
+
+    # Parity.
+    shards = [_leaf(shard(local, mesh, x, sequence_dim)) for x in whole]
+    out = run(shards)
+    reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
+    if attention:
+        reference = context_parallel_attention(*reference_inputs, _one_rank(plan, where), None, mask=mask, kernel="reference")
+    else:
+        reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
+    cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64).to(where)
+    errors = {"out": _error(out.detach(), shard(local, mesh, reference.detach(), sequence_dim), reference, mesh)}
+    if any(x.requires_grad for x in shards):
+        out.backward(shard(local, mesh, cotangent, sequence_dim).to(out.dtype))
+        reference.backward(cotangent.to(reference.dtype))
+        for name, x, ref in zip(names, shards, reference_inputs, strict=True):
+            if ref.grad is not None:
+                grad = torch.zeros_like(x) if x.grad is None else x.grad
+                errors[f"d{name}"] = _error(grad, shard(local, mesh, ref.grad, sequence_dim), ref.grad, mesh)
+
+    # Leaks.
+    tokens = _probe_tokens(plan, num_probes)
+    reach = _reach(plan, mask, tokens, attention)
+    leaks: list[tuple[int, int]] = []
+    blind: list[tuple[int, int]] = []
+    with torch.no_grad():
+        base = unshard(local, mesh, run([x.detach() for x in shards]), sequence_dim)
+        for column, token in enumerate(tokens):
+            changed = [shard(local, mesh, _perturbed(x, token, sequence_dim), sequence_dim) for x in whole]
+            diff = unshard(local, mesh, run(changed), sequence_dim) != base
+            rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
+            expected = reach[:, :, column]
+            leaks += [(int(row), token) for row in np.nonzero((rows & ~expected).any(0))[0]]
+            # A single key has softmax weight 1 whatever it is, but its value shows; so every visible row must change.
+            blind += [(int(row), token) for row in np.nonzero((~rows & expected).any(0))[0]]
+    limit = tolerance if tolerance is not None else _TOLERANCES[out.dtype]
+    return VerifyReport(errors, limit, tuple(tokens), tuple(leaks), tuple(blind))
+
+
+def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    q_heads, kv_heads = plan.num_q_heads or 4, plan.num_kv_heads or plan.num_q_heads or 4
+    dim = plan.head_dim or 16
+    shapes = ((q_heads, dim), (kv_heads, dim), (kv_heads, plan.v_head_dim or dim))
+    return tuple(
+        torch.randn(plan.batch_size, heads, plan.seq_len, size, generator=generator).to(dtype) for heads, size in shapes
+    )
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
+    from spanwise.layout import Layout
+
+    layout = Layout.from_runs([[np.array([[0, plan.seq_len]])]], plan.seq_len)
+    whole = dataclasses.replace(plan, layout=layout, num_ranks=1)
+    return build(whole, 0, device, flex_tables=device.type == "cuda")
+
+
+def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:
+    forward = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    parameters = inspect.signature(forward).parameters
+    by_name = {name: local for name in ("plan", "block_mask", "attn_mask") if name in parameters}
+    if by_name:
+        if "mesh" in parameters:
+            by_name["mesh"] = None if local.num_ranks == 1 else mesh
+        return fn(*values, **by_name)
+    return fn(*values, local)
+
+
+def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
+    worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
+    # A nan must not disappear in the maximum over ranks.
+    worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
+    if mesh is not None:
+        worst = _compat.all_reduce(worst, "max", mesh)
+    return float(worst / scale)
+
+
+def _probe_tokens(plan: Plan, count: int) -> list[int]:
+    """Tokens at both ends of the ranks' runs, then evenly spread ones; at most `count`."""
+    edges = sorted({int(p) for r in range(plan.num_ranks) for a, b in plan.runs(r) for p in (a, b - 1)})
+    spread = np.linspace(0, plan.seq_len - 1, num=min(count, plan.seq_len)).round().astype(int).tolist()
+    picked = edges if len(edges) <= count // 2 else [edges[i * len(edges) // (count // 2)] for i in range(count // 2)]
+    return list(dict.fromkeys([*picked, *spread]))[:count]
+
+
+def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
+    """`x` with one token's input changed: negated and shifted, or for integers replaced by another value that occurs."""
+    x = x.clone()
+    at = x.select(dim, token)
+    if x.is_floating_point():
+        at.copy_(1.0 - at)
+        return x
+    others = torch.unique(x)
+    replacement = others[(torch.searchsorted(others, at.contiguous()) + 1) % len(others)]
+    at.copy_(replacement)
+    return x
+
+
+def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> np.ndarray:
+    """bool ``[batch, rows, len(tokens)]``: whether a row's output may depend on the token's input."""
+    m = plan.mask(mask)
+    rows = np.arange(m.q_len)
+    direct = np.stack(
+        [((m.start <= token) & (token < m.end)).any(axis=1) | (False if attention else rows == token) for token in tokens],
+        axis=-1,
+    )
+    if attention:
+        # The token's own row changes with its query, unless it reads at most one key (then the softmax is constant).
+        area = m.area()
+        for column, token in enumerate(tokens):
+            direct[:, token, column] |= area[:, token] > 1
+        return direct
+    if m.q_len > _CLOSURE_LIMIT:
+        raise ValueError(
+            f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_CLOSURE_LIMIT}, got "
+            f"{m.q_len}; verify a shorter sequence, or the attention call alone"
+        )
+    dense = m.dense()
+    while True:
+        wider = direct | np.stack([(d.astype(np.float32) @ r.astype(np.float32)) > 0 for d, r in zip(dense, direct, strict=True)])
+        if (wider == direct).all():
+            return direct
+        direct = wider

@@ -1,0 +1,129 @@
+"""context_parallel_attention on threaded ranks against dense float64 attention: outputs and gradients on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import spanwise
+from spanwise import AuxRequest, SpanMask
+from tests.oracle import Problem, make_problem, relative_error
+from tests.ranks.harness import run_ranks
+
+LENGTH = 67  # divides by nothing
+CU_SEQLENS = [0, 1, 2, 19, 19, 40, 67]  # documents of length 1 and 0
+BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
+
+
+def masks() -> dict[str, SpanMask]:
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, LENGTH, LENGTH)
+    end = np.where(rng.random(LENGTH) < 0.3, start, rng.integers(start, LENGTH + 1))  # a third of the rows is empty
+    return {
+        "causal": SpanMask.causal(LENGTH),
+        "full": SpanMask.full(LENGTH),
+        "documents": SpanMask.documents(CU_SEQLENS),
+        "window": SpanMask.sliding_window(LENGTH, 9, 2),
+        "two spans": SpanMask.block_causal(LENGTH, 8, num_previous=1, global_tokens=3),
+        "random, empty rows": SpanMask(start[None], end[None], LENGTH),
+        "nothing": SpanMask(np.zeros((1, LENGTH), int), np.zeros((1, LENGTH), int), LENGTH),
+    }
+
+
+def run(problem: Problem, plan: spanwise.Plan, kernel: str) -> list[tuple[torch.Tensor, ...]]:
+    """out, lse, dq, dk, dv of every rank."""
+
+    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, ...]:
+        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        out, aux = spanwise.context_parallel_attention(
+            *leaves, plan, mesh, kernel=kernel, return_aux=AuxRequest(lse=True)
+        )
+        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
+        return (out.detach(), aux.lse.detach(), *(x.grad for x in leaves))
+
+    return run_ranks(plan.num_ranks, on_rank)
+
+
+def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tensor, ...]], tolerance: float) -> None:
+    expected = (problem.out, problem.lse, problem.dq, problem.dk, problem.dv)
+    for rank, got in enumerate(results):
+        for name, x, whole in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+            reference = plan.shard(whole, rank, dim=2)
+            if name == "lse":
+                assert torch.equal(torch.isinf(x), torch.isinf(reference))
+                x, reference = x.masked_fill(x.isinf(), 0), reference.masked_fill(reference.isinf(), 0)
+            scale = whole[whole.isfinite()].abs().amax().clamp(min=1e-3) if whole.numel() else torch.tensor(1.0)
+            error = float((x.double() - reference).abs().amax() / scale) if x.numel() else 0.0
+            assert error <= tolerance, f"rank {rank} {name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", sorted(masks()))
+@pytest.mark.parametrize(("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)])
+def test_matches_one_device(num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float) -> None:
+    mask = masks()[name]
+    problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
+    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", block_size=8)
+    check(problem, plan, run(problem, plan, kernel), tolerance)
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_every_balancer(balancer: str, num_ranks: int) -> None:
+    mask = SpanMask.documents(CU_SEQLENS)
+    problem = make_problem(mask.dense())
+    plan = spanwise.make_plan(mask, num_ranks, balancer=balancer, block_size=8, cu_seqlens=CU_SEQLENS)
+    check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
+
+
+@pytest.mark.parametrize("balancer", ["head_tail", "ptrr", "lpt"])
+def test_batch_rows_with_masks_of_their_own(balancer: str) -> None:
+    rows = [SpanMask.documents(CU_SEQLENS), SpanMask.documents([0, 40, 67]), SpanMask.sliding_window(LENGTH, 5)]
+    mask = SpanMask.stack(rows)
+    problem = make_problem(mask.dense(), batch=3)
+    plan = spanwise.make_plan(mask, 4, balancer=balancer, block_size=8)
+    for kernel in ("reference", "sdpa"):
+        check(problem, plan, run(problem, plan, kernel), 1e-10)
+
+
+def test_one_mask_for_a_whole_batch() -> None:
+    mask = SpanMask.causal(LENGTH)
+    problem = make_problem(mask.dense(), batch=3)
+    plan = spanwise.make_plan(mask, 4, block_size=8)
+    check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
+
+
+@pytest.mark.parametrize(("heads", "tolerance"), [((4, 4), 2.5e-2), ((4, 1), 3.5e-2)])
+def test_bfloat16(heads: tuple[int, int], tolerance: float) -> None:
+    mask = SpanMask.documents(CU_SEQLENS)
+    problem = make_problem(mask.dense(), heads=heads, dims=(16, 16), dtype=torch.bfloat16)
+    plan = spanwise.make_plan(mask, 4, block_size=8)
+    for kernel in ("reference", "sdpa"):
+        check(problem, plan, run(problem, plan, kernel), tolerance)
+
+
+def test_ranks_without_tokens() -> None:
+    mask = SpanMask.causal(3)
+    problem = make_problem(mask.dense())
+    plan = spanwise.make_plan(mask, 4, balancer="contiguous", block_size=1)
+    assert plan.layout.tokens_per_rank.min() == 0
+    check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
+
+
+def test_several_masks_share_a_layout() -> None:
+    named = {"full": SpanMask.causal(LENGTH), "window": SpanMask.sliding_window(LENGTH, 6)}
+    plan = spanwise.make_plan(named, 4, weights={"full": 1, "window": 3}, block_size=4, balancer="lpt")
+    problems = {name: make_problem(mask.dense()) for name, mask in named.items()}
+
+    def on_rank(rank: int, mesh: object) -> dict[str, torch.Tensor]:
+        return {
+            name: spanwise.context_parallel_attention(
+                *(spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]), plan, mesh, mask=name
+            )
+            for name, problem in problems.items()
+        }
+
+    for rank, outs in enumerate(run_ranks(4, on_rank)):
+        for name, problem in problems.items():
+            assert relative_error(outs[name], plan.shard(problem.out, rank, dim=2)) <= 1e-10
