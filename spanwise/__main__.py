@@ -1,0 +1,155 @@
+"""The command line: ``spanwise train``, ``spanwise verify``, ``spanwise bench``.
+
+Options are parsed here and nothing else happens here; torch is imported by what a command starts, so that ``--help``
+answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Context parallelism for PyTorch, planned from the attention mask.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+
+@app.callback()
+def _commands() -> None:
+    """Context parallelism for PyTorch, planned from the attention mask."""
+
+
+_MODEL, _RUN, _CHECK, _KEEP = "Model", "Steps", "Proof and evaluation", "Output"
+
+
+@app.command()
+def train(
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="Files and folders, every file one document; give it once per path. "
+            "Default: the Python standard library's sources.",
+        ),
+    ] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths for --data.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for metrics.json and checkpoints.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Local processes to start; ranks = dp × cp. Default: 1, or what torchrun started.")
+    ] = None,
+    dp: Annotated[int, typer.Option(help="Ranks that take different sequences; the others share one.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, counted from the start of the run.")] = 30,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number.")] = 4096,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Sequences of a step over all ranks; past dp they accumulate. Default: dp."),
+    ] = None,
+    dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 128,
+    layers: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 4,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 4,
+    kv_heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 2,
+    hidden_dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 384,
+    tie_embeddings: Annotated[bool, typer.Option(rich_help_panel=_MODEL)] = True,
+    learning_rate: Annotated[float, typer.Option(rich_help_panel=_RUN)] = 3e-3,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RUN)] = 10,
+    weight_decay: Annotated[float, typer.Option(rich_help_panel=_RUN)] = 0.1,
+    max_grad_norm: Annotated[float, typer.Option(rich_help_panel=_RUN)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of weights and document order.", rich_help_panel=_RUN)] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.", rich_help_panel=_RUN)] = "float32",
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).", rich_help_panel=_RUN)] = "cpu",
+    balancer: Annotated[str, typer.Option(help="As make_plan takes it.", rich_help_panel=_RUN)] = "auto",
+    exchange: Annotated[str, typer.Option(help="As make_plan takes it.", rich_help_panel=_RUN)] = "auto",
+    prove: Annotated[
+        int, typer.Option(help="Steps that one device repeats and is compared with.", rich_help_panel=_CHECK)
+    ] = 0,
+    held_out: Annotated[float, typer.Option(help="Share of documents for evaluation.", rich_help_panel=_CHECK)] = 0.02,
+    eval_every: Annotated[
+        int, typer.Option(help="Steps between evaluations; 0: only after the last.", rich_help_panel=_CHECK)
+    ] = 0,
+    eval_sequences: Annotated[int, typer.Option(help="Most sequences evaluated.", rich_help_panel=_CHECK)] = 4,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints; 0: only after the last.", rich_help_panel=_KEEP)
+    ] = 0,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.", rich_help_panel=_KEEP)] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.", rich_help_panel=_KEEP)
+    ] = False,
+) -> None:
+    """Train a decoder on packed documents, the sequence cut over the ranks.
+
+    Starts --ranks local processes, or takes part in those that torchrun started:
+    torchrun --nproc-per-node 4 -m spanwise train ...
+    """
+    from spanwise.train.launch import RankFailure, torchrun_rank
+
+    mine = torchrun_rank()
+    try:
+        from spanwise.train.config import TrainConfig
+        from spanwise.train.model import ModelConfig
+        from spanwise.train.start import start
+
+        if mine is not None and ranks not in (None, mine.size):
+            raise ValueError(f"torchrun started {mine.size} processes, and --ranks says {ranks}; leave --ranks out")
+        config = TrainConfig(
+            data=(*(data or ()), *(more_data or ())),
+            out=out,
+            ranks=mine.size if mine else ranks if ranks is not None else 1,
+            dp=dp,
+            steps=steps,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            model=ModelConfig(
+                dim=dim,
+                num_layers=layers,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                hidden_dim=hidden_dim,
+                tie_embeddings=tie_embeddings,
+            ),
+            learning_rate=learning_rate,
+            warmup=warmup,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            dtype=dtype,
+            device=device,
+            balancer=balancer,
+            exchange=exchange,
+            seed=seed,
+            held_out=held_out,
+            eval_every=eval_every,
+            eval_sequences=eval_sequences,
+            save_every=save_every,
+            keep=keep,
+            prove=prove,
+            resume=resume,
+        )
+        status = start(config, mine)
+    except ValueError as error:
+        if mine is not None:
+            raise
+        _fail(str(error), 2)
+    except RankFailure as error:
+        _fail(str(error), 1)
+    raise typer.Exit(status)
+
+
+def _fail(text: str, status: int) -> None:
+    sys.stdout.flush()
+    print(f"spanwise: {text}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    """The ``spanwise`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Checkpoints of a run: ``torch.distributed.checkpoint`` folders, written whole or not at all.
+
+    OUT/checkpoints/step-00000030/…     model and optimizer, sharded; any number of ranks reads them
+    OUT/checkpoints/step-00000030/run.json   what the run must agree on, read before any process starts
+    OUT/checkpoints/latest              name of the newest complete one
+
+A save writes into a temporary folder, renames it, then replaces ``latest``; older checkpoints go last. At every moment
+``latest`` names a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spanwise.train.config import TrainConfig
+from spanwise.train.data import Corpus
+from spanwise.train.metrics import write_json
+from spanwise.train.model import ModelConfig
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands, and what the next one must share with it to go on from there.
+
+    ``position`` counts the tokens of the training stream that were trained on.
+    """
+
+    step: int
+    position: int
+    model: dict[str, Any]
+    dtype: str
+    seed: int
+    held_out: float
+    batch_size: int
+    data_digest: str
+    data_text: str
+    format: int = _FORMAT
+
+
+def checkpoints(out: str | Path) -> Path:
+    return Path(out, "checkpoints")
+
+
+def latest(out: str | Path) -> tuple[Path, RunState]:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    folder = checkpoints(out)
+    pointer = folder / "latest"
+    if not pointer.exists():
+        raise ValueError(f"no checkpoint in {folder}; start the run without --resume, or name its folder with --out")
+    path = folder / pointer.read_text().strip()
+    try:
+        facts = json.loads((path / "run.json").read_text())
+        if facts.get("format") != _FORMAT:
+            raise ValueError(f"format {facts.get('format')}, this version reads {_FORMAT}")
+        return path, RunState(**facts)
+    except (OSError, ValueError, TypeError) as error:
+        others = sorted(p.name for p in folder.glob("step-*") if p != path)
+        raise ValueError(
+            f"the checkpoint {path} cannot be read ({error}); others there: {', '.join(others) or 'none'}. "
+            f"To go on from one of them write its name into {pointer}"
+        ) from error
+
+
+def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: Path) -> None:
+    """Refuse a checkpoint of another model, data set or stream.
+
+    Raises:
+        ValueError: names every field that differs, with both values.
+    """
+    wanted = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(ModelConfig)}
+    different = [
+        f"{name} is {state.model.get(name)!r} in the checkpoint and {wanted.get(name)!r} here"
+        for name in sorted(wanted.keys() | state.model.keys())
+        if state.model.get(name) != wanted.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"{path} is a checkpoint of another model: {'; '.join(different)}. Give the same sizes, or another --out"
+        )
+    for name in ("dtype", "seed", "held_out"):
+        if getattr(state, name) != getattr(config, name):
+            different.append(f"{name} is {getattr(state, name)!r} in the checkpoint and {getattr(config, name)!r} here")
+    if state.data_digest != corpus.digest:
+        different.append(f"the data are {state.data_text} in the checkpoint and {corpus.describe()} here")
+    if different:
+        raise ValueError(
+            f"{path} cannot be continued, the stream of documents would not go on where it stopped: "
+            f"{'; '.join(different)}. Give what the run was started with, or another --out"
+        )
+
+
+def set_aside(out: str | Path) -> Path | None:
+    """Move what an earlier run left in ``out`` into ``out/previous/N``; nothing written is lost.
+
+    Returns:
+        The folder it went to, or ``None`` where there was nothing.
+    """
+    found = [path for path in (checkpoints(out), Path(out, "metrics.json")) if path.exists()]
+    if not found:
+        return None
+    number = 1
+    while (target := Path(out, "previous", str(number))).exists():
+        number += 1
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
+def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: int) -> Path:
+    """Write a checkpoint. Collective; every rank sees the same file system."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    folder = checkpoints(out)
+    path = folder / f"step-{state.step:08d}"
+    temporary = folder / f".{path.name}.partial"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+    if dist.get_rank() == 0:
+        write_json(temporary / "run.json", dataclasses.asdict(state))
+        if path.exists():  # left by a run that was set back to an earlier step, so `latest` names another
+            shutil.rmtree(path)
+        temporary.rename(path)
+        pointer = folder / ".latest.partial"
+        pointer.write_text(path.name + "\n")
+        os.replace(pointer, folder / "latest")
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            if old != path:
+                shutil.rmtree(old)
+    dist.barrier()
+    return path
+
+
+def load(path: Path, model: Any, optimizer: Any) -> None:
+    """Read a checkpoint into a sharded model and its optimizer, whatever number of ranks wrote it. Collective."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

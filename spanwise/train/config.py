@@ -1,0 +1,93 @@
+"""What a training run is told: every option of ``spanwise train``, checked before any process starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from spanwise.train.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of a run. ``ranks = dp × cp``; the sequence is cut over the cp axis.
+
+    Attributes:
+        data: files and folders; none means the Python standard library's sources.
+        seq_len: tokens of a training sequence; any positive number.
+        batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
+            accumulate on each rank. ``None``: ``dp``, or what the checkpoint says.
+        held_out: share of documents kept for evaluation.
+        eval_every: steps between evaluations; one more follows the last step. 0: none.
+        eval_sequences: most sequences of an evaluation.
+        save_every: steps between checkpoints; one more follows the last step. 0: only that one. Needs ``out``.
+        prove: first steps of this run that one device repeats.
+    """
+
+    data: tuple[str, ...] = ()
+    out: str | None = None
+    ranks: int = 1
+    dp: int = 1
+    steps: int = 30
+    seq_len: int = 4096
+    batch_size: int | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    balancer: str = "auto"
+    exchange: str = "auto"
+    seed: int = 0
+    held_out: float = 0.02
+    eval_every: int = 0
+    eval_sequences: int = 4
+    save_every: int = 0
+    keep: int = 2
+    prove: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        def demand(ok: bool, text: str) -> None:
+            if not ok:
+                raise ValueError(text)
+
+        for name in ("ranks", "dp", "steps", "seq_len", "eval_sequences", "keep"):
+            demand(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup", "eval_every", "save_every", "prove", "seed"):
+            demand(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        demand(
+            self.ranks % self.dp == 0, f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}"
+        )
+        if self.batch_size is not None:
+            demand(
+                self.batch_size >= 1 and self.batch_size % self.dp == 0,
+                f"batch_size must be a positive multiple of dp (every rank takes as many sequences), got "
+                f"batch_size {self.batch_size} and dp {self.dp}",
+            )
+        demand(0 <= self.held_out < 1, f"held_out is a share of the documents in [0, 1), got {self.held_out}")
+        for name in ("learning_rate", "max_grad_norm"):
+            value = getattr(self, name)
+            demand(value > 0 and math.isfinite(value), f"{name} must be positive and finite, got {value}")
+        demand(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
+        demand(self.dtype in ("float32", "float64"), f"dtype must be float32 or float64, got {self.dtype!r}")
+        demand(self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}")
+        if self.out is None:
+            demand(not self.resume, "--resume continues the run in a folder: name it with --out")
+            demand(self.save_every == 0, "--save-every writes into a folder: name it with --out")
+        elif Path(self.out).exists():
+            demand(Path(self.out).is_dir(), f"--out must be a folder, and {self.out} is a file")
+
+    @property
+    def cp(self) -> int:
+        return self.ranks // self.dp
+
+    def with_batch_size(self, batch_size: int) -> TrainConfig:
+        return replace(self, batch_size=batch_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,261 @@
+"""Documents from files, and their packing into sequences.
+
+Every file is one document: BOS, its bytes, EOS. A stream lays the documents end to end, in a new order each epoch, and
+a sequence is any interval of that stream: documents that the interval cuts become shorter documents, nothing is
+dropped and nothing is repeated. A stream has no state but a position (tokens since the start of training), so
+resuming is arithmetic, and neither the number of ranks nor the number of sequences a step can change what comes next.
+
+The tail of an epoch is carried into the next one, so that training sequences always have their full length; the last
+sequence of held-out documents is as short as it turns out to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+
+#: Folders of the standard library that are not the library: installed packages and tests.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One regular, non-empty file; ``name`` is its path below the folder that was given."""
+
+    path: Path
+    name: str
+    num_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_bytes + 2
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens ``[start, stop)`` of the document, int64; reads only these bytes.
+
+        Raises:
+            ValueError: the file cannot be read any more, or is shorter than it was.
+        """
+        first, last = max(start - 1, 0), min(stop - 1, self.num_bytes)
+        out = np.empty(stop - start, dtype=np.int64)
+        try:
+            data = np.fromfile(self.path, dtype=np.uint8, count=last - first, offset=first) if last > first else ()
+        except OSError as error:
+            raise ValueError(f"cannot read {self.path}: {error.strerror or error}; restore it and resume") from error
+        if len(data) != max(last - first, 0):
+            raise ValueError(
+                f"{self.path} had {self.num_bytes} bytes when training started and ends earlier now; "
+                "leave data files alone while they are trained on"
+            )
+        at = 0
+        if start == 0:
+            out[0], at = BOS, 1
+        out[at : at + len(data)] = data
+        if stop == self.num_tokens:
+            out[-1] = EOS
+        return out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents, in an order that depends on the paths given and the names below them alone."""
+
+    documents: tuple[Document, ...]
+    skipped: int = 0
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(document.num_tokens for document in self.documents)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of names and sizes: what a checkpoint and every host must agree on."""
+        text = "\n".join(f"{document.num_bytes} {document.name}" for document in self.documents)
+        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def describe(self) -> str:
+        return f"{len(self.documents)} documents, {self.num_tokens:,} tokens"
+
+    def split(self, held_out: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+        """Training and held-out documents.
+
+        Held out are the ``held_out`` share of documents whose index hashes lowest: at least one where the share is
+        not 0 and there are two documents, never all of them. No seed enters, so runs that differ by seed are
+        evaluated on the same documents.
+        """
+        count = len(self.documents)
+        wanted = min(max(round(held_out * count), 1), count - 1) if held_out > 0 else 0
+
+        def key(index: int) -> bytes:
+            return hashlib.blake2b(str(index).encode(), digest_size=8).digest()
+
+        chosen = set(sorted(range(count), key=key)[:wanted])
+        train = tuple(d for i, d in enumerate(self.documents) if i not in chosen)
+        return train, tuple(d for i, d in enumerate(self.documents) if i in chosen)
+
+
+def find_documents(paths: Sequence[str | Path] = ()) -> Corpus:
+    """Make each regular file below ``paths`` a document; without paths, the Python standard library's sources.
+
+    Folders are walked in sorted order, hidden files and ``__pycache__`` left out; a file reached twice counts once.
+    Empty files inside a folder hold no byte to learn from and are counted in ``skipped``; an empty file that is named
+    itself is an error.
+
+    Raises:
+        ValueError: a path does not exist, cannot be read, is empty, or is no file or folder.
+    """
+    skipped = 0
+    documents: dict[tuple[int, int], Document] = {}
+    for path, name, named in _files(paths):
+        try:
+            info = path.stat()
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror or error}; fix it or leave it out of --data") from error
+        if not stat.S_ISREG(info.st_mode):
+            if named:
+                raise ValueError(f"{path} is neither a file nor a folder; --data takes regular files and folders")
+            continue
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"cannot read {path}: permission denied; make it readable or leave it out of --data")
+        if info.st_size == 0:
+            if named:
+                raise ValueError(f"{path} is empty; a document needs at least one byte: leave it out of --data")
+            skipped += 1
+            continue
+        documents.setdefault((info.st_dev, info.st_ino), Document(path, name, info.st_size))
+    if not documents:
+        where = ", ".join(str(path) for path in paths)
+        raise ValueError(f"no document found in {where}: every file there is empty or hidden; name others with --data")
+    return Corpus(tuple(documents.values()), skipped)
+
+
+def _files(paths: Sequence[str | Path]) -> Iterable[tuple[Path, str, bool]]:
+    """(path, name, named by the user) of every candidate, in order."""
+    if not paths:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = [f for f in _walk(root) if f.suffix == ".py" and not _NOT_STDLIB & set(f.relative_to(root).parts)]
+        if not found:
+            raise ValueError(f"this Python has no library sources in {root}; name files or folders with --data")
+        yield from ((f, f.relative_to(root).as_posix(), False) for f in found)
+        return
+    for given in map(Path, paths):
+        if not given.exists():
+            raise ValueError(f"{given} does not exist; --data takes files and folders (seen from {Path.cwd()})")
+        if not given.is_dir():
+            yield given, given.name, True
+            continue
+        files = list(_walk(given))
+        if not files:
+            raise ValueError(f"no file found in the folder {given}; name a folder that holds documents with --data")
+        yield from ((f, f.relative_to(given).as_posix(), False) for f in files)
+
+
+def _walk(root: Path) -> Iterable[Path]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"cannot list {error.filename}: {error.strerror}; make it readable or leave it out of --data"
+        ) from error
+
+    for folder, names, files in os.walk(root, onerror=refuse):
+        names[:] = sorted(n for n in names if not n.startswith(".") and n != "__pycache__")
+        for file in sorted(f for f in files if not f.startswith(".")):
+            path = Path(folder, file)
+            if path.exists() or not path.is_symlink():  # a dangling link is not a file
+                yield path
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """``tokens`` int64 ``[length]`` and the documents in it, ``cu_seqlens`` int32 ``[num_docs + 1]``."""
+
+    tokens: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @property
+    def num_targets(self) -> int:
+        return num_targets(self.cu_seqlens)
+
+
+def num_targets(cu_seqlens: np.ndarray) -> int:
+    """Tokens with a next token in their own document: what a loss over the sequence averages over."""
+    lengths = np.diff(cu_seqlens)
+    return int((lengths - 1).clip(min=0).sum())
+
+
+def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Pseudo-random uint64 for each index: SplitMix64 (Steele, Lea, Flood 2014).
+
+    Not numpy's generator, whose shuffles may change from release to release: a resumed run must find its order again.
+    """
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    salt = mix(mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
+    return mix(index + salt)
+
+
+class DocumentStream:
+    """Documents end to end, epoch after epoch.
+
+    Args:
+        documents: at least one.
+        seed: orders each epoch; ``None`` keeps the given order.
+    """
+
+    def __init__(self, documents: Sequence[Document], seed: int | None):
+        if not documents:
+            raise ValueError("a stream needs at least one document; got none")
+        self.documents = tuple(documents)
+        self.seed = seed
+        self.epoch_tokens = sum(document.num_tokens for document in documents)
+        self._lengths = np.array([document.num_tokens for document in documents], dtype=np.int64)
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the epoch last asked for
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Document indices of an epoch in order, and the offsets ``[num_docs + 1]`` at which they lie in it."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            order = np.arange(len(self.documents))
+            if self.seed is not None:
+                order = np.argsort(_scramble(order.astype(np.uint64), self.seed, epoch), kind="stable")
+            offsets = np.concatenate(([0], np.cumsum(self._lengths[order])))
+            self._epoch = (epoch, order, offsets)
+        return self._epoch[1], self._epoch[2]
+
+    def pieces(self, position: int, length: int) -> list[tuple[int, int, int]]:
+        """(document, start, stop) of every document part in ``[position, position + length)`` of the stream."""
+        result = []
+        end = position + length
+        while position < end:
+            epoch, inside = divmod(position, self.epoch_tokens)
+            order, offsets = self._order(epoch)
+            slot = int(np.searchsorted(offsets, inside, side="right")) - 1
+            start = inside - int(offsets[slot])
+            stop = min(start + end - position, int(offsets[slot + 1] - offsets[slot]))
+            result.append((int(order[slot]), start, stop))
+            position += stop - start
+        return result
+
+    def cu_seqlens(self, position: int, length: int) -> np.ndarray:
+        """int32 ``[num_docs + 1]`` of a sequence, without reading any file."""
+        lengths = [stop - start for _, start, stop in self.pieces(position, length)]
+        return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+    def sequence(self, position: int, length: int) -> PackedSequence:
+        """The ``length`` tokens from ``position`` on."""
+        tokens = [self.documents[index].tokens(start, stop) for index, start, stop in self.pieces(position, length)]
+        return PackedSequence(np.concatenate(tokens), self.cu_seqlens(position, length))

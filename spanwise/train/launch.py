@@ -1,0 +1,182 @@
+"""Starting the ranks: local processes that this one watches, or the processes that ``torchrun`` started.
+
+A rank that fails ends all of them, and its traceback is what is shown, with its number. Ctrl-C and SIGTERM reach every
+rank as one SIGTERM, which they answer by finishing the step and saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+#: Seconds that the other ranks get to end by themselves after one failed.
+_GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who this process is, and how it finds the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    init_method: str
+
+
+class RankFailure(RuntimeError):
+    """A rank failed; the text holds its number and its traceback."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torchrun_rank() -> Rank | None:
+    """This process as ``torchrun`` describes it, or ``None``."""
+    try:
+        number, size, local, local_size = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+    except KeyError:
+        return None
+    return Rank(number, size, local, local_size, "env://")
+
+
+class StopRequest:
+    """Set by SIGTERM (and SIGINT where this process hears it): finish the step, save, leave."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        signal.signal(signal.SIGTERM, self._note)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a launcher that forwards it ignores it for us
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.signal:
+            os._exit(128 + number)  # asked twice: a rank that waits for another cannot be asked politely
+        self.signal = number
+
+
+def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
+    """Run ``target(rank, *args)`` on ``ranks`` local processes and return the largest exit status.
+
+    ``target`` and ``args`` are pickled (spawned processes share nothing with this one).
+
+    Raises:
+        RankFailure: a rank raised or died; the others are gone when this is raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="spanwise-") as folder:
+        context = multiprocessing.get_context("spawn")
+        # Ignored while the ranks start, so that they inherit it: Ctrl-C in a terminal hits the whole process group.
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        processes = []
+        try:
+            for number in range(ranks):
+                rank = Rank(number, ranks, number, ranks, f"file://{folder}/rendezvous")
+                process = context.Process(target=_main, args=(target, rank, folder, args), name=f"rank {number}")
+                process.start()
+                processes.append(process)
+            asked = 0
+
+            def forward(number: int, frame: Any) -> None:
+                nonlocal asked
+                asked += 1
+                if asked == 1:
+                    print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+
+            signal.signal(signal.SIGINT, forward)
+            signal.signal(signal.SIGTERM, forward)
+            _watch(processes)
+            codes = [process.exitcode or 0 for process in processes]
+            if asked > 1:
+                return 130
+            failure = _failure(Path(folder), codes)
+            if failure is not None:
+                raise RankFailure(failure)
+            return max(codes)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+#: Exit statuses of a rank that did what it was asked: finished, or stopped by a signal and saved.
+_CLEAN = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def _watch(processes: list[Any]) -> None:
+    """Return when all have ended; after a failure the rest get ``_GRACE`` seconds."""
+    deadline = None
+    while alive := [process for process in processes if process.exitcode is None]:
+        if deadline is None and any(p.exitcode is not None and p.exitcode not in _CLEAN for p in processes):
+            deadline = time.monotonic() + _GRACE
+        if deadline is not None and time.monotonic() >= deadline:
+            return
+        wait([process.sentinel for process in alive], timeout=None if deadline is None else 0.1)
+
+
+def _failure(folder: Path, codes: list[int]) -> str | None:
+    """What went wrong first, in words."""
+    reports = []
+    for number in range(len(codes)):
+        report = folder / f"rank-{number}"
+        if report.exists():
+            when, text = report.read_text().split("\n", 1)
+            reports.append((float(when), number, text))
+    for number, code in enumerate(codes):
+        # No report and not ended by `launch` (whose kill comes after codes are read): something outside did it.
+        if code < 0 and not any(r[1] == number for r in reports):
+            name = signal.Signals(-code).name
+            hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
+            return f"rank {number} was ended by {name}{hint}"
+    if reports:
+        _, number, text = min(reports)
+        return f"rank {number} failed:\n{text}"
+    for number, code in enumerate(codes):
+        if code not in _CLEAN:
+            return f"rank {number} ended with exit status {code}"
+    return None
+
+
+def _main(target: Callable[..., int], rank: Rank, folder: str, args: tuple[Any, ...]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    try:
+        code = target(rank, *args)
+    except BaseException:
+        report = Path(folder, f"rank-{rank.rank}")
+        partial = report.with_suffix(".partial")
+        partial.write_text(f"{time.time()}\n{traceback.format_exc()}")
+        partial.rename(report)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no interpreter shutdown: a process group whose peers are gone may wait there
+
+
+def _end_with(sentinel: Any) -> None:
+    """A rank must not outlive the process that watches it."""
+    wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,309 @@
+"""The training step on every rank: pack, plan, shard, forward, backward, clip, update.
+
+    documents -> PackedSequence -> SpanMask -> Plan -> RankPlan, local batch -> Decoder -> loss
+
+Every rank packs the same sequences and plans the same plan; nothing of either is sent. The mesh is dp × cp: a sequence
+is cut over cp, different sequences go to different dp coordinates, and parameters are sharded by FSDP2 over all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import spanwise
+from spanwise.train import checkpoint
+from spanwise.train.config import TrainConfig
+from spanwise.train.data import DocumentStream, PackedSequence, find_documents, num_targets
+from spanwise.train.display import Display
+from spanwise.train.launch import Rank, StopRequest, cores
+from spanwise.train.metrics import Metrics
+from spanwise.train.model import Decoder, build_model
+from spanwise.train.prove import IGNORE, Reference
+
+
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; norms (1-D parameters) do not decay."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up, then constant: the rate of a step does not depend on when the run is to end."""
+    return config.learning_rate * min(1.0, (step + 1) / (config.warmup + 1))
+
+
+class Trainer:
+    """A rank's part of a run, from process group to last step."""
+
+    def __init__(self, config: TrainConfig, rank: Rank):
+        self.rank = rank
+        self.corpus = find_documents(config.data)
+        self.state: checkpoint.RunState | None = None
+        resume_from = None
+        if config.resume:
+            resume_from, self.state = checkpoint.latest(config.out or "")
+            checkpoint.check_same_run(self.state, config, self.corpus, resume_from)
+        if config.batch_size is None:
+            config = config.with_batch_size(self.state.batch_size if self.state else config.dp)
+        self.config = config
+
+        torch.set_num_threads(max(1, cores() // rank.local_size))
+        self.device = torch.device("cpu")
+        backend = "gloo"
+        if config.device == "cuda":
+            self.device = torch.device("cuda", rank.local_rank)
+            torch.cuda.set_device(self.device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+        self.mesh = init_device_mesh(config.device, (config.dp, config.cp), mesh_dim_names=("dp", "cp"))
+        self.all_ranks = init_device_mesh(config.device, (config.ranks,), mesh_dim_names=("all",))
+        self.cp_mesh = self.mesh["cp"]
+        self.dp_index = self.mesh.get_local_rank("dp")
+        self._agree()
+
+        train, held_out = self.corpus.split(config.held_out)
+        self.stream = DocumentStream(train, config.seed)
+        self.held_out = DocumentStream(held_out, None) if held_out else None
+        self.step = self.state.step if self.state else 0
+        self.position = self.state.position if self.state else 0
+
+        self.model: torch.nn.Module = self._build().to(self.device)
+        style = spanwise.ContextParallel(attention_type="sdpa")
+        parallelize_module(self.model, self.cp_mesh, {"layers.*.attention.inner": style})
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=self.all_ranks)
+        fully_shard(self.model, mesh=self.all_ranks)
+        self.optimizer = build_optimizer(self.model, config)
+        if resume_from is not None:
+            checkpoint.load(resume_from, self.model, self.optimizer)
+        self.reference: Reference | None = None
+        if config.prove:
+            self.reference = Reference(self.model, self.optimizer, self._build_reference, cores())
+        self.metrics = Metrics(
+            Path(config.out, "metrics.json") if config.out and rank.rank == 0 else None,
+            ranks=config.ranks,
+            dp=config.dp,
+            cp=config.cp,
+            data=self.corpus.describe(),
+            torch=torch.__version__,
+            config=config.as_dict(),
+        )
+        if self.state is not None:
+            self.metrics.restore(self.step)
+        self.metrics.values["runs"].append({"first_step": self.step, "ranks": config.ranks, "dp": config.dp})
+
+    def _build(self) -> Decoder:
+        return build_model(self.config.model, self.config.seed, getattr(torch, self.config.dtype))
+
+    def _build_reference(self) -> tuple[Decoder, torch.optim.Optimizer]:
+        model = self._build().to(self.device)
+        return model, build_optimizer(model, self.config)
+
+    def _agree(self) -> None:
+        """Hosts may differ in data, options or checkpoints: find out before training does."""
+        mine = (self.corpus.digest, dataclasses.replace(self.config, data=(), out=None), self.state)
+        everyone: list[Any] = [None] * self.rank.size
+        dist.all_gather_object(everyone, mine)
+        for other, theirs in enumerate(everyone):
+            for name, here, there in zip(("data", "options", "checkpoint"), everyone[0], theirs, strict=True):
+                if here != there:
+                    raise ValueError(
+                        f"rank {other} has other {name} than rank 0: {there} against {here}; "
+                        "start every host with the same command and the same files"
+                    )
+
+    # One step
+
+    def _local(self, sequence: PackedSequence, train: bool = True) -> tuple[dict[str, torch.Tensor], Any, Any]:
+        """This rank's batch of a sequence, its ``RankPlan`` and the ``Plan``; without ``train`` no token is a target."""
+        sizes = self.config.model
+        plan = spanwise.make_plan(
+            spanwise.SpanMask.documents(sequence.cu_seqlens),
+            num_ranks=self.config.cp,
+            balancer=self.config.balancer,
+            exchange=self.config.exchange,
+            num_q_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            dtype=getattr(torch, self.config.dtype),
+        )
+        tokens = torch.as_tensor(sequence.tokens, device=self.device)[None]
+        labels = tokens if train else torch.full_like(tokens, IGNORE)
+        local_plan = plan.local(self.cp_mesh, self.device)
+        batch = spanwise.shard_batch(
+            {"input_ids": tokens, "labels": labels}, plan, self.cp_mesh, cu_seqlens=sequence.cu_seqlens
+        )
+        return batch, local_plan, plan
+
+    def _loss(self, batch: dict[str, torch.Tensor], local_plan: Any, targets: int) -> torch.Tensor:
+        logits = self.model(batch["input_ids"], batch["position_ids"], local_plan)
+        return spanwise.cross_entropy(logits, batch["labels"], self.all_ranks, num_valid=targets)
+
+    def train_step(self, stop: StopRequest) -> int:
+        """One optimizer step over all ranks. Returns the signal by which some rank was asked to stop, or 0."""
+        config = self.config
+        started = time.perf_counter()
+        length, count = config.seq_len, config.batch_size or config.dp
+        starts = [self.position + index * length for index in range(count)]
+        boundaries = [self.stream.cu_seqlens(start, length) for start in starts]
+        targets = max(sum(map(num_targets, boundaries)), 1)
+        self.optimizer.zero_grad()
+        loss, imbalance, received = 0.0, 1.0, 0
+        for start in starts[self.dp_index :: config.dp]:
+            batch, local_plan, plan = self._local(self.stream.sequence(start, length))
+            part = self._loss(batch, local_plan, targets)
+            part.backward()
+            loss += part.item()
+            imbalance = max(imbalance, float(plan.imbalance()))
+            received += int(plan.recv_tokens()[self.cp_mesh.get_local_rank()])
+        rate = learning_rate(config, self.step)
+        seconds = time.perf_counter() - started
+
+        if self.reference is not None:
+            sequences = [self.stream.sequence(s, length) for s in starts] if self.rank.rank == 0 else []
+            self._note_proof(loss, *self.reference.compare(sequences, self.model, rate, config.max_grad_norm))
+            proof = self.metrics.values["proof"]
+            if self.step + 1 - proof["first_step"] >= config.prove:
+                self.reference = None
+
+        started = time.perf_counter()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        mine = torch.tensor([imbalance, received, stop.signal], dtype=torch.float64)
+        everyone = torch.empty(self.rank.size, 3, dtype=torch.float64)
+        dist.all_gather_into_tensor(everyone, mine)
+        seconds += time.perf_counter() - started
+
+        self.step += 1
+        self.position += count * length
+        self.metrics.add_step(
+            losses=loss,
+            imbalance=everyone[:, 0].max().item(),
+            recv_tokens=everyone[:, 1].long().tolist(),
+            tokens_per_second=count * length / seconds,
+            grad_norms=norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item(),
+            learning_rates=rate,
+            documents=sum(len(cu) - 1 for cu in boundaries),
+            epochs=self.position / self.stream.epoch_tokens,
+        )
+        return int(everyone[:, 2].max().item())
+
+    def _note_proof(self, loss: float, reference_loss: float, grad_error: float) -> None:
+        values = self.metrics.values
+        if values.get("proof", {}).get("run") != len(values["runs"]):  # this run's first compared step
+            values["proof"] = {"run": len(values["runs"]), "first_step": self.step}
+            values.update(reference_losses=[], loss_errors=[], grad_errors=[])
+        values["reference_losses"].append(reference_loss)
+        values["loss_errors"].append(abs(loss - reference_loss))
+        values["grad_errors"].append(grad_error)
+        values["max_loss_error"] = max(values["loss_errors"])
+        values["max_grad_error"] = max(values["grad_errors"])
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over the targets of the first held-out sequences; ``None`` where nothing is held out."""
+        if self.held_out is None:
+            return None
+        length, total, dp = self.config.seq_len, self.held_out.epoch_tokens, self.config.dp
+        starts = range(0, total, length)[: self.config.eval_sequences]
+        sequences = [self.held_out.sequence(start, min(length, total - start)) for start in starts]
+        targets = max(sum(sequence.num_targets for sequence in sequences), 1)
+        loss = 0.0
+        for first in range(0, len(sequences), dp):
+            index = first + self.dp_index
+            # Ranks without a sequence in the last round take part with one that counts for nothing.
+            sequence = sequences[index] if index < len(sequences) else sequences[first]
+            batch, local_plan, _ = self._local(sequence, train=index < len(sequences))
+            loss += self._loss(batch, local_plan, targets).item()
+        return loss
+
+    def save(self) -> Path:
+        config = self.config
+        state = checkpoint.RunState(
+            step=self.step,
+            position=self.position,
+            model=dataclasses.asdict(config.model),
+            dtype=config.dtype,
+            seed=config.seed,
+            held_out=config.held_out,
+            batch_size=config.batch_size or config.dp,
+            data_digest=self.corpus.digest,
+            data_text=self.corpus.describe(),
+        )
+        return checkpoint.save(config.out or "", state, self.model, self.optimizer, keep=config.keep)
+
+    def run(self, stop: StopRequest) -> int:
+        """All steps that are left. Returns the exit status: 0, or 128 + the signal that ended the run early."""
+        config, first = self.config, self.step
+        evaluated = -1
+        with Display(self.rank.rank == 0, config.steps, first) as display:
+            display.line(self._headline())
+            asked = 0
+            try:
+                while self.step < config.steps and not asked:
+                    asked = self.train_step(stop)
+                    display.step(self.metrics.values)
+                    if config.eval_every and self.step % config.eval_every == 0:
+                        evaluated = self._evaluate_and_note(display)
+                    if config.save_every and self.step % config.save_every == 0 and self.step < config.steps:
+                        self.save()
+                        self.metrics.save(force=True)
+                    self.metrics.save()
+                if not asked and evaluated != self.step and self.step > first:
+                    self._evaluate_and_note(display)
+                if config.out is not None and self.step > first:
+                    path = self.save()
+                    if asked:
+                        display.line(f"stopped after step {self.step}; saved {path}; go on with --resume")
+                elif asked:
+                    display.line(f"stopped after step {self.step}; nothing was saved, because there is no --out")
+            finally:
+                self.metrics.save(force=True)
+        display.summary(self.metrics.values, config.out)
+        return 128 + asked if asked else 0
+
+    def _evaluate_and_note(self, display: Display) -> int:
+        loss = self.evaluate()
+        if loss is not None:
+            self.metrics.values["eval_losses"].append({"step": self.step, "loss": loss})
+            display.line(f"held-out loss after step {self.step}: {loss:.4f}")
+        return self.step
+
+    def _headline(self) -> str:
+        config = self.config
+        parameters = sum(p.numel() for p in self.model.parameters())
+        text = (
+            f"{self.corpus.describe()}; {parameters:,} parameters; {config.ranks} ranks (dp {config.dp} × cp {config.cp}); "
+            f"{config.batch_size} × {config.seq_len:,} tokens a step"
+        )
+        if self.corpus.skipped:
+            text += f"; {self.corpus.skipped} empty files left out"
+        if self.step >= config.steps:
+            text += f"; already at step {self.step}: raise --steps to go on"
+        elif self.step:
+            text += f"; resumed at step {self.step}"
+        return text
+
+
+def run_rank(rank: Rank, config: TrainConfig) -> int:
+    """A rank's whole life; what ``launch`` and ``torchrun`` start."""
+    stop = StopRequest()
+    try:
+        return Trainer(config, rank).run(stop)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
