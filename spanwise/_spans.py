@@ -13,7 +13,7 @@ are sorted. A mask without any such structure has as many chains as rows, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,11 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-INT32_MAX = 2**31 - 1
+MAX_LENGTH = 2**30
+"""Longest sequence: twice it, plus one, still fits int32."""
+
+_FEW_RUNS = 6  # up to here a vector pass for each run beats a binary search for each position
+_NO_SPAN = np.iinfo(np.int64).max  # sorts behind every packed span
 
 
 # ---------------------------------------------------------------- canonical form
@@ -39,44 +43,64 @@ def is_canonical(start: IntArray, end: IntArray) -> bool:
         return True
     if not bool(filled[:, -1].any()):
         return False
-    later = filled[:, 1:]
-    return not bool((later & (~filled[:, :-1] | (start[:, 1:] <= end[:, :-1]))).any())
+    return not bool((filled[:, 1:] & (~filled[:, :-1] | (start[:, 1:] <= end[:, :-1]))).any())
 
 
-def canonicalise(start: IntArray, end: IntArray, *, allow_overlap: bool) -> tuple[Int32, Int32]:
-    """Canonical form of spans that ascend by start within each row (empty slots may stand anywhere).
+def canonicalise(start: IntArray, end: IntArray, *, allow_overlap: bool = False) -> tuple[Int32, Int32]:
+    """Canonical form of ``[batch, num_spans, q_len]`` spans that ascend by start within each row.
 
-    Touching spans are merged; overlapping ones too if ``allow_overlap``, otherwise they, and spans out of order, raise
-    ``ValueError`` naming the row. Takes one pass a slot and never sorts.
+    Empty slots (``end <= start``) may stand anywhere. Touching spans are merged; overlapping ones too if
+    ``allow_overlap``, otherwise they, and spans out of order, raise ``ValueError`` naming the row. Never sorts.
     """
-    batch, num_spans, q_len = start.shape
     if is_canonical(start, end):
         return np.ascontiguousarray(start, np.int32), np.ascontiguousarray(end, np.int32)
-    if num_spans == 1:
-        filled = start < end
-        return (start * filled).astype(np.int32), (end * filled).astype(np.int32)
-    out_start = np.zeros((batch, num_spans, q_len), np.int32)
-    out_end = np.zeros((batch, num_spans, q_len), np.int32)
-    slot = np.full((batch, q_len), -1, np.int64)  # slot of the row's latest span
-    reach = np.full((batch, q_len), -1, np.int64)  # its end
-    for j in range(num_spans):
-        b, i = np.nonzero(start[:, j] < end[:, j])
-        s, e, r = start[b, j, i], end[b, j, i], reach[b, i]
-        if not allow_overlap and bool((s < r).any()):
-            at = int(np.argmax(s < r))
-            row = f"row {i[at]}" if batch == 1 else f"row {i[at]} of batch row {b[at]}"
-            raise ValueError(
-                f"the spans of a row must ascend and not overlap, but in {row} span {j} is [{s[at]}, {e[at]}) after a "
-                f"span that ends at {r[at]}; sort and merge the spans of each row, or join masks with `|`"
-            )
-        fresh = s > r
-        slot[b[fresh], i[fresh]] += 1
-        target = slot[b, i]
-        out_start[b[fresh], target[fresh], i[fresh]] = s[fresh]
-        reach[b, i] = np.maximum(r, e)
-        out_end[b, target, i] = reach[b, i]
-    used = max(int(slot.max(initial=-1)) + 1, 1)
-    return np.ascontiguousarray(out_start[:, :used]), np.ascontiguousarray(out_end[:, :used])
+    slots = zip(start.swapaxes(0, 1), end.swapaxes(0, 1), strict=True)
+    return gather_spans(slots, start.shape[1], start.shape[0], start.shape[2], allow_overlap=allow_overlap)
+
+
+def gather_spans(
+    slots: Iterable[tuple[IntArray, IntArray]], capacity: int, batch: int, q_len: int, *, allow_overlap: bool
+) -> tuple[Int32, Int32]:
+    """Canonical arrays from slots ``(start, end)`` of ``[batch, q_len]``, each row's spans ascending from slot to slot.
+
+    ``capacity`` is the most spans a row may end up with. Slots are read one at a time, so they can be generated.
+    """
+    rows = batch * q_len
+    out_start, out_end = np.zeros((capacity, rows), np.int32), np.zeros((capacity, rows), np.int32)
+    slot_of = np.full(rows, -1, np.int32)  # slot of the row's latest span
+    reach = np.full(rows, -1, np.int32)  # its end
+    for j, (s, e) in enumerate(slots):
+        s, e = s.reshape(-1), e.reshape(-1)
+        filled = s < e
+        if j == 0:  # nothing to merge with: whole-array operations
+            np.multiply(s, filled, out=out_start[0], casting="unsafe")
+            np.multiply(e, filled, out=out_end[0], casting="unsafe")
+            np.subtract(filled, 1, out=slot_of, dtype=np.int32)
+            np.subtract(out_end[0], ~filled, out=reach)
+            continue
+        at = np.flatnonzero(filled)
+        s, e, before = s[at], e[at], reach[at]
+        if not allow_overlap and bool((s < before).any()):
+            _refuse_overlap(j, s, e, before, at, q_len, batch)
+        fresh = s > before
+        slot_of[at] += fresh
+        target = slot_of[at]
+        out_start[target[fresh], at[fresh]] = s[fresh]
+        out_end[target, at] = reach[at] = np.maximum(before, e)
+    used = max(int(slot_of.max(initial=0)) + 1, 1)
+    shape = (used, batch, q_len)
+    starts, ends = out_start[:used].reshape(shape), out_end[:used].reshape(shape)
+    return np.ascontiguousarray(starts.swapaxes(0, 1)), np.ascontiguousarray(ends.swapaxes(0, 1))
+
+
+def _refuse_overlap(j: int, start: IntArray, end: IntArray, before: Int32, rows: Int64, q_len: int, batch: int) -> None:
+    at = int(np.argmax(start < before))
+    b, i = divmod(int(rows[at]), q_len)
+    row = f"row {i}" if batch == 1 else f"row {i} of batch row {b}"
+    raise ValueError(
+        f"the spans of a row must ascend and not overlap, but in {row} span {j} is [{start[at]}, {end[at]}) after a "
+        f"span that ends at {before[at]}; sort and merge the spans of each row, or join masks with `|`"
+    )
 
 
 def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
@@ -85,6 +109,72 @@ def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
     while used > 1 and not bool(end[:, used - 1].any()):
         used -= 1
     return np.ascontiguousarray(start[:, :used]), np.ascontiguousarray(end[:, :used])
+
+
+def from_pieces(row: IntArray, start: IntArray, end: IntArray, batch: int, q_len: int) -> tuple[Int32, Int32]:
+    """Canonical arrays from single non-empty spans, sorted by row (``b * q_len + i``), then start; disjoint."""
+    fresh = np.ones(len(row), np.bool_)
+    fresh[1:] = (row[1:] != row[:-1]) | (start[1:] != end[:-1])
+    first = np.flatnonzero(fresh)
+    row, start = row[first], start[first]
+    end = end[np.append(first[1:], len(end))[: len(first)] - 1]
+    count = np.bincount(row, minlength=batch * q_len)
+    slot = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    used = max(int(count.max(initial=0)), 1)
+    out = np.zeros((2, batch, used, q_len), np.int32)
+    b, i = np.divmod(row, max(q_len, 1))
+    out[0, b, slot, i] = start
+    out[1, b, slot, i] = end
+    return out[0].copy(), out[1].copy()
+
+
+def true_runs(cells: Bool) -> tuple[Int64, Int64, Int64]:
+    """Maximal runs of True along the rows of ``[rows, columns]``: (row, start, end), sorted by row, then start."""
+    rows, columns = cells.shape
+    padded = np.zeros((rows, columns + 2), np.bool_)
+    padded[:, 1:-1] = cells
+    edges = np.flatnonzero(padded[:, 1:] != padded[:, :-1])  # up, down, up, down, … in every row
+    row, column = np.divmod(edges, columns + 1)
+    return row[::2], column[::2], column[1::2]
+
+
+# ---------------------------------------------------------------- set operations
+
+
+def intersect(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+    """Intersection of two canonical masks of equal q_len; batch dims equal or 1."""
+    (a_start, a_end), (b_start, b_end) = a, b
+    batch, q_len = max(len(a_start), len(b_start)), a_start.shape[2]
+    # Pairs in lexicographic order ascend: spans of one mask are disjoint and ascending.
+    slots = (
+        (np.maximum(a_start[:, i], b_start[:, j]), np.minimum(a_end[:, i], b_end[:, j]))
+        for i in range(a_start.shape[1])
+        for j in range(b_start.shape[1])
+    )
+    return gather_spans(slots, a_start.shape[1] + b_start.shape[1] - 1, batch, q_len, allow_overlap=False)
+
+
+def unite(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+    """Union of two canonical masks of equal q_len; batch dims equal or 1."""
+    batch, q_len = max(len(a[0]), len(b[0])), a[0].shape[2]
+    packed = np.concatenate([np.broadcast_to(_pack(*m), (batch, m[0].shape[1], q_len)) for m in (a, b)], axis=1)
+    capacity = packed.shape[1]
+    if capacity == 2:
+        packed = np.stack([packed.min(axis=1), packed.max(axis=1)], axis=1)
+    else:
+        packed.sort(axis=1)
+    empty = packed == _NO_SPAN
+    packed[empty] = 0
+    start, end = packed >> 32, packed & 0xFFFFFFFF
+    slots = zip(start.swapaxes(0, 1), end.swapaxes(0, 1), strict=True)
+    return gather_spans(slots, capacity, batch, q_len, allow_overlap=True)
+
+
+def _pack(start: Int32, end: Int32) -> Int64:
+    """A span as one integer that sorts by start, then end; empty spans last."""
+    packed = (start.astype(np.int64) << 32) | end
+    packed[start >= end] = _NO_SPAN
+    return packed
 
 
 # ---------------------------------------------------------------- runs
@@ -96,12 +186,16 @@ def check_runs(runs: object, length: int, name: str) -> Int64:
     if array.size == 0:
         return np.zeros((0, 2), np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers [n, 2], got {array.dtype} of shape {list(array.shape)}")
+        raise ValueError(f"{name} must be integers [num_runs, 2], got {array.dtype} of shape {list(array.shape)}")
     array = array.astype(np.int64)
     flat = array.ravel()
     if flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any()):
+        wrong = (array[:, 0] < 0) | (array[:, 1] > length) | (array[:, 1] < array[:, 0])
+        wrong[1:] |= array[1:, 0] < array[:-1, 1]
+        at = int(np.argmax(wrong))
         raise ValueError(
-            f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), got {array.tolist()[:8]}"
+            f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), but run {at} is "
+            f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
         )
     return array
 
@@ -110,38 +204,35 @@ def run_lengths(runs: Int64) -> Int64:
     return runs[:, 1] - runs[:, 0]
 
 
-def take_runs(array: npt.NDArray, runs: Int64) -> npt.NDArray:
-    """The positions of ``runs`` of the last dim, concatenated (C-contiguous)."""
+def take_runs(array: Int32, runs: Int64) -> Int32:
+    """The positions of ``runs`` in the last dim, concatenated: a new C-contiguous array."""
     pieces = [array[..., start:stop] for start, stop in runs.tolist()]
-    if not pieces:
-        return array[..., :0].copy()
-    return np.concatenate(pieces, axis=-1) if len(pieces) > 1 else np.ascontiguousarray(pieces[0])
+    return np.concatenate(pieces, axis=-1) if pieces else array[..., :0].copy()
 
 
 def positions_in_runs(positions: Int32, runs: Int64) -> Int32:
     """How many tokens of ``runs`` lie before each global position: the position's index in the buffer of the runs."""
-    lengths = run_lengths(runs)
-    before = np.cumsum(lengths) - lengths
-    if len(runs) == 0:
-        return np.zeros_like(positions)
-    if len(runs) <= 6:  # a few vector passes beat a binary search for each position
+    starts, lengths = runs[:, 0].astype(np.int32), run_lengths(runs).astype(np.int32)
+    if len(runs) <= _FEW_RUNS:
         local = np.zeros_like(positions)
-        for start, length in zip(runs[:, 0].tolist(), lengths.tolist(), strict=True):
-            local += np.minimum(np.maximum(positions - np.int32(start), np.int32(0)), np.int32(length))
+        for start, length in zip(starts, lengths, strict=True):
+            local += np.minimum(np.maximum(positions - start, np.int32(0)), length)
         return local
-    starts32, lengths32, before32 = runs[:, 0].astype(np.int32), lengths.astype(np.int32), before.astype(np.int32)
-    at = np.searchsorted(starts32, positions, side="right") - 1
-    inside = np.minimum(positions - starts32[at], lengths32[at])
-    return np.where(at < 0, np.int32(0), before32[at] + inside).astype(np.int32)
+    before = np.cumsum(lengths, dtype=np.int32) - lengths
+    at = np.searchsorted(starts, positions, side="right") - 1
+    local = before[at] + np.minimum(positions - starts[at], lengths[at])
+    return np.where(at < 0, np.int32(0), local)
 
 
 def merge_runs(start: IntArray, end: IntArray) -> Int64:
     """Union of non-empty intervals as ascending, disjoint, non-touching runs, int64 ``[n, 2]``."""
     if len(start) == 0:
         return np.zeros((0, 2), np.int64)
-    order = np.argsort(start, kind="stable")
-    start = start[order].astype(np.int64)
-    reach = np.maximum.accumulate(end[order].astype(np.int64))
+    start, end = start.astype(np.int64), end.astype(np.int64)
+    if bool((start[1:] < start[:-1]).any()):
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], end[order]
+    reach = np.maximum.accumulate(end)
     first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
     last = np.append(first[1:], len(start)) - 1
     return np.stack([start[first], reach[last]], axis=1)
@@ -154,27 +245,22 @@ def chain_breaks(start: IntArray, end: IntArray) -> Bool:
     """Where a chain of rows begins: bool ``[rows]``; see the module docstring. Spans must not be empty."""
     breaks = np.empty(len(start), np.bool_)
     breaks[:1] = True
-    previous_start, previous_end = start[:-1], end[:-1]
-    np.greater(start[1:], previous_end, out=breaks[1:])
-    breaks[1:] |= start[1:] < previous_start
-    breaks[1:] |= end[1:] < previous_end
+    np.greater(start[1:], end[:-1], out=breaks[1:])
+    breaks[1:] |= start[1:] < start[:-1]
+    breaks[1:] |= end[1:] < end[:-1]
     return breaks
 
 
 def keys_read(start: Int32, end: Int32) -> Int64:
     """Union of all spans of ``[num_spans, rows]`` arrays as int64 runs ``[n, 2]``."""
-    lows, highs = [], []
+    lows, highs = [start[0, :0]], [end[0, :0]]
     for s, e in zip(start, end, strict=True):
         filled = s < e
         if not filled.all():
             s, e = s[filled], e[filled]
-        if len(s) == 0:
-            continue
         first = np.flatnonzero(chain_breaks(s, e))
         lows.append(s[first])
-        highs.append(e[np.append(first[1:], len(s)) - 1])
-    if not lows:
-        return np.zeros((0, 2), np.int64)
+        highs.append(e[np.append(first[1:], len(s))[: len(first)] - 1])
     return merge_runs(np.concatenate(lows), np.concatenate(highs))
 
 
@@ -182,37 +268,33 @@ def keys_read_many(start: Int32, end: Int32, runs: Sequence[Int64]) -> list[Int6
     """``keys_read`` of several sets of rows at once: chains are found once for the whole mask, then cut at the runs."""
     owner = np.repeat(np.arange(len(runs)), [len(r) for r in runs])
     all_runs = np.concatenate([np.zeros((0, 2), np.int64), *runs])
-    lows, highs, owners = [], [], []
+    lows, highs, owners = [start[0, :0]], [end[0, :0]], [owner[:0]]
     for s, e in zip(start, end, strict=True):
         filled = s < e
-        low_row, high_row = all_runs[:, 0], all_runs[:, 1]
+        low, high = all_runs[:, 0], all_runs[:, 1]
         if not filled.all():
             rows = np.flatnonzero(filled)
             s, e = s[rows], e[rows]
-            low_row, high_row = np.searchsorted(rows, low_row), np.searchsorted(rows, high_row)
-        keep = low_row < high_row
-        low_row, high_row = low_row[keep], high_row[keep]
+            low, high = np.searchsorted(rows, low), np.searchsorted(rows, high)
+        keep = low < high
+        low, high = low[keep], high[keep]
         breaks = np.flatnonzero(chain_breaks(s, e))
-        # The chains that begin strictly inside a run, and one more for the run's own first row.
-        first, last = np.searchsorted(breaks, low_row, side="right"), np.searchsorted(breaks, high_row, side="left")
-        inside = last - first
-        run_of = np.repeat(np.arange(len(low_row)), inside + 1)
-        offset = np.arange(len(run_of)) - np.repeat(np.cumsum(inside + 1) - (inside + 1), inside + 1)
-        begin = low_row[run_of]
-        if len(breaks):
-            chain = np.minimum(first[run_of] + offset, len(breaks))
-            edges = np.append(breaks, len(s))
-            begin = np.where(offset == 0, begin, edges[chain - 1])
-            stop = np.where(offset == inside[run_of], high_row[run_of], edges[chain])
-            lows.append(s[begin])
-            highs.append(e[stop - 1])
-            owners.append(owner[keep][run_of])
-    if not lows:
-        return [np.zeros((0, 2), np.int64) for _ in runs]
-    low, high = np.concatenate(lows).astype(np.int64), np.concatenate(highs).astype(np.int64)
+        # A run of rows is cut at the chains that begin strictly inside it.
+        first, last = np.searchsorted(breaks, low, side="right"), np.searchsorted(breaks, high, side="left")
+        cuts = last - first
+        run = np.repeat(np.arange(len(low)), cuts + 1)
+        nth = np.arange(len(run)) - np.repeat(np.cumsum(cuts + 1) - (cuts + 1), cuts + 1)
+        edges = np.append(breaks, len(s))
+        chain = first[run] + nth
+        begin = np.where(nth == 0, low[run], edges[chain - 1])
+        stop = np.where(nth == cuts[run], high[run], edges[np.minimum(chain, len(breaks))])
+        lows.append(s[begin])
+        highs.append(e[stop - 1])
+        owners.append(owner[keep][run])
     who = np.concatenate(owners)
-    # One line of keys a row set, far enough apart that they never touch: a single merge serves all of them.
-    stride = int(high.max(initial=0)) + 1
-    merged = merge_runs(low + who * stride, high + who * stride)
+    # Each set of rows gets its own stretch of one line, so that a single merge serves all of them.
+    high_line = np.concatenate(highs)
+    stride = int(high_line.max(initial=0)) + 1
+    merged = merge_runs(np.concatenate(lows) + who * stride, high_line + who * stride)
     cuts = np.searchsorted(merged[:, 0], np.arange(1, len(runs)) * stride)
-    return [part - k * stride for k, part in enumerate(np.split(merged, cuts))]
+    return [part - k * stride for k, part in enumerate(np.split(merged, cuts))][: len(runs)]

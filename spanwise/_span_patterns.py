@@ -1,0 +1,152 @@
+"""The named masks as canonical span arrays, and the checks of the arguments they are made from.
+
+Each pattern function takes checked arguments and returns ``start, end``, int32 ``[num_spans, q_len]``, already in the
+canonical form of ``_spans``: nothing is sorted or validated again.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from spanwise import _spans
+from spanwise._spans import Int32, Int64
+
+Spans = tuple[Int32, Int32]
+
+# ---------------------------------------------------------------- checks
+
+
+def int_array(values: Any, name: str) -> npt.NDArray[np.integer]:
+    """A list, numpy array or torch tensor as an integer numpy array (no copy where none is needed)."""
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if array.size == 0:
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold integers, got {array.dtype} of shape {list(array.shape)}")
+    return array
+
+
+def check_length(value: SupportsIndex, name: str) -> int:
+    length = operator.index(value)
+    if not 0 <= length <= _spans.MAX_LENGTH:
+        raise ValueError(f"{name} must be between 0 and 2**30 = {_spans.MAX_LENGTH}, got {length}")
+    return length
+
+
+def check_positive(value: SupportsIndex, name: str) -> int:
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def check_window(window: Any, seq_len: int) -> tuple[np.int32, np.int32]:
+    """``(left, right)``, cut to the sequence length."""
+    try:
+        left, right = (operator.index(side) for side in window)
+    except (TypeError, ValueError):
+        raise ValueError(f"window must be two integers (left, right), got {window!r}") from None
+    if left < 0 or right < 0:
+        raise ValueError(
+            f"a window's left and right must be at least 0, got ({left}, {right}); for no limit on a side give the "
+            f"sequence length, {seq_len}"
+        )
+    return np.int32(min(left, seq_len)), np.int32(min(right, seq_len))
+
+
+def check_offsets(cu_seqlens: Any) -> Int64:
+    """Document offsets as int64 ``[num_docs + 1]``; ``ValueError`` unless they begin with 0 and never decrease."""
+    cu = int_array(cu_seqlens, "cu_seqlens").astype(np.int64)
+    if cu.ndim != 1 or len(cu) == 0:
+        raise ValueError(f"cu_seqlens must be [num_docs + 1] offsets beginning with 0, got shape {list(cu.shape)}")
+    if cu[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {cu[0]} at position 0")
+    falls = cu[1:] < cu[:-1]
+    if bool(falls.any()):
+        at = int(np.argmax(falls)) + 1
+        raise ValueError(f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at position {at}")
+    check_length(int(cu[-1]), "the last entry of cu_seqlens")
+    return cu
+
+
+def check_lengths(values: Any, name: str) -> Int64:
+    lengths = int_array(values, name).astype(np.int64)
+    if lengths.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {list(lengths.shape)}")
+    if bool((lengths < 0).any()):
+        at = int(np.argmax(lengths < 0))
+        raise ValueError(f"{name} must not be negative, got {lengths[at]} at position {at}")
+    return lengths
+
+
+# ---------------------------------------------------------------- patterns
+
+
+def _next_key(seq_len: int) -> Int32:
+    """The end of a causal row: ``i + 1``."""
+    return np.arange(1, seq_len + 1, dtype=np.int32)
+
+
+def full(q_len: int, kv_len: int) -> Spans:
+    return np.zeros((1, q_len), np.int32), np.full((1, q_len), kv_len, np.int32)
+
+
+def sliding_window(seq_len: int, left: np.int32, right: np.int32) -> Spans:
+    row = np.arange(seq_len, dtype=np.int32)
+    start = np.maximum(row - left, np.int32(0))
+    end = np.minimum(row + (right + np.int32(1)), np.int32(seq_len))
+    return start[None], end[None]
+
+
+def documents(cu: Int64, causal: bool, window: tuple[np.int32, np.int32] | None) -> Spans:
+    seq_len, lengths = int(cu[-1]), np.diff(cu)
+    start = np.repeat(cu[:-1].astype(np.int32), lengths)
+    end = _next_key(seq_len) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
+    if window is not None:
+        near_start, near_end = sliding_window(seq_len, *window)
+        np.maximum(start, near_start[0], out=start)
+        np.minimum(end, near_end[0], out=end)
+    return start[None], end[None]
+
+
+def prefix_lm(cu: Int64, prefix_lens: Int64) -> Spans:
+    start, end = documents(cu, True, None)
+    prefix_end = np.repeat((cu[:-1] + prefix_lens).astype(np.int32), np.diff(cu))
+    np.maximum(end[0], prefix_end, out=end[0])
+    return start, end
+
+
+def shared_prefix(prefix_len: int, suffix_lens: Int64) -> Spans:
+    ends = prefix_len + np.cumsum(suffix_lens)
+    seq_len = int(ends[-1]) if len(ends) else prefix_len
+    own = np.zeros(seq_len, np.int32)  # where the row's own part begins
+    own[prefix_len:] = np.repeat((ends - suffix_lens).astype(np.int32), suffix_lens)
+    end = _next_key(seq_len)
+    # The prefix, and the answer that follows it, are one causal piece; later answers have the prefix apart.
+    apart = own > prefix_len
+    if prefix_len == 0:
+        return own[None], end[None]
+    if not apart.any():
+        return np.zeros((1, seq_len), np.int32), end[None]
+    starts = np.stack([np.zeros(seq_len, np.int32), own * apart])
+    return starts, np.stack([np.where(apart, np.int32(prefix_len), end), end * apart])
+
+
+def block_causal(seq_len: int, block_len: int, num_previous: int | None, global_tokens: int) -> Spans:
+    size, reach = np.int32(min(block_len, max(seq_len, 1))), np.int32(global_tokens)
+    block = np.arange(seq_len, dtype=np.int32) // size
+    zero, end = np.zeros(seq_len, np.int32), np.minimum((block + np.int32(1)) * size, np.int32(seq_len))
+    if num_previous is None:
+        return zero[None], np.maximum(end, reach)[None]
+    start = np.maximum(block - np.int32(min(num_previous, seq_len)), np.int32(0)) * size
+    if global_tokens == 0:
+        return start[None], end[None]
+    apart = start > reach  # otherwise the global tokens and the row's own blocks are one span
+    if not apart.any():
+        return zero[None], np.maximum(end, reach)[None]
+    first_end = np.where(apart, reach, np.maximum(end, reach))
+    return np.stack([zero, start * apart]), np.stack([first_end, end * apart])
