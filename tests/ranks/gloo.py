@@ -1,0 +1,208 @@
+"""Ranks as real processes over gloo: what threads cannot show.
+
+Splits that are really validated, collectives that run asynchronously, ranks that die, and ranks that wait for each
+other. The processes are started once in a test session (importing torch takes longer than any test here) and make a
+new process group for every call, so that no call sees what an earlier one left behind. Use the `gloo_pool` fixture:
+
+    def gathers(rank, mesh, x): ...            # at module level: it travels by its qualified name
+
+    def test_gathers(gloo_pool):
+        results = gloo_pool.run(4, gathers, x)
+
+For numerics `tests.ranks.harness` does the same in threads, many times faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+T = TypeVar("T")
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank as text: the cause of the exception that the caller sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+class GlooPool:
+    """Processes that run functions as the ranks of a gloo group; a context manager.
+
+    A call that hangs or kills a rank costs the pool its processes: they are ended, and the next call starts new ones.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._calls = 0
+
+    def __enter__(self) -> GlooPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def run(
+        self,
+        num_ranks: int,
+        fn: Callable[..., T],
+        *args: Any,
+        mesh_shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] = ("cp",),
+        timeout: float = 60.0,
+        **kwargs: Any,
+    ) -> list[T]:
+        """Runs ``fn(rank, mesh, *args, **kwargs)`` on the first `num_ranks` processes; results by rank.
+
+        Raises:
+            The exception that a rank raised first, with its `rank` and the rank's traceback as its cause.
+            RuntimeError: A process died; the text names the rank and holds what it left behind.
+            TimeoutError: Ranks did not answer within `timeout` seconds; the text holds the stack of each.
+        """
+        if num_ranks > self.num_ranks:
+            raise ValueError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
+        shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
+        self._start()
+        self._calls += 1
+        group = (f"{self._folder.name}/store-{self._calls}", num_ranks, shape, tuple(mesh_dim_names), timeout)
+        message = pickle.dumps((group, fn, args, kwargs))
+        for _, connection in self._workers[:num_ranks]:
+            connection.send_bytes(message)
+        return self._collect(num_ranks, time.monotonic() + timeout)
+
+    def _collect(self, num_ranks: int, deadline: float) -> list[Any]:
+        results: list[Any] = [None] * num_ranks
+        failures: list[tuple[float, int, BaseException, str]] = []
+        pending = {self._workers[rank][1]: rank for rank in range(num_ranks)}
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if failures:  # who still waits, waits for a rank that failed
+                    self._stop()
+                    break
+                stacks = "\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in pending.values())
+                self._stop()
+                raise TimeoutError(f"ranks {sorted(pending.values())} did not answer in time\n{stacks}")
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[index]
+                try:
+                    answer = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    raise RuntimeError(self._obituary(rank)) from None
+                if answer[0] == "result":
+                    results[rank] = answer[1]
+                else:
+                    failures.append((answer[1], rank, *answer[2:]))
+                    deadline = min(deadline, time.monotonic() + 5)  # its peers fail when its connections close
+        for _, connection in self._workers[:num_ranks]:
+            connection.send_bytes(b"all have answered")
+        if failures:
+            _, rank, error, text = min(failures, key=lambda failure: failure[0])
+            error.rank = rank  # type: ignore[attr-defined]
+            raise error from RemoteTraceback(f"rank {rank} of {num_ranks}:\n{text}")
+        return results
+
+    def _obituary(self, rank: int) -> str:
+        process = self._workers[rank][0]
+        process.join(5)
+        text = f"rank {rank} died with exit code {process.exitcode}: {self._log(rank).read_text() or 'no traceback'}"
+        self._stop()
+        return text
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            self._log(rank).write_text("")
+            process = context.Process(target=_serve, args=(rank, theirs, str(self._log(rank))), daemon=True)
+            process.start()
+            theirs.close()  # so that our end reads end-of-file when the process dies
+            self._workers.append((process, ours))
+        for _, connection in self._workers:
+            connection.recv_bytes()  # has imported torch: the timeout of a call does not pay for it
+
+    def _stop(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+            process.close()
+        self._workers = []
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.log"
+
+    def _stack(self, rank: int) -> str:
+        """What the process is doing: faulthandler writes it to the rank's log on a signal."""
+        process = self._workers[rank][0]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        return self._log(rank).read_text()
+
+
+def _serve(rank: int, connection: Connection, log_path: str) -> None:
+    """A worker: answers one call after the other until the pool closes its end."""
+    with open(log_path, "w") as log:
+        faulthandler.enable(log)
+        faulthandler.register(signal.SIGUSR1, log)
+        torch.set_num_threads(1)
+        if sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host's name, which may not resolve
+        with contextlib.suppress(EOFError):
+            connection.send_bytes(b"ready")
+            while True:
+                connection.send_bytes(_answer(rank, connection.recv_bytes()))
+                connection.recv_bytes()  # a rank that left early would fail those that still talk to each other
+                _leave()
+
+
+def _answer(rank: int, message: bytes) -> bytes:
+    try:
+        (store_path, num_ranks, shape, names, timeout), fn, args, kwargs = pickle.loads(message)
+        store = dist.FileStore(store_path, num_ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
+        )
+        result = fn(rank, init_device_mesh("cpu", shape, mesh_dim_names=names), *args, **kwargs)
+        return pickle.dumps(("result", result))
+    except BaseException as error:
+        failed_at, text = time.monotonic(), traceback.format_exc()
+        _leave()  # releases the ranks that wait for this one
+        try:
+            return pickle.dumps(("failure", failed_at, error, text))
+        except Exception:
+            return pickle.dumps(("failure", failed_at, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
