@@ -52,9 +52,9 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def comparison_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a small eager collective can run: the CPU if the group has a CPU backend, else the current accelerator."""
+    """Where a small eager collective can run: the CPU unless the group serves only accelerators."""
     devices = {device.type for device in group._device_types}
-    if "cpu" in devices:
+    if not devices or "cpu" in devices:
         return torch.device("cpu")
     return torch.device(sorted(devices)[0])
 

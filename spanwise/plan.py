@@ -395,7 +395,6 @@ def make_plan(
         NotImplementedError: an exchange or balancer that does not exist yet.
     """
     masks = _as_masks(mask)
-    weight_of = _as_weights(masks, weights)
     if exchange in _DESIGNED_EXCHANGES:
         raise NotImplementedError(f"exchange {exchange!r} does not exist yet; {list(EXCHANGES)} do")
     if exchange not in (*EXCHANGES, "auto"):
@@ -413,10 +412,10 @@ def make_plan(
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    first = next(iter(masks.values()))
     problem = balancers.LayoutProblem(
-        masks=masks, weights=weight_of, block_size=int(block_size), cu_seqlens=cu_seqlens, seq_len=first.q_len
+        masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens
     )
+    weight_of = {name: float(weight) for name, weight in (problem.weights or {}).items()}
     dtype_name, itemsize = _dtype(dtype)
     candidates = _AUTO_BALANCERS if isinstance(balancer, str) and balancer == "auto" else (balancer,)
     best: Plan | None = None
@@ -469,28 +468,7 @@ def _as_masks(mask: Any) -> dict[str, SpanMask]:
                 f"mask {name!r} is a {type(value).__name__}; make_plan takes a SpanMask or a BlockMask. A dense mask or "
                 f"a mask_mod becomes one with SpanMask.from_mask_mod"
             )
-    for name, value in masks.items():
-        if value.q_len != value.kv_len:
-            raise ValueError(
-                f"plans are for self-attention: mask {name!r} has q_len={value.q_len} and kv_len={value.kv_len}"
-            )
-    shapes = {name: (value.batch_size, value.q_len) for name, value in masks.items()}
-    lengths, batches = {q for _, q in shapes.values()}, {b for b, _ in shapes.values()} - {1}
-    if len(lengths) > 1 or len(batches) > 1:
-        raise ValueError(f"masks of one plan share sequence length and batch size; got (batch, seq_len) {shapes}")
     return masks
-
-
-def _as_weights(masks: Mapping[str, SpanMask], weights: Mapping[str, float] | None) -> dict[str, float]:
-    if weights is None:
-        return dict.fromkeys(masks, 1.0)
-    unknown = sorted(set(weights) - set(masks))
-    if unknown:
-        raise ValueError(f"weights name masks that do not exist: {unknown}; the masks are {sorted(masks)}")
-    result = {name: float(weights.get(name, 1.0)) for name in masks}
-    if not all(np.isfinite(w) and w > 0 for w in result.values()):
-        raise ValueError(f"weights must be positive and finite, got {result}")
-    return result
 
 
 def _dtype(dtype: Any) -> tuple[str, int]:

@@ -222,9 +222,8 @@ def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
     """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all."""
     device = _compat.comparison_device(group)
     mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
-    everyone = torch.empty(group.size(), len(mine), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    prints = [bytes(row).hex() for row in everyone.tolist()]
+    everyone = _compat.wait(_compat.start_all_gather(mine, group.size(), _compat.group_name(group)))
+    prints = [bytes(row).hex() for row in everyone.view(group.size(), -1).tolist()]
     if len(set(prints)) > 1:
         held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))
         raise ValueError(f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank")

@@ -61,7 +61,7 @@ def make_problem(
 
     q, k, v = draw(heads[0], dims[0]), draw(heads[1], dims[0]), draw(heads[1], dims[1])
     grad_out = draw(heads[0], dims[1])
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, torch.from_numpy(visible).expand(batch, length, length))
     out.backward(grad_out.double())
     dq, dk, dv = (x.grad for x in leaves)

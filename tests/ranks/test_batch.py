@@ -1,0 +1,188 @@
+"""Shard, unshard, roll, labels and the loss on threaded ranks, against the whole sequence on one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spanwise
+from spanwise import SpanMask
+from tests.ranks.harness import run_ranks
+
+LENGTH = 45
+CU = [0, 1, 20, 20, 31, 45]
+
+
+def plan_for(num_ranks: int, *, batched: bool = False) -> spanwise.Plan:
+    documents = SpanMask.documents(CU)
+    mask = SpanMask.stack([documents, SpanMask.causal(LENGTH)]) if batched else documents
+    return spanwise.make_plan(mask, num_ranks, balancer="ptrr", block_size=4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((2, LENGTH), 1), ((2, LENGTH, 3), 1), ((2, 5, LENGTH, 3), 2)])
+def test_unshard_undoes_shard_and_has_the_exact_adjoint(num_ranks: int, batched: bool, shape: tuple, dim: int) -> None:
+    plan = plan_for(num_ranks, batched=batched)
+    assert plan.layout.batch_size == (2 if batched and num_ranks > 1 else plan.layout.batch_size)
+    x = torch.randn(shape, dtype=torch.float64)
+    cotangents = [torch.randn(shape, dtype=torch.float64) for _ in range(num_ranks)]
+
+    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
+        local = spanwise.shard(plan, mesh, x, dim).requires_grad_()
+        full = spanwise.unshard(plan, mesh, local, dim)
+        full.backward(cotangents[rank])
+        return full.detach(), local.grad
+
+    for rank, (full, grad) in enumerate(run_ranks(num_ranks, on_rank)):
+        assert torch.equal(full, x)
+        torch.testing.assert_close(grad, plan.shard(sum(cotangents), rank, dim))
+
+
+def test_shard_gradient_is_zero_elsewhere() -> None:
+    plan = plan_for(4)
+    x = torch.randn(2, LENGTH, requires_grad=True)
+    plan.shard(x, 1).sum().backward()
+    expected = torch.zeros(2, LENGTH)
+    expected[:, plan.layout.indices(1)] = 1
+    assert torch.equal(x.grad, expected)
+
+
+def test_shard_of_pytrees_integers_and_buffers_without_batch() -> None:
+    plan = plan_for(4, batched=True)
+    tokens = torch.arange(LENGTH).expand(2, -1)
+    table = torch.randn(LENGTH, 3)
+    for rank in range(4):
+        got = plan.shard({"a": tokens, "b": [tokens + 1]}, rank)
+        expected = torch.from_numpy(np.stack([plan.layout.indices(rank, row) for row in range(2)]))
+        assert torch.equal(got["a"], expected) and torch.equal(got["b"][0], expected + 1)
+        assert torch.equal(plan.shard(table, rank, dim=0, batch_dim=None), table[expected])
+    with pytest.raises(ValueError, match="batch_dim=None"):
+        plan.shard(table, 0, dim=0)
+    with pytest.raises(ValueError, match="must have 45 tokens"):
+        plan.shard(torch.zeros(2, 44), 0)
+
+
+def test_integers_survive_unshard() -> None:
+    plan = plan_for(3)
+    x = torch.arange(2 * LENGTH).reshape(2, LENGTH)
+    for full in run_ranks(3, lambda rank, mesh: spanwise.unshard(plan, mesh, spanwise.shard(plan, mesh, x))):
+        assert torch.equal(full, x)
+
+
+@pytest.mark.parametrize("shifts", [-1, -3, 2, 0])
+@pytest.mark.parametrize("batched", [False, True])
+def test_roll_stays_inside_documents(shifts: int, batched: bool) -> None:
+    plan = plan_for(4, batched=batched)
+    cu = [CU, [0, 7, 45]] if batched else CU
+    x = torch.randint(0, 100, (2, LENGTH))
+    expected = torch.full_like(x, -100)
+    for row in range(2):
+        offsets = cu[row] if batched else CU
+        for first, last in zip(offsets[:-1], offsets[1:], strict=True):
+            for i in range(first, last):
+                if first <= i - shifts < last:
+                    expected[row, i] = x[row, i - shifts]
+
+    def on_rank(rank: int, mesh: object) -> torch.Tensor:
+        return spanwise.roll(spanwise.shard(plan, mesh, x), shifts, plan, mesh, cu, fill_value=-100)
+
+    for rank, got in enumerate(run_ranks(4, on_rank)):
+        assert torch.equal(got, plan.shard(expected, rank))
+
+
+def test_roll_gradient() -> None:
+    plan = plan_for(3)
+    x = torch.randn(2, LENGTH, dtype=torch.float64)
+    weights = torch.randn(2, LENGTH, dtype=torch.float64)
+    same = torch.tensor(spanwise.batch.document_ids(CU, LENGTH)[0])
+    expected = torch.zeros_like(x)  # token i feeds token i - 1 of its document
+    keep = same[1:] == same[:-1]
+    expected[:, 1:] = torch.where(keep, weights[:, :-1], 0.0)
+
+    def on_rank(rank: int, mesh: object) -> torch.Tensor:
+        local = spanwise.shard(plan, mesh, x).requires_grad_()
+        (spanwise.roll(local, -1, plan, mesh, CU) * spanwise.shard(plan, mesh, weights)).sum().backward()
+        return local.grad
+
+    for rank, grad in enumerate(run_ranks(3, on_rank)):
+        torch.testing.assert_close(grad, plan.shard(expected, rank))
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    plan = plan_for(4)
+    tokens = torch.randint(0, 9, (2, LENGTH))
+    shifted = torch.full_like(tokens, -100)
+    positions = torch.zeros_like(tokens)
+    for first, last in zip(CU[:-1], CU[1:], strict=True):
+        shifted[:, first : last - 1] = tokens[:, first + 1 : last] if last > first else tokens[:, 0:0]
+        positions[:, first:last] = torch.arange(last - first)
+
+    def on_rank(rank: int, mesh: object) -> dict[str, torch.Tensor]:
+        return spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, mesh, cu_seqlens=CU)
+
+    for rank, got in enumerate(run_ranks(4, on_rank)):
+        assert torch.equal(got["input_ids"], plan.shard(tokens, rank))
+        assert torch.equal(got["labels"], plan.shard(shifted, rank))
+        assert torch.equal(got["position_ids"], plan.shard(positions, rank))
+    kept = run_ranks(
+        4, lambda rank, mesh: spanwise.shard_batch({"labels": shifted}, plan, mesh, cu_seqlens=CU, shift_labels=False)
+    )
+    assert all(torch.equal(got["labels"], plan.shard(shifted, rank)) for rank, got in enumerate(kept))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: int) -> None:
+    """Averaging parameter gradients over ranks, as FSDP2 does, gives one device's gradient."""
+    plan = plan_for(num_ranks)
+    hidden = torch.randn(micro_batches, 2, LENGTH, 6, dtype=torch.float64)
+    labels = torch.randint(0, 11, (micro_batches, 2, LENGTH))
+    labels[torch.rand(labels.shape) < 0.4] = -100
+    labels[:, :, plan.layout.indices(0)] = -100  # a rank without a valid token
+    if num_ranks == 1:
+        labels[:, 0, 5] = 3
+    weight = torch.randn(11, 6, dtype=torch.float64)
+
+    reference = weight.clone().requires_grad_()
+    expected = F.cross_entropy((hidden @ reference.T).flatten(0, -2), labels.flatten())
+    expected.backward()
+    num_valid = int((labels != -100).sum())
+
+    def on_rank(rank: int, mesh: object) -> tuple[float, torch.Tensor]:
+        local = weight.clone().requires_grad_()
+        total = 0.0
+        for micro in range(micro_batches):
+            logits = spanwise.shard(plan, mesh, hidden[micro]) @ local.T
+            loss = spanwise.cross_entropy(
+                logits, spanwise.shard(plan, mesh, labels[micro]), mesh, num_valid=num_valid if micro_batches > 1 else None
+            )
+            loss.backward()
+            total += loss.item()
+        return total, local.grad
+
+    results = run_ranks(num_ranks, on_rank)
+    for total, _ in results:
+        assert total == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(sum(grad for _, grad in results) / num_ranks, reference.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_loss_without_any_valid_token_is_zero() -> None:
+    def on_rank(rank: int, mesh: object) -> tuple[float, float]:
+        logits = torch.ones(1, 3, 5, requires_grad=True)
+        loss = spanwise.cross_entropy(logits, torch.full((1, 3), -100), mesh)
+        loss.backward()
+        return loss.item(), float(logits.grad.abs().sum())
+
+    assert run_ranks(2, on_rank) == [(0.0, 0.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("cu", "message"),
+    [([0, 5, 3, LENGTH], "must not decrease"), ([1, LENGTH], "from 0 to"), ([0, 9], "from 0 to"), ([0.0, 45.0], "integer")],
+)
+def test_bad_offsets(cu: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spanwise.shard_batch({"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}, plan_for(1), None, cu_seqlens=cu)
