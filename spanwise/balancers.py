@@ -17,8 +17,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from spanwise._span_patterns import check_offsets
 from spanwise.layout import Layout
-from spanwise.mask import SpanMask, _offsets
+from spanwise.mask import SpanMask
 
 Int64Array = NDArray[np.int64]
 
@@ -115,7 +116,7 @@ class LayoutProblem:
         rows = list(given) if np.ndim(next(iter(given), 0)) else [given]
         if len(rows) not in (1, self.batch_size):
             raise ValueError(f"cu_seqlens has {len(rows)} rows, must have 1 or {self.batch_size}, as many as the masks")
-        offsets = tuple(_offsets(row) for row in rows)
+        offsets = tuple(check_offsets(row) for row in rows)
         for row in offsets:
             if row[-1] != self.seq_len:
                 raise ValueError(f"cu_seqlens must end with seq_len {self.seq_len}, got {row[-1]}")
