@@ -20,7 +20,6 @@ app = typer.Typer(
 )
 
 
-
 @app.callback()
 def _commands() -> None:
     """Context parallelism for PyTorch, planned from the attention mask."""
@@ -42,7 +41,8 @@ def train(
     more_data: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths for --data.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder for metrics.json and checkpoints.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Local processes to start; ranks = dp × cp. Default: 1, or what torchrun started.")
+        int | None,
+        typer.Option(help="Local processes to start; ranks = dp × cp. Default: 1, or what torchrun started."),
     ] = None,
     dp: Annotated[int, typer.Option(help="Ranks that take different sequences; the others share one.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps, counted from the start of the run.")] = 30,

@@ -22,7 +22,7 @@ from spanwise import _compat, kernels
 from spanwise.exchange import all_gather
 from spanwise.kernels.merge import merge
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, built_plan, rank_on, spread_slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def context_parallel_attention(
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
-    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    local = built_plan(plan, mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1:
         rank_on(mesh, local.num_ranks)
     if mask not in local.stages:

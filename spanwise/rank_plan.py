@@ -173,10 +173,10 @@ def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tens
 def local_plan(
     plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
 ) -> RankPlan:
-    """This rank's tensors on ``device``; compares plans across the ranks of ``mesh`` before anything else.
+    """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
-    The comparison is one small eager collective on first use; later calls with the same arguments return the same
-    object. Call it outside compiled code, on every rank.
+    Call it on every rank, outside compiled code. The comparison is one small eager collective at each call; the tensors
+    are built once for each plan object.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
@@ -186,21 +186,44 @@ def local_plan(
     Raises:
         ValueError: mesh of another size, or ranks that hold different plans (both fingerprints are in the text).
     """
-    if torch.compiler.is_compiling():
-        raise ValueError("a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that")
+    _refuse_compiling()
+    rank_on(mesh, plan.num_ranks)
+    if mesh is not None and plan.num_ranks > 1:
+        compare_fingerprints(plan.fingerprint, mesh.get_group())
+    return built_plan(plan, mesh, device, kernel=kernel, compared=True)
+
+
+def built_plan(
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None = None,
+    *,
+    kernel: str = "auto",
+    compared: bool = False,
+) -> RankPlan:
+    """What `local_plan` returns, from the plan's own store if it was built before; only then nothing is compared.
+
+    This is what a call that was handed a `Plan` uses, so that the layers of a model do not compare it again and again.
+    """
+    _refuse_compiling()
     rank = rank_on(mesh, plan.num_ranks)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     flex_tables = kernel == "flex" or (kernel == "auto" and device.type == "cuda")
-    group = mesh.get_group() if mesh is not None and plan.num_ranks > 1 else None
-    key = (rank, device, flex_tables, None if group is None else _compat.group_name(group))
-    built = plan.built
-    if key not in built:
-        if group is not None:
-            compare_fingerprints(plan.fingerprint, group)
-        built[key] = build(plan, rank, device, flex_tables=flex_tables)
-    return built[key]
+    key = (rank, device, flex_tables)
+    if key not in plan.built:
+        if not compared:
+            return local_plan(plan, mesh, device, kernel=kernel)
+        plan.built[key] = build(plan, rank, device, flex_tables=flex_tables)
+    return plan.built[key]
+
+
+def _refuse_compiling() -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
+        )
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:

@@ -155,6 +155,5 @@ def load(path: Path, model: Any, optimizer: Any) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # fills the sharded tensors
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

@@ -61,7 +61,8 @@ class TrainConfig:
         for name in ("warmup", "eval_every", "save_every", "prove", "seed"):
             demand(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         demand(
-            self.ranks % self.dp == 0, f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}"
+            self.ranks % self.dp == 0,
+            f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}",
         )
         if self.batch_size is not None:
             demand(

@@ -121,7 +121,9 @@ def find_documents(paths: Sequence[str | Path] = ()) -> Corpus:
         try:
             info = path.stat()
         except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror or error}; fix it or leave it out of --data") from error
+            raise ValueError(
+                f"cannot read {path}: {error.strerror or error}; fix it or leave it out of --data"
+            ) from error
         if not stat.S_ISREG(info.st_mode):
             if named:
                 raise ValueError(f"{path} is neither a file nor a folder; --data takes regular files and folders")

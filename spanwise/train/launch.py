@@ -6,7 +6,6 @@ rank as one SIGTERM, which they answer by finishing the step and saving.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -99,8 +98,8 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
                 if asked == 1:
                     print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
                 for process in processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+                    if process.is_alive():
+                        process.terminate() if asked == 1 else process.kill()
 
             signal.signal(signal.SIGINT, forward)
             signal.signal(signal.SIGTERM, forward)

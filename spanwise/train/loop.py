@@ -48,6 +48,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, rank: Rank):
         self.rank = rank
+        self.set_aside: Path | None = None
         self.corpus = find_documents(config.data)
         self.state: checkpoint.RunState | None = None
         resume_from = None
@@ -99,6 +100,9 @@ class Trainer:
             torch=torch.__version__,
             config=config.as_dict(),
         )
+        if config.out and rank.rank == 0:
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            self.set_aside = None if config.resume else checkpoint.set_aside(config.out)
         if self.state is not None:
             self.metrics.restore(self.step)
         self.metrics.values["runs"].append({"first_step": self.step, "ranks": config.ranks, "dp": config.dp})
@@ -112,7 +116,8 @@ class Trainer:
 
     def _agree(self) -> None:
         """Hosts may differ in data, options or checkpoints: find out before training does."""
-        mine = (self.corpus.digest, dataclasses.replace(self.config, data=(), out=None), self.state)
+        options = {name: value for name, value in self.config.as_dict().items() if name not in ("data", "out")}
+        mine = (self.corpus.digest, options, self.state)
         everyone: list[Any] = [None] * self.rank.size
         dist.all_gather_object(everyone, mine)
         for other, theirs in enumerate(everyone):
@@ -126,7 +131,7 @@ class Trainer:
     # One step
 
     def _local(self, sequence: PackedSequence, train: bool = True) -> tuple[dict[str, torch.Tensor], Any, Any]:
-        """This rank's batch of a sequence, its ``RankPlan`` and the ``Plan``; without ``train`` no token is a target."""
+        """This rank's batch of a sequence, its ``RankPlan`` and the ``Plan``; without ``train``, no targets."""
         sizes = self.config.model
         plan = spanwise.make_plan(
             spanwise.SpanMask.documents(sequence.cu_seqlens),
@@ -183,8 +188,9 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         mine = torch.tensor([imbalance, received, stop.signal], dtype=torch.float64)
-        everyone = torch.empty(self.rank.size, 3, dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone, mine)
+        parts = [torch.empty_like(mine) for _ in range(self.rank.size)]
+        dist.all_gather(parts, mine)
+        everyone = torch.stack(parts)
         seconds += time.perf_counter() - started
 
         self.step += 1
@@ -251,6 +257,8 @@ class Trainer:
         evaluated = -1
         with Display(self.rank.rank == 0, config.steps, first) as display:
             display.line(self._headline())
+            if self.set_aside is not None:
+                display.line(f"{config.out} held an earlier run; it is kept in {self.set_aside}")
             asked = 0
             try:
                 while self.step < config.steps and not asked:
@@ -286,8 +294,8 @@ class Trainer:
         config = self.config
         parameters = sum(p.numel() for p in self.model.parameters())
         text = (
-            f"{self.corpus.describe()}; {parameters:,} parameters; {config.ranks} ranks (dp {config.dp} × cp {config.cp}); "
-            f"{config.batch_size} × {config.seq_len:,} tokens a step"
+            f"{self.corpus.describe()}; {parameters:,} parameters; {config.ranks} ranks "
+            f"(dp {config.dp} × cp {config.cp}); {config.batch_size} × {config.seq_len:,} tokens a step"
         )
         if self.corpus.skipped:
             text += f"; {self.corpus.skipped} empty files left out"
@@ -306,4 +314,3 @@ def run_rank(rank: Rank, config: TrainConfig) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-

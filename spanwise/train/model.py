@@ -11,6 +11,7 @@ Shape legend: B batch, T tokens (this rank's), D model dim, H query heads, G key
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,7 @@ class InnerAttention(nn.Module):
     """The attention call alone, so that a parallel style can replace it: BHSD in, BHSD out."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask=None, is_causal: bool = False
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: Any = None, is_causal: bool = False
     ) -> torch.Tensor:
         """Attend ``q`` ``[B, H, T, K]`` to ``k``, ``v`` ``[B, G, T, K]``; ``attn_mask`` is what SDPA takes."""
         return F.scaled_dot_product_attention(
@@ -98,10 +99,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.inner = InnerAttention()
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn_mask) -> torch.Tensor:
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn_mask: Any) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=attn_mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -129,7 +128,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn_mask) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn_mask: Any) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, attn_mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -147,7 +146,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attn_mask) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attn_mask: Any) -> torch.Tensor:
         """Compute logits.
 
         Args:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from spanwise.train.data import PackedSequence
 from spanwise.train.model import Decoder
 
 IGNORE = -100
+
+#: Makes an unsharded model and its optimizer.
+Build = Callable[[], tuple[Decoder, torch.optim.Optimizer]]
 
 
 def dense_document_mask(cu_seqlens: np.ndarray) -> torch.Tensor:
@@ -33,7 +38,7 @@ def dense_document_mask(cu_seqlens: np.ndarray) -> torch.Tensor:
 def labels_and_positions(tokens: np.ndarray, cu_seqlens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 ``[1, S]`` each: the next token of the same document, ``IGNORE`` at its end; positions from its start."""
     labels, positions = [], []
-    for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, stop in itertools.pairwise(cu_seqlens):
         labels.append(np.append(tokens[start + 1 : stop], IGNORE))
         positions.append(np.arange(stop - start))
     return torch.as_tensor(np.concatenate(labels))[None], torch.as_tensor(np.concatenate(positions))[None]
@@ -75,8 +80,8 @@ class Reference:
     Every rank makes one, because copying the weights is collective; only rank 0 holds the copy and computes.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, build, threads: int):
-        """``build()`` makes an unsharded model and optimizer of the same configuration; they are overwritten."""
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, build: Build, threads: int):
+        """What ``build`` makes is overwritten with the state of ``model`` and ``optimizer``."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_model_state_dict,
@@ -114,6 +119,7 @@ class Reference:
                 loss = reference_loss(self.model, sequences, device).item()
             expected = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor), f"{name} has no sharded gradient"
             gradient = parameter.grad.full_tensor()
             if self.model is not None:
                 error = max(error, relative_error(gradient, expected[name]))

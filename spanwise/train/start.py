@@ -26,7 +26,7 @@ def start(config: TrainConfig, mine: Rank | None) -> int:
     if mine is not None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(_run_rank)(mine, config)
+        return record(_run_rank)(mine, config) or 0
     return launch(_run_rank, config, ranks=config.ranks)
 
 

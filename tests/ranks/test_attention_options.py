@@ -1,0 +1,190 @@
+"""Options of context_parallel_attention on threaded ranks: score_mod, softcap, sinks, aux, errors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import spanwise
+from spanwise import AuxRequest, SpanMask
+from tests.oracle import make_problem, relative_error
+from tests.ranks.harness import run_ranks
+
+LENGTH = 50
+CU = [0, 1, 17, 33, 50]
+MASK = SpanMask.documents(CU)
+PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+VISIBLE = torch.from_numpy(MASK.dense())
+
+
+def dense(q, k, v, change, sinks=None):
+    """Dense attention whose scaled scores ``[B, H, S, S]`` pass through `change`; out, lse, masked scores."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = change(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~VISIBLE.unsqueeze(1), -math.inf)
+    extended = scores
+    if sinks is not None:
+        extended = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    lse = torch.logsumexp(extended, -1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ v, lse, scores
+
+
+def compare(change, *, sinks=None, grad_lse=False, tolerance=1e-10, **options) -> None:
+    problem = make_problem(MASK.dense())
+    lse_cotangent = torch.randn(1, 4, LENGTH, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in problem[:3]]
+    whole_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    out, lse, _ = dense(*leaves, change, whole_sinks)
+    torch.autograd.backward([out, lse], [problem.grad_out, lse_cotangent * grad_lse])
+
+    def on_rank(rank: int, mesh: object):
+        mine = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+        got, aux = spanwise.context_parallel_attention(
+            *mine, PLAN, mesh, sinks=own_sinks, return_aux=AuxRequest(lse=True), **options
+        )
+        cotangents = [spanwise.shard(PLAN, mesh, x, dim=2) for x in (problem.grad_out, lse_cotangent * grad_lse)]
+        torch.autograd.backward([got, aux.lse], cotangents)
+        return got.detach(), aux.lse.detach(), [x.grad for x in mine], None if sinks is None else own_sinks.grad
+
+    results = run_ranks(3, on_rank)
+    for rank, (got, got_lse, grads, _) in enumerate(results):
+        assert relative_error(got, PLAN.shard(out.detach(), rank, dim=2)) <= tolerance
+        assert relative_error(got_lse, PLAN.shard(lse.detach(), rank, dim=2)) <= tolerance
+        for grad, leaf in zip(grads, leaves, strict=True):
+            assert relative_error(grad, PLAN.shard(leaf.grad, rank, dim=2)) <= tolerance
+    if sinks is not None:
+        assert relative_error(sum(result[3] for result in results), whole_sinks.grad) <= tolerance
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_lse_is_differentiable(kernel: str) -> None:
+    compare(lambda s: s, grad_lse=True, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_softcap(kernel: str) -> None:
+    compare(lambda s: 0.7 * torch.tanh(s / 0.7), softcap=0.7, kernel=kernel, grad_lse=True)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_sinks(kernel: str) -> None:
+    compare(lambda s: s, sinks=torch.randn(4, dtype=torch.float64), kernel=kernel, grad_lse=True)
+
+
+def test_scale() -> None:
+    compare(lambda s: s * math.sqrt(8) * 0.9, scale=0.9)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+def test_score_mod_sees_global_positions(kernel: str) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)
+    positions = torch.arange(LENGTH)
+    bias = slopes.view(-1, 1, 1) * (positions[None] - positions[:, None]) + 0.01 * positions[:, None]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx) + 0.01 * q_idx
+
+    compare(lambda s: s + bias, score_mod=score_mod, kernel=kernel)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_max_logit(softcap: float | None) -> None:
+    problem = make_problem(MASK.dense())
+    cap = (lambda s: s) if softcap is None else (lambda s: softcap * torch.tanh(s / softcap))
+    expected = dense(*problem[:3], cap)[2].amax(dim=(0, 2, 3))
+
+    def on_rank(rank: int, mesh: object) -> torch.Tensor:
+        mine = [spanwise.shard(PLAN, mesh, x, dim=2) for x in problem[:3]]
+        request = AuxRequest(max_logit=True)
+        _, aux = spanwise.context_parallel_attention(*mine, PLAN, mesh, softcap=softcap, return_aux=request)
+        assert aux.lse is None
+        return aux.max_logit
+
+    for got in run_ranks(3, on_rank):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-10, atol=0)
+
+
+def test_rows_without_a_key() -> None:
+    """Output 0, lse -inf, gradient 0, and with sinks lse is the sink."""
+    rows = np.arange(LENGTH)
+    mask = SpanMask(np.zeros((1, LENGTH), int), np.where(rows % 3 == 0, 0, rows + 1)[None], LENGTH)
+    plan = spanwise.make_plan(mask, 3, balancer="contiguous")
+    problem = make_problem(mask.dense())
+
+    def on_rank(rank: int, mesh: object):
+        mine = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        empty = spanwise.shard(plan, mesh, torch.from_numpy(rows % 3 == 0), dim=0)
+        for kernel in ("reference", "sdpa"):
+            out, aux = spanwise.context_parallel_attention(*mine, plan, mesh, kernel=kernel, return_aux=AuxRequest(lse=True))
+            (grad,) = torch.autograd.grad([out, aux.lse], mine[0], [torch.ones_like(out), torch.ones_like(aux.lse)])
+            assert (out[:, :, empty] == 0).all() and (aux.lse[:, :, empty] == -math.inf).all()
+            assert (grad[:, :, empty] == 0).all() and grad.isfinite().all() and out[:, :, ~empty].ne(0).any()
+            sinks = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+            _, aux = spanwise.context_parallel_attention(
+                *mine, plan, mesh, kernel=kernel, sinks=sinks, return_aux=AuxRequest(lse=True)
+            )
+            assert (aux.lse[:, :, empty] == sinks.view(1, 4, 1)).all()
+
+    run_ranks(3, on_rank)
+
+
+def attend(plan=PLAN, *, edit=lambda q, k, v: (q, k, v), mesh_is_none=False, **options):
+    problem = make_problem(MASK.dense(), dtype=torch.float32)
+
+    def on_rank(rank: int, mesh: object) -> torch.Tensor:
+        q, k, v = edit(*(PLAN.shard(x, rank, dim=2) for x in problem[:3]))
+        return spanwise.context_parallel_attention(q, k, v, plan, None if mesh_is_none else mesh, **options)
+
+    return run_ranks(3, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: attend(edit=lambda q, k, v: (q[:, :, :5], k, v)), "must be rank .*shard of the sequence"),
+        (lambda: attend(edit=lambda q, k, v: (q[0], k, v)), r"\[batch, heads, tokens, head_dim\]"),
+        (lambda: attend(edit=lambda q, k, v: (q[:, :3], k, v)), "3 query heads are not a multiple of 2"),
+        (lambda: attend(edit=lambda q, k, v: (q, k.double(), v)), "share dtype"),
+        (lambda: attend(edit=lambda q, k, v: (q, k, v[:, :1])), "must agree"),
+        (lambda: attend(plan=MASK), "needs a Plan or RankPlan, got SpanMask"),
+        (lambda: attend(plan=spanwise.make_plan(MASK, 2)), "plan is for 2 ranks, the mesh has 3"),
+        (lambda: attend(mesh_is_none=True), "needs their mesh"),
+        (lambda: attend(mask="window"), r"no mask named 'window'; it has \['default'\]"),
+        (lambda: attend(kernel="cudnn"), "unknown kernel 'cudnn'"),
+        (lambda: attend(kernel="sdpa", score_mod=lambda s, b, h, i, j: s), "cannot apply a score_mod"),
+        (lambda: attend(softcap=1.0, score_mod=lambda s, b, h, i, j: s), "cannot be combined"),
+        (lambda: attend(softcap=-1.0), "softcap must be positive"),
+        (lambda: attend(sinks=torch.zeros(3)), "one logit a query head"),
+    ],
+)
+def test_bad_calls_are_errors_before_any_collective(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_missing_kernels_say_what_works() -> None:
+    with pytest.raises(NotImplementedError, match="use kernel='flex'"):
+        attend(kernel="varlen")
+
+
+def test_plans_that_differ_between_ranks() -> None:
+    plans = [PLAN, PLAN, spanwise.make_plan(MASK, 3, balancer="lpt", block_size=4)]
+
+    def on_rank(rank: int, mesh: object) -> str:
+        with pytest.raises(ValueError, match="different plans") as error:
+            plans[rank].local(mesh)
+        return str(error.value)
+
+    for text in run_ranks(3, on_rank):
+        assert all(plan.fingerprint in text for plan in plans) and "rank 2 has" in text
+
+
+def test_a_rank_plan_is_built_and_compared_once() -> None:
+    def on_rank(rank: int, mesh: object) -> bool:
+        return PLAN.local(mesh) is PLAN.local(mesh, "cpu")
+
+    assert all(run_ranks(3, on_rank))
