@@ -109,9 +109,9 @@ class GlooPool:
                 self._stop()
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer in time\n{stacks}")
             for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[index]
+                rank = pending.pop(connection)
                 try:
-                    answer = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                    answer = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     raise RuntimeError(self._obituary(rank)) from None
                 if answer[0] == "result":
@@ -123,7 +123,7 @@ class GlooPool:
             connection.send_bytes(b"all have answered")
         if failures:
             _, rank, error, text = min(failures, key=lambda failure: failure[0])
-            error.rank = rank  # type: ignore[attr-defined]
+            error.rank = rank
             raise error from RemoteTraceback(f"rank {rank} of {num_ranks}:\n{text}")
         return results
 

@@ -101,7 +101,7 @@ def run_ranks(
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if errors:
         rank, error = errors[0]
-        error.rank = rank  # type: ignore[attr-defined]
+        error.rank = rank
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised on rank {rank} of {num_ranks}")
         raise error

@@ -58,7 +58,7 @@ def refuse(rank: int, mesh: DeviceMesh, culprit: int) -> None:
 def test_first_exception_surfaces(gloo_pool: GlooPool, culprit: int) -> None:
     with pytest.raises(ValueError, match=f"heads do not divide on {culprit}") as raised:
         gloo_pool.run(3, refuse, culprit)
-    assert raised.value.rank == culprit  # type: ignore[attr-defined]
+    assert raised.value.rank == culprit
     assert isinstance(raised.value.__cause__, RemoteTraceback)
     assert f"rank {culprit} of 3" in str(raised.value.__cause__)
     assert "in refuse" in str(raised.value.__cause__)
