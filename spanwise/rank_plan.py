@@ -211,7 +211,9 @@ def built_plan(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     flex_tables = kernel == "flex" or (kernel == "auto" and device.type == "cuda")
-    key = (rank, device, flex_tables)
+    # The group belongs to the key: on another mesh nobody has compared this plan yet.
+    group = _compat.group_name(mesh.get_group()) if mesh is not None and plan.num_ranks > 1 else None
+    key = (rank, group, device, flex_tables)
     if key not in plan.built:
         if not compared:
             return local_plan(plan, mesh, device, kernel=kernel)
