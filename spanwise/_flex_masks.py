@@ -203,11 +203,12 @@ def from_block_mask(block_mask: Any) -> SpanMask:
     q_len, kv_len = block_mask.seq_lengths
     q_size, kv_size = block_mask.BLOCK_SIZE
     partial, full = _tiles(block_mask)
-    pieces = _Pieces(len(partial), q_len, kv_len)
+    pieces = _Pieces(len(full), q_len, kv_len)
 
     # Full blocks: neighbours become one span before they become rows.
-    line, first_block, stop_block = _spans.true_runs(full.reshape(-1, full.shape[2]))
-    b, q_block = np.divmod(line, max(full.shape[1], 1))
+    batch, q_blocks, kv_blocks = full.shape
+    line, first_block, stop_block = _spans.true_runs(full.reshape(batch * q_blocks, kv_blocks))
+    b, q_block = np.divmod(line, max(q_blocks, 1))
     first_row, stop_row = q_block * q_size, np.minimum((q_block + 1) * q_size, q_len)
     height = stop_row - first_row
     nth = np.arange(int(height.sum())) - np.repeat(np.cumsum(height) - height, height)

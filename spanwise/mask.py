@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spanwise import _span_blocks, _span_patterns, _spans
-from spanwise._span_patterns import check_length, check_positive, check_window, int_array
-from spanwise._span_patterns import check_offsets as _offsets
+from spanwise._span_patterns import check_length, check_offsets, check_positive, check_window, int_array
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +132,7 @@ class SpanMask:
             window: ``(left, right)`` in tokens: read only the keys ``i - left … i + right``. Where ``causal`` is set
                 too, a key must satisfy both, so ``right`` changes nothing.
         """
-        cu = _offsets(cu_seqlens)
+        cu = check_offsets(cu_seqlens)
         length = int(cu[-1])
         near = None if window is None else check_window(window, length)
         return cls._pattern(_span_patterns.documents(cu, causal, near), length)
@@ -146,7 +145,7 @@ class SpanMask:
             cu_seqlens: as in :meth:`documents`.
             prefix_lens: integers ``[num_docs]``, tokens; each between 0 and its document's length.
         """
-        cu, prefixes = _offsets(cu_seqlens), _span_patterns.check_lengths(prefix_lens, "prefix_lens")
+        cu, prefixes = check_offsets(cu_seqlens), _span_patterns.check_lengths(prefix_lens, "prefix_lens")
         if len(prefixes) != len(cu) - 1:
             raise ValueError(f"prefix_lens needs an entry for each of {len(cu) - 1} documents, got {len(prefixes)}")
         long = prefixes > np.diff(cu)
