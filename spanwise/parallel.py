@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +186,9 @@ class ContextParallel(ParallelStyle):
         )
         call = tuple(x.transpose(1, 2) for x in (q, k, v)) if self.seq_dim == 1 else (q, k, v)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # FlexAttention warns that it runs uncompiled, which is what a probe of 32 tokens wants.
+                warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
                 got = inner(*call, **self._probe_mask(signature, length, num_q != num_kv))
         except Exception as error:
             raise ValueError(

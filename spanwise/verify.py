@@ -134,7 +134,7 @@ def verify(
 
     # Leaks.
     tokens = _probe_tokens(plan, num_probes)
-    reach = _reach(plan, mask, tokens, attention)
+    must, may = _reach(plan, mask, tokens, attention)
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
     with torch.no_grad():
@@ -143,10 +143,8 @@ def verify(
             changed = [shard(local, mesh, _perturbed(x, token, sequence_dim), sequence_dim) for x in whole]
             diff = unshard(local, mesh, run(changed), sequence_dim) != base
             rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
-            expected = reach[:, :, column]
-            leaks += [(int(row), token) for row in np.nonzero((rows & ~expected).any(0))[0]]
-            # A single key has softmax weight 1 whatever it is, but its value shows; so every visible row must change.
-            blind += [(int(row), token) for row in np.nonzero((~rows & expected).any(0))[0]]
+            leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
+            blind += [(int(row), token) for row in np.nonzero((~rows & must[:, :, column]).any(0))[0]]
     limit = tolerance if tolerance is not None else _TOLERANCES[out.dtype]
     return VerifyReport(errors, limit, tuple(tokens), tuple(leaks), tuple(blind))
 
@@ -214,28 +212,26 @@ def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
     return x
 
 
-def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> np.ndarray:
-    """bool ``[batch, rows, len(tokens)]``: whether a row's output may depend on the token's input."""
+def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose output must depend on a token's input, and rows where it may; bool ``[batch, rows, len(tokens)]``."""
     m = plan.mask(mask)
     rows = np.arange(m.q_len)
-    direct = np.stack(
-        [((m.start <= token) & (token < m.end)).any(axis=1) | (False if attention else rows == token) for token in tokens],
-        axis=-1,
-    )
+    direct = np.stack([((m.start <= token) & (token < m.end)).any(axis=1) for token in tokens], axis=-1)
+    # The token's own row changes with its query, unless it reads at most one key (then the softmax is constant).
+    own = np.stack([(rows == token) & ((m.area() > 1) | (not attention)) for token in tokens], axis=-1)
+    direct = direct | own
     if attention:
-        # The token's own row changes with its query, unless it reads at most one key (then the softmax is constant).
-        area = m.area()
-        for column, token in enumerate(tokens):
-            direct[:, token, column] |= area[:, token] > 1
-        return direct
+        return direct, direct
     if m.q_len > _CLOSURE_LIMIT:
         raise ValueError(
             f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_CLOSURE_LIMIT}, got "
             f"{m.q_len}; verify a shorter sequence, or the attention call alone"
         )
-    dense = m.dense()
+    # How many layers there are is unknown, so a row may see whatever the mask reaches in any number of steps.
+    dense = m.dense().astype(np.float32)
+    may = direct
     while True:
-        wider = direct | np.stack([(d.astype(np.float32) @ r.astype(np.float32)) > 0 for d, r in zip(dense, direct, strict=True)])
-        if (wider == direct).all():
-            return direct
-        direct = wider
+        wider = may | (dense @ may.astype(np.float32) > 0)
+        if (wider == may).all():
+            return direct, may
+        may = wider

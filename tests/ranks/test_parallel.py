@@ -1,0 +1,206 @@
+"""ContextParallel as a parallelize_module plan, on threaded ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+
+import spanwise
+from spanwise import ContextParallel, SpanMask
+from tests.oracle import make_problem, relative_error
+from tests.ranks.harness import run_ranks
+
+LENGTH = 37
+MASK = SpanMask.documents([0, 1, 20, LENGTH])
+PLAN = spanwise.make_plan(MASK, 2, balancer="lpt", block_size=4)
+CAUSAL = spanwise.make_plan(SpanMask.causal(LENGTH), 2, block_size=4)
+
+
+class SDPA(nn.Module):
+    def forward(self, q, k, v, attn_mask=None, *, is_causal=False, enable_gqa=True, dropout_p=0.0):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+
+
+class AlwaysCausal(nn.Module):
+    def forward(self, query, key, value, is_causal=True):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+class Scaled(nn.Module):
+    def forward(self, q, k, v, *, attn_mask=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=0.5)
+
+
+class Flex(nn.Module):
+    def forward(self, q, k, v, *, block_mask=None, score_mod=None):
+        return flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+
+
+class TokensFirst(nn.Module):
+    def forward(self, q, k, v, *, attn_mask=None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=True).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=2):
+    """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; (out, dq, dk, dv) of every rank."""
+    problem = make_problem(plan.mask().dense(), heads=heads)
+
+    def on_rank(rank: int, mesh: object):
+        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])})
+        parallelize_module(model, mesh["cp"], {"layers.*.inner": ContextParallel(**style)})
+        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        tensors = [x.transpose(1, 2) for x in leaves] if dim == 1 else leaves
+        out = call(model["layers"][0], tensors, plan, mesh)
+        out = out.transpose(1, 2) if dim == 1 else out
+        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    return problem, run_ranks(plan.num_ranks, on_rank)
+
+
+def check(problem, results, plan=PLAN) -> None:
+    for rank, got in enumerate(results):
+        for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
+            assert relative_error(x, plan.shard(whole, rank, dim=2)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer, t, plan, mesh: layer(*t, plan),
+        lambda layer, t, plan, mesh: layer(*t, attn_mask=plan),
+        lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)),
+        lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0),
+    ],
+    ids=["positional", "keyword", "all keywords, RankPlan", "defaults spelled out"],
+)
+def test_sdpa_module(call) -> None:
+    check(*run(SDPA, {"attention_type": "sdpa"}, call))
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + 0.1 * (kv_idx - q_idx)
+
+
+def flex_steps(rank: int, mesh: object, problem, score_mod):
+    """A process of its own: flex_attention compiles for the probe, which other threads would notice."""
+    module = Flex()
+    parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
+    leaves = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+    out = module(*leaves, block_mask=PLAN, score_mod=score_mod)
+    out.backward(spanwise.shard(PLAN, mesh, problem.grad_out, dim=2))
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def test_flex_module_on_cpu_with_gradients(gloo_pool) -> None:
+    """PyTorch's flex_attention has no CPU backward; the style runs the sdpa kernel there."""
+    problem = make_problem(MASK.dense())
+    check(problem, gloo_pool.run(2, flex_steps, problem, None, timeout=60))
+
+
+def test_score_mod_of_the_call_sees_global_positions(gloo_pool) -> None:
+    problem = make_problem(MASK.dense())
+    q, k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in problem[:3])
+    i = torch.arange(LENGTH)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(8) + 0.1 * (i[None] - i[:, None])
+    expected = scores.masked_fill(~torch.from_numpy(MASK.dense()), -math.inf).softmax(-1) @ v
+    for rank, got in enumerate(gloo_pool.run(2, flex_steps, problem, alibi, timeout=60)):
+        assert relative_error(got[0], PLAN.shard(expected, rank, dim=2)) <= 1e-10
+
+
+def test_plan_of_the_style_serves_is_causal() -> None:
+    style = {"attention_type": "sdpa", "plan": CAUSAL}
+    check(*run(AlwaysCausal, style, lambda layer, t, plan, mesh: layer(*t), CAUSAL, heads=(4, 4)), CAUSAL)
+
+
+def test_sequence_in_dim_1() -> None:
+    style = {"attention_type": "sdpa", "seq_dim": 1}
+    check(*run(TokensFirst, style, lambda layer, t, plan, mesh: layer(*t, attn_mask=plan), dim=1))
+
+
+def test_named_mask() -> None:
+    plan = spanwise.make_plan({"full": SpanMask.causal(LENGTH), "default": MASK}, 2, block_size=4)
+    style = {"attention_type": "sdpa", "mask": "default"}
+    check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
+
+
+def test_scale_inside_the_module_must_be_declared() -> None:
+    def call(layer, t, plan, mesh):
+        return layer(*t, attn_mask=plan)
+
+    with pytest.raises(ValueError, match="computes something other than softmax"):
+        run(Scaled, {"attention_type": "sdpa"}, call, heads=(4, 4))
+    problem, results = run(Scaled, {"attention_type": "sdpa", "scale": 0.5}, call, heads=(4, 4))
+    expected = F.scaled_dot_product_attention(*problem[:3], torch.from_numpy(MASK.dense())[0], scale=0.5)
+    for rank, got in enumerate(results):
+        assert relative_error(got[0], PLAN.shard(expected, rank, dim=2)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("style", "call", "message"),
+    [
+        ({}, lambda layer, t, plan, mesh: layer(*t), "a call without a mask does not say"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True does not say"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, torch.ones(19, 37, dtype=torch.bool)), "must be a Plan, got a Tensor"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "must be a Plan, got a BlockMask"),
+        ({"plan": PLAN}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "only with a Plan of the causal mask"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1 is not supported"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, plan, window=3), "does not know the argument window=3"),
+        ({}, lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"called without \['v'\]"),
+        ({"kernel": "flash"}, lambda layer, t, plan, mesh: layer(*t, plan), "unknown kernel 'flash'"),
+        ({"mask": "window"}, lambda layer, t, plan, mesh: layer(*t, plan), "no mask named 'window'"),
+    ],
+)
+def test_calls_that_cannot_be_right_are_refused(style: dict, call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(SDPA, {"attention_type": "sdpa"} | style, call)
+
+
+class NotAttention(nn.Module):
+    def forward(self, q, k, v, attn_mask=None):
+        return q.sum()
+
+
+class NoMask(nn.Module):
+    def forward(self, q, k, v):
+        return q
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [(NotAttention, "not an attention call"), (NoMask, "none of which is a mask"), (nn.Linear, "could not run")],
+)
+def test_modules_that_are_not_attention(inner: type, message: str) -> None:
+    def on_rank(rank: int, mesh: object) -> None:
+        module = nn.Linear(4, 4) if inner is nn.Linear else inner()
+        parallelize_module(module, mesh["cp"], ContextParallel(attention_type="sdpa"))
+
+    with pytest.raises(ValueError, match=message):
+        run_ranks(1, on_rank)
+
+
+def test_bad_styles() -> None:
+    with pytest.raises(ValueError, match="unknown attention_type"):
+        ContextParallel(attention_type="flash")
+    with pytest.raises(ValueError, match="seq_dim must be"):
+        ContextParallel(seq_dim=3)
+    with pytest.raises(ValueError, match="plan must be a Plan"):
+        ContextParallel(plan=MASK)
+    with pytest.raises(NotImplementedError, match="use 'flex' or 'sdpa'"):
+        ContextParallel(attention_type="varlen")

@@ -1,0 +1,92 @@
+"""verify must pass what is right and name what is wrong; every failure here is a bug planted in an attention call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import spanwise
+from spanwise import SpanMask
+from tests.ranks.harness import run_ranks
+
+LENGTH = 40
+MASK = SpanMask.documents([0, 1, 18, LENGTH])
+PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4, num_q_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def reports(fn, plan=PLAN, **options):
+    return run_ranks(plan.num_ranks, lambda rank, mesh: spanwise.verify(fn(mesh), plan, mesh, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_is_verified(dtype: torch.dtype) -> None:
+    for report in reports(lambda mesh: spanwise.context_parallel_attention, dtype=dtype):
+        assert report.ok and set(report.errors) == {"out", "dq", "dk", "dv"} and len(report.probed) == 8
+        assert 0 < report.errors["dq"] <= report.tolerance
+        report.raise_if_failed()
+
+
+def test_a_leak_is_found_and_named() -> None:
+    """Runs with the causal mask in place of the documents': attends across documents."""
+    leaky = spanwise.make_plan(SpanMask.causal(LENGTH), 3, balancer=_Same(), block_size=4)
+    for report in reports(
+        lambda mesh: lambda q, k, v, plan: spanwise.context_parallel_attention(q, k, v, _fit(leaky, plan, mesh), mesh)
+    ):
+        assert not report.ok and report.leaks and not report.blind
+        assert all(not MASK.dense()[0, row, token] for row, token in report.leaks)
+        assert "leak: row" in str(report)
+        with pytest.raises(RuntimeError, match="FAILED"):
+            report.raise_if_failed()
+
+
+def test_blind_rows_are_found() -> None:
+    """Attends to the rank's own keys only, what a plain attention call does on a shard."""
+
+    def local_only(q, k, v, plan):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    for report in reports(lambda mesh: local_only):
+        assert not report.ok and report.blind
+
+
+def test_wrong_gradients_are_found() -> None:
+    def detached(mesh):
+        return lambda q, k, v, plan: spanwise.context_parallel_attention(q, k.detach(), v, plan, mesh)
+
+    for report in reports(detached):
+        assert not report.ok and report.errors["out"] <= report.tolerance and report.errors["dk"] > 0.5
+        assert not report.leaks and not report.blind
+
+
+class _Same(spanwise.balancers.PTRR):
+    """The layout that PTRR gives the documents, whatever the mask."""
+
+    def assign(self, problem, num_ranks):
+        return super().assign(spanwise.LayoutProblem({"default": MASK}, block_size=4), num_ranks)
+
+
+def _fit(plan, local, mesh):
+    return plan.local(mesh)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, mesh: object) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weights = nn.ParameterList([torch.randn(8, 24, generator=generator) / 3 for _ in range(2)])
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        for weight in self.weights:
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
+            x = x + spanwise.context_parallel_attention(q, k, v, plan, self.mesh).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_a_model_is_verified_against_itself() -> None:
+    """A window reaches further over two layers; that is no leak."""
+    plan = spanwise.make_plan(SpanMask.sliding_window(LENGTH, 3), 3, block_size=4)
+    x = torch.randn(1, LENGTH, 8)
+    for report in reports(TwoLayers, plan, inputs=[x]):
+        assert report.ok and set(report.errors) == {"out", "dinputs[0]"}
