@@ -32,7 +32,7 @@ demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and 
 	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
 
 test: $(STAMP)  ## all tests (PYTEST_ARGS='-k mask' for some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check .
