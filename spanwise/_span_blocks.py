@@ -140,35 +140,18 @@ def block_tables(start: Int32, end: Int32, kv_len: int, block_size: int) -> Bloc
     for short, edge in ((q_len % block_size, table[:, -1:, :]), (kv_len % block_size, table[:, :, -1:])):
         if short:
             np.minimum(edge, np.int8(PARTIAL), out=edge)
-    kv_num, kv_idx, q_num, q_idx = _lists(table, PARTIAL)
-    full_kv_num, full_kv_idx, full_q_num, full_q_idx = _lists(table, FULL)
-    return BlockTables(kv_num, kv_idx, full_kv_num, full_kv_idx, q_num, q_idx, full_q_num, full_q_idx)
+    transposed = np.ascontiguousarray(table.swapaxes(1, 2))
+    return BlockTables(
+        *_lists(table, PARTIAL), *_lists(table, FULL), *_lists(transposed, PARTIAL), *_lists(transposed, FULL)
+    )
 
 
-def _lists(table: Int8, kind: int) -> tuple[Int32, Int32, Int32, Int32]:
-    """(kv_num_blocks, kv_indices, q_num_blocks, q_indices) of the tiles of one kind."""
-    batch, q_blocks, kv_blocks = table.shape
-    counts = np.zeros((batch, 1, q_blocks), np.int32)
-    indices = np.zeros((batch, 1, q_blocks, kv_blocks), np.int32)  # untouched pages are never really allocated
-    counts_t = np.zeros((batch, 1, kv_blocks), np.int32)
-    indices_t = np.zeros((batch, 1, kv_blocks, q_blocks), np.int32)
-    narrow = np.uint16 if kv_blocks <= 2**16 else np.uint32
-    for b in range(batch):
-        tile = np.flatnonzero(table[b] == kind)
-        row = tile // max(kv_blocks, 1)
-        column = tile - row * kv_blocks
-        _fill(row, column, counts[b, 0], indices[b, 0])
-        # Stable, so query blocks stay ascending; numpy sorts 16-bit keys by radix, in linear time.
-        order = np.argsort(column.astype(narrow), kind="stable")
-        _fill(column[order], row[order], counts_t[b, 0], indices_t[b, 0])
-    return counts, indices, counts_t, indices_t
-
-
-def _fill(row: Int64, column: Int64, counts: Int32, indices: Int32) -> None:
-    """Write the columns of each row (rows ascending) to the front of ``indices[row]``."""
-    count = np.bincount(row, minlength=len(counts))
-    counts[:] = count
-    width = indices.shape[1]
-    # Place of entry n: its row's beginning, plus its number within the row.
-    shift = np.arange(len(counts)) * width - (np.cumsum(count) - count)
-    indices.reshape(-1)[np.arange(len(row)) + shift[row]] = column
+def _lists(table: Int8, kind: int) -> tuple[Int32, Int32]:
+    """(counts ``[B, 1, rows]``, indices ``[B, 1, rows, columns]``) of the tiles of one kind; columns ascend."""
+    columns = np.arange(table.shape[2], dtype=np.int32)
+    tiles = table == kind
+    counts = np.count_nonzero(tiles, axis=2).astype(np.int32)
+    indices = np.zeros(table.shape, np.int32)  # pages that nothing is written to are never really allocated
+    # Both masks walk row by row and have as many places in each row: this moves every row's columns to its front.
+    indices[columns < counts[..., None]] = np.broadcast_to(columns, table.shape)[tiles]
+    return counts[:, None], indices[:, None]
