@@ -1,7 +1,8 @@
 """Starting the ranks: local processes that this one watches, or the processes that ``torchrun`` started.
 
-A rank that fails ends all of them, and its traceback is what is shown, with its number. Ctrl-C and SIGTERM reach every
-rank as one SIGTERM, which they answer by finishing the step and saving.
+A rank that fails ends all of them, and its traceback is what is shown, with its number. Ctrl-C and SIGTERM make the
+ranks finish their step and save: local ones are told by a file (a signal could meet a rank that is still importing),
+those of ``torchrun`` get the signal itself.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class Rank:
-    """Who this process is, and how it finds the others."""
+    """Who this process is, how it finds the others, and the file that tells it to stop (local ranks only)."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     init_method: str
+    stop_file: str | None = None
 
 
 class RankFailure(RuntimeError):
@@ -56,18 +58,25 @@ def torchrun_rank() -> Rank | None:
 
 
 class StopRequest:
-    """Set by SIGTERM (and SIGINT where this process hears it): finish the step, save, leave."""
+    """Whether to finish the step, save and leave."""
 
-    def __init__(self) -> None:
-        self.signal = 0
+    def __init__(self, rank: Rank) -> None:
+        self._heard = 0
+        self._file = Path(rank.stop_file) if rank.stop_file else None
         signal.signal(signal.SIGTERM, self._note)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a launcher that forwards it ignores it for us
+        if self._file is None:  # otherwise the launcher hears Ctrl-C for all
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.signal:
+        if self._heard:
             os._exit(128 + number)  # asked twice: a rank that waits for another cannot be asked politely
-        self.signal = number
+        self._heard = number
+
+    def asked(self) -> int:
+        """The signal that asked for it, or 0."""
+        if not self._heard and self._file is not None and self._file.exists():
+            self._heard = int(self._file.read_text() or signal.SIGTERM)
+        return self._heard
 
 
 def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
@@ -81,12 +90,12 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
     with tempfile.TemporaryDirectory(prefix="spanwise-") as folder:
         context = multiprocessing.get_context("spawn")
         # Ignored while the ranks start, so that they inherit it: Ctrl-C in a terminal hits the whole process group.
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        stop_file = Path(folder, "stop")
         processes = []
         try:
             for number in range(ranks):
-                rank = Rank(number, ranks, number, ranks, f"file://{folder}/rendezvous")
+                rank = Rank(number, ranks, number, ranks, f"file://{folder}/rendezvous", str(stop_file))
                 process = context.Process(target=_main, args=(target, rank, folder, args), name=f"rank {number}")
                 process.start()
                 processes.append(process)
@@ -96,10 +105,11 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
                 nonlocal asked
                 asked += 1
                 if asked == 1:
+                    stop_file.write_text(str(int(number)))
                     print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
-                for process in processes:
-                    if process.is_alive():
-                        process.terminate() if asked == 1 else process.kill()
+                else:
+                    for process in processes:
+                        process.kill()
 
             signal.signal(signal.SIGINT, forward)
             signal.signal(signal.SIGTERM, forward)
@@ -117,7 +127,7 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
                     process.kill()
                 process.join()
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
 
 
 #: Exit statuses of a rank that did what it was asked: finished, or stopped by a signal and saved.

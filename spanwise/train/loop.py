@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +42,21 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warm-up, then constant: the rate of a step does not depend on when the run is to end."""
     return config.learning_rate * min(1.0, (step + 1) / (config.warmup + 1))
+
+
+def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
+    """How the ranks of one cp axis share a packed sequence; the same on each of them."""
+    sizes = config.model
+    return spanwise.make_plan(
+        spanwise.SpanMask.documents(cu_seqlens),
+        num_ranks=config.cp,
+        balancer=config.balancer,
+        exchange=config.exchange,
+        num_q_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        dtype=getattr(torch, config.dtype),
+    )
 
 
 class Trainer:
@@ -132,17 +148,7 @@ class Trainer:
 
     def _local(self, sequence: PackedSequence, train: bool = True) -> tuple[dict[str, torch.Tensor], Any, Any]:
         """This rank's batch of a sequence, its ``RankPlan`` and the ``Plan``; without ``train``, no targets."""
-        sizes = self.config.model
-        plan = spanwise.make_plan(
-            spanwise.SpanMask.documents(sequence.cu_seqlens),
-            num_ranks=self.config.cp,
-            balancer=self.config.balancer,
-            exchange=self.config.exchange,
-            num_q_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            dtype=getattr(torch, self.config.dtype),
-        )
+        plan = plan_sequence(self.config, sequence.cu_seqlens)
         tokens = torch.as_tensor(sequence.tokens, device=self.device)[None]
         labels = tokens if train else torch.full_like(tokens, IGNORE)
         local_plan = plan.local(self.cp_mesh, self.device)
@@ -187,7 +193,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        mine = torch.tensor([imbalance, received, stop.signal], dtype=torch.float64)
+        mine = torch.tensor([imbalance, received, stop.asked()], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.rank.size)]
         dist.all_gather(parts, mine)
         everyone = torch.stack(parts)
@@ -308,7 +314,7 @@ class Trainer:
 
 def run_rank(rank: Rank, config: TrainConfig) -> int:
     """A rank's whole life; what ``launch`` and ``torchrun`` start."""
-    stop = StopRequest()
+    stop = StopRequest(rank)
     try:
         return Trainer(config, rank).run(stop)
     finally:

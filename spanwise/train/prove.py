@@ -97,9 +97,10 @@ class Reference:
         self.model: Decoder | None = None
         if dist.get_rank() == 0:
             self.model, self.optimizer = build()
+            # Copies: what is gathered may share memory with the ranks' own state (step counters do).
             self.model.load_state_dict(copy.deepcopy(weights))
             if moments is not None:
-                set_optimizer_state_dict(self.model, self.optimizer, moments)
+                set_optimizer_state_dict(self.model, self.optimizer, copy.deepcopy(moments))
 
     def compare(
         self, sequences: Sequence[PackedSequence], model: torch.nn.Module, learning_rate: float, max_norm: float

@@ -1,36 +1,40 @@
-"""From options to ranks: everything that can be wrong is found here, before a process starts."""
+"""From options to ranks: what can be wrong is found here, before a process starts."""
 
 from __future__ import annotations
 
+import torch
+
 from spanwise.train import checkpoint
 from spanwise.train.config import TrainConfig
-from spanwise.train.data import find_documents
+from spanwise.train.data import DocumentStream, find_documents
 from spanwise.train.launch import Rank, launch
+from spanwise.train.loop import plan_sequence, run_rank
 
 
-def check(config: TrainConfig) -> None:
-    """Read what the run will read.
+def check(config: TrainConfig, num_local: int) -> None:
+    """Read what the run will read and plan its first sequence.
 
     Raises:
-        ValueError: data or checkpoint do not serve; the text names what is wrong and what would work.
+        ValueError: devices, data, checkpoint or plan options do not serve; the text says what is wrong and what works.
     """
+    if config.device == "cuda" and torch.cuda.device_count() < num_local:
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {num_local} local ranks, found {torch.cuda.device_count()}; "
+            "start fewer ranks, or use --device cpu"
+        )
     corpus = find_documents(config.data)
     if config.resume:
         path, state = checkpoint.latest(config.out or "")
         checkpoint.check_same_run(state, config, corpus, path)
+    documents, _ = corpus.split(config.held_out)
+    plan_sequence(config, DocumentStream(documents, config.seed).cu_seqlens(0, config.seq_len))
 
 
 def start(config: TrainConfig, mine: Rank | None) -> int:
     """Run ``config`` on local ranks, or as the rank ``mine``. Returns the exit status."""
-    check(config)
+    check(config, mine.local_size if mine else config.ranks)
     if mine is not None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(_run_rank)(mine, config) or 0
-    return launch(_run_rank, config, ranks=config.ranks)
-
-
-def _run_rank(rank: Rank, config: TrainConfig) -> int:
-    from spanwise.train.loop import run_rank  # torch and the process group: only where a rank runs
-
-    return run_rank(rank, config)
+        return record(run_rank)(mine, config) or 0  # torchrun shows the traceback of the rank that failed first
+    return launch(run_rank, config, ranks=config.ranks)

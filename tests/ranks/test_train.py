@@ -1,0 +1,57 @@
+"""The training job on real gloo processes: the same losses and gradients as one device, resumed on other ranks too."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spanwise.train.start import start
+from tests.ranks.train_runs import metrics, tiny, write_documents
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents")
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    """Three steps of two ranks that share each sequence; two sequences a step."""
+    out = tmp_path_factory.mktemp("runs") / "three"
+    assert start(tiny(data, ranks=2, batch_size=2, steps=3, prove=3, out=str(out)), None) == 0
+    return out
+
+
+def test_losses_and_gradients_are_those_of_one_device(three_steps: Path) -> None:
+    values = metrics(three_steps)
+    assert (values["ranks"], values["steps"], len(values["losses"])) == (2, 3, 3)
+    np.testing.assert_allclose(values["losses"], values["reference_losses"], rtol=1e-12)
+    assert values["max_loss_error"] <= 1e-10
+    assert values["max_grad_error"] <= 1e-10
+    assert max(values["grad_errors"]) == values["max_grad_error"]
+    # Each of two sequences a step: what one rank holds of its 101 tokens, the other receives.
+    assert [sum(received) for received in values["recv_tokens"]] == [2 * 101] * 3
+    assert all(1 <= i <= 2 for i in values["imbalance"])
+    assert values["eval_losses"][-1]["step"] == 3
+
+
+def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: Path, data: str) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    # dp × cp = 2 × 2, against cp = 3 from the checkpoint of cp = 2; evaluation's last round leaves a dp rank idle.
+    shared = {"batch_size": 2, "steps": 5, "prove": 5, "eval_sequences": 3}
+    assert start(tiny(data, ranks=4, dp=2, out=str(whole), **shared), None) == 0
+    shutil.copytree(three_steps, resumed)
+    assert start(tiny(data, ranks=3, out=str(resumed), resume=True, **shared | {"batch_size": None}), None) == 0
+    one, two = metrics(whole), metrics(resumed)
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-11)
+    np.testing.assert_allclose(two["grad_norms"], one["grad_norms"], rtol=1e-9)
+    np.testing.assert_allclose(two["eval_losses"][-1]["loss"], one["eval_losses"][-1]["loss"], rtol=1e-11)
+    assert two["epochs"] == one["epochs"]
+    assert two["runs"] == [{"first_step": 0, "ranks": 2, "dp": 1}, {"first_step": 3, "ranks": 3, "dp": 1}]
+    for values in (one, two):
+        assert max(values["max_grad_error"], values["max_loss_error"]) <= 1e-10
+    assert len(one["reference_losses"]) == 5
+    assert len(two["reference_losses"]) == 2  # the steps of the resumed run

@@ -1,0 +1,83 @@
+"""Starting and ending ranks: failures name their rank, Ctrl-C stops politely, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spanwise.train.launch import Rank, RankFailure, StopRequest, launch, torchrun_rank
+
+
+def _raises_on_one(rank: Rank) -> int:
+    if rank.rank == 1:
+        raise KeyError("the first error")
+    time.sleep(0.5)
+    raise ConnectionError("because rank 1 is gone")
+
+
+def _dies_on_one(rank: Rank) -> int:
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def _until_asked(rank: Rank, folder: str) -> int:
+    stop = StopRequest(rank)
+    Path(folder, str(rank.rank)).touch()
+    while not stop.asked():
+        time.sleep(0.02)
+    return 128 + stop.asked()
+
+
+def _returns(rank: Rank, text: str) -> int:
+    assert text == "argument"
+    return 0
+
+
+def test_ranks_run_with_their_arguments() -> None:
+    assert launch(_returns, "argument", ranks=2) == 0
+
+
+def test_the_first_failure_is_shown_with_its_rank() -> None:
+    with pytest.raises(RankFailure) as caught:
+        launch(_raises_on_one, ranks=2)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed:\nTraceback")
+    assert "KeyError: 'the first error'" in text and "_raises_on_one" in text
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spanwise.train.launch._GRACE", 0.2)
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 was ended by SIGKILL; the system may have run out of memory"):
+        launch(_dies_on_one, ranks=2)
+    assert time.monotonic() - started < 50
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_rank_and_the_handlers_come_back(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch(_until_asked, str(tmp_path), ranks=2) == 128 + number
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun_rank() is None
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert torchrun_rank() == Rank(5, 8, 1, 4, "env://")

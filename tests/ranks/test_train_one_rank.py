@@ -1,0 +1,142 @@
+"""The training loop on one rank, in this process: resuming, stopping, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from spanwise.train import checkpoint
+from spanwise.train.data import find_documents
+from tests.ranks.train_runs import TINY, NoStop, metrics, one_rank, run_one_rank, tiny, write_documents
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents")
+
+
+def test_an_interrupted_run_resumes_as_if_it_had_not_been(tmp_path: Path, data: str) -> None:
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    assert run_one_rank(tiny(data, steps=6, out=whole, eval_every=3)) == 0
+    assert run_one_rank(tiny(data, steps=6, out=cut, eval_every=3), NoStop(after=3)) == 128 + 15
+    assert metrics(cut)["steps"] == 3
+    assert run_one_rank(tiny(data, steps=6, out=cut, eval_every=3, resume=True)) == 0
+    one, two = metrics(whole), metrics(cut)
+    for name in ("losses", "grad_norms", "eval_losses", "imbalance", "recv_tokens", "documents", "learning_rates"):
+        assert two[name] == one[name], name
+    # Nothing is left to do: no step, no loss of what is there.
+    assert run_one_rank(tiny(data, steps=6, out=cut, resume=True)) == 0
+    assert metrics(cut)["losses"] == one["losses"]
+
+
+def test_metrics_past_the_checkpoint_are_made_again(tmp_path: Path, data: str) -> None:
+    out = str(tmp_path)
+    with pytest.raises(RuntimeError, match="power"), one_rank(tiny(data, steps=6, out=out, save_every=2)) as trainer:
+        step, trainer_step = 0, trainer.train_step
+
+        def fails_in_step_6(stop: Any) -> int:
+            nonlocal step
+            step += 1
+            if step == 6:
+                raise RuntimeError("power")
+            return trainer_step(stop)
+
+        trainer.train_step = fails_in_step_6  # type: ignore[method-assign]
+        trainer.run(NoStop())  # type: ignore[arg-type]
+    before = metrics(out)
+    assert before["steps"] == 5  # kept although the run failed
+    assert checkpoint.latest(out)[1].step == 4
+    assert run_one_rank(tiny(data, steps=6, out=out, resume=True)) == 0
+    after = metrics(out)
+    assert after["steps"] == 6
+    assert after["losses"][:5] == before["losses"]
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path)
+    assert run_one_rank(tiny(data, steps=2, out=out)) == 0
+    real_save = dcp.save
+
+    def half_a_save(state: Any, checkpoint_id: Any) -> None:
+        real_save({"model": state["model"]}, checkpoint_id=checkpoint_id)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(dcp, "save", half_a_save)
+    with pytest.raises(OSError, match="disk full"):
+        run_one_rank(tiny(data, steps=3, out=out, resume=True))
+    monkeypatch.undo()
+    path, state = checkpoint.latest(out)
+    assert state.step == 2
+    assert run_one_rank(tiny(data, steps=3, out=out, resume=True)) == 0
+    assert checkpoint.latest(out)[1].step == 3
+    assert sorted(p.name for p in path.parent.iterdir()) == ["latest", "step-00000002", "step-00000003"]
+
+
+def test_old_checkpoints_go_and_a_new_run_keeps_the_old_one(tmp_path: Path, data: str) -> None:
+    out = str(tmp_path)
+    assert run_one_rank(tiny(data, steps=5, out=out, save_every=1, keep=2)) == 0
+    assert sorted(p.name for p in checkpoint.checkpoints(out).iterdir()) == [
+        "latest",
+        "step-00000004",
+        "step-00000005",
+    ]
+    first = metrics(out)
+    assert run_one_rank(tiny(data, steps=1, out=out)) == 0
+    assert metrics(out)["steps"] == 1
+    assert json.loads((tmp_path / "previous" / "1" / "metrics.json").read_text()) == first
+    assert checkpoint.latest(tmp_path / "previous" / "1")[1].step == 5
+
+
+def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, data: str) -> None:
+    out = str(tmp_path / "run")
+    assert run_one_rank(tiny(data, steps=1, out=out)) == 0
+    path, state = checkpoint.latest(out)
+    corpus = find_documents([data])
+
+    def refused(text: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            checkpoint.check_same_run(state, tiny(data, **options), corpus, path)
+
+    other = dataclasses.replace(TINY, num_layers=3, hidden_dim=32)
+    refused(
+        r"another model: hidden_dim is 24 in the checkpoint and 32 here; num_layers is 2 in the checkpoint and 3 here",
+        model=other,
+    )
+    refused(r"dtype is 'float64' in the checkpoint and 'float32' here", dtype="float32")
+    refused(r"seed is 0 in the checkpoint and 7 here.*Give what the run was started with", seed=7)
+    checkpoint.check_same_run(state, tiny(data, seq_len=64, learning_rate=1.0, ranks=3), corpus, path)
+    with pytest.raises(ValueError, match=r"the data are 12 documents, [\d,]+ tokens in the checkpoint and 1 documents"):
+        checkpoint.check_same_run(state, tiny(data), find_documents([Path(data, "01")]), path)
+
+
+def test_missing_and_broken_checkpoints_are_named(tmp_path: Path, data: str) -> None:
+    with pytest.raises(ValueError, match=r"no checkpoint in .*; start the run without --resume"):
+        checkpoint.latest(tmp_path)
+    out = str(tmp_path / "run")
+    assert run_one_rank(tiny(data, steps=2, save_every=1, out=out)) == 0
+    path, _ = checkpoint.latest(out)
+    (path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"step-00000002 cannot be read .*others there: step-00000001"):
+        checkpoint.latest(out)
+    (path / "run.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match=r"format 99, this version reads 1"):
+        checkpoint.latest(out)
+
+
+def test_one_document_holds_nothing_out(tmp_path: Path) -> None:
+    (tmp_path / "only").write_text("x" * 50)
+    assert run_one_rank(tiny(str(tmp_path / "only"), steps=1, out=str(tmp_path / "out"))) == 0
+    assert metrics(tmp_path / "out")["eval_losses"] == []
+
+
+def test_training_learns(data: str, tmp_path: Path) -> None:
+    assert run_one_rank(tiny(data, steps=25, out=str(tmp_path), dtype="float32", learning_rate=0.01)) == 0
+    losses = metrics(tmp_path)["losses"]
+    assert losses[-1] < losses[0] - 1

@@ -1,0 +1,71 @@
+"""The command line: what it accepts, and errors before a process starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spanwise.__main__ import app
+
+
+def fails(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--ranks 4 --dp 3", "ranks must be a multiple of dp, got 4 and 3"),
+        ("--ranks 0", "ranks must be at least 1, got 0"),
+        (
+            "--dp 2 --ranks 2 --batch-size 3",
+            "batch_size must be a positive multiple of dp .* got batch_size 3 and dp 2",
+        ),
+        ("--seq-len 0", "seq_len must be at least 1, got 0"),
+        ("--heads 3", "dim must be a multiple of num_heads, got dim 128 and num_heads 3"),
+        ("--heads 4 --kv-heads 3", "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        ("--dim 12 --heads 4 --kv-heads 4", "head dim must be even .* got dim 12 / num_heads 4 = 3"),
+        ("--dtype float16", "dtype must be float32 or float64, got 'float16'"),
+        ("--device tpu", "device must be cpu or cuda, got 'tpu'"),
+        ("--device cuda --ranks 99", "needs a GPU for each of 99 local ranks, found .*; start fewer ranks, or use"),
+        ("--held-out 1", r"held_out is a share of the documents in \[0, 1\), got 1.0"),
+        ("--learning-rate nan", "learning_rate must be positive and finite, got nan"),
+        ("--resume", "name it with --out"),
+        ("--save-every 3", "name it with --out"),
+        ("--data nowhere", "nowhere does not exist; --data takes files and folders"),
+        ("--balancer best", "unknown balancer 'best'"),
+        ("--exchange pigeon", "unknown exchange 'pigeon'"),
+        ("--out {tmp}/file", "--out must be a folder, and .*file is a file"),
+        ("--out {tmp}/none --resume", "no checkpoint in .*none/checkpoints; start the run without --resume"),
+    ],
+)
+def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    message = fails(*arguments.format(tmp=tmp_path).split())
+    assert re.search(text, message.replace("\n", " ")), message
+
+
+def test_torchrun_and_ranks_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["train", "--ranks", "3"])
+    assert result.exit_code != 0
+    assert "torchrun started 2 processes, and --ranks says 3" in str(result.exception)
+
+
+def test_several_paths_after_one_data(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    assert "b does not exist" in fails("--data", str(tmp_path / "a"), str(tmp_path / "b"))
+
+
+def test_help_names_every_option() -> None:
+    result = CliRunner().invoke(app, ["train", "--help"])
+    assert result.exit_code == 0
+    for option in ("--data", "--ranks", "--dp", "--seq-len", "--prove", "--resume", "--out", "--batch-size"):
+        assert option in result.output
