@@ -145,8 +145,11 @@ class GlooPool:
             process.start()
             theirs.close()  # so that our end reads end-of-file when the process dies
             self._workers.append((process, ours))
-        for _, connection in self._workers:
-            connection.recv_bytes()  # has imported torch: the timeout of a call does not pay for it
+        for rank, (_, connection) in enumerate(self._workers):
+            try:
+                connection.recv_bytes()  # has imported torch: the timeout of a call does not pay for it
+            except EOFError:
+                raise RuntimeError(self._obituary(rank)) from None
 
     def _stop(self) -> None:
         for process, connection in self._workers:
