@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,18 +47,6 @@ class Aux:
     max_logit: torch.Tensor | None = None
 
 
-@overload
-def context_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan | RankPlan, mesh: DeviceMesh | None,
-    *, mask: str = ..., scale: float | None = ..., kernel: str = ..., score_mod: Callable[..., Any] | None = ...,
-    softcap: float | None = ..., sinks: torch.Tensor | None = ..., return_aux: None = ...,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def context_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan | RankPlan, mesh: DeviceMesh | None,
-    *, mask: str = ..., scale: float | None = ..., kernel: str = ..., score_mod: Callable[..., Any] | None = ...,
-    softcap: float | None = ..., sinks: torch.Tensor | None = ..., return_aux: AuxRequest,
-) -> tuple[torch.Tensor, Aux]: ...  # fmt: skip
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -73,7 +61,7 @@ def context_parallel_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, Aux]:
+) -> Any:
     """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
 
     Args:
@@ -101,12 +89,32 @@ def context_parallel_attention(
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
             a kernel or option that does not go with the device or with another option.
     """
+    out, aux = _attend(
+        q, k, v, plan, mesh, return_aux or AuxRequest(),
+        mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return out if return_aux is None else (out, aux)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    request: AuxRequest,
+    *,
+    mask: str,
+    scale: float | None,
+    kernel: str,
+    score_mod: Callable[..., Any] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, Aux]:
+    """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
-        return _with_dtensors(
-            q, k, v, plan, mesh,
-            dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap),
-            sinks, return_aux,
-        )  # fmt: skip
+        options: dict[str, Any] = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
+        return _with_dtensors(q, k, v, plan, mesh, request, sinks, options)
     if not isinstance(plan, (Plan, RankPlan)):
         raise ValueError(
             f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
@@ -127,23 +135,21 @@ def context_parallel_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
     pieces = _kv_pieces(k, v, local, mesh)
-    options: dict[str, Any] = dict(scale=scale, score_mod=score_mod, softcap=softcap)
+    options = dict(scale=scale, score_mod=score_mod, softcap=softcap)
     tokens = local.tokens
     parts = []
     max_logits = []
     for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
         parts.append(kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options))
-        if return_aux is not None and return_aux.max_logit:
+        if request.max_logit:
             max_logits.append(kernels.max_logit(q.detach(), k_piece.detach(), stage, tokens, **options))
     out, lse = merge(parts)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    if return_aux is None:
-        return out
     max_logit = torch.stack(max_logits).amax(dim=0) if max_logits else None
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
         max_logit = _compat.all_reduce(max_logit, "max", mesh)
-    return out, Aux(lse=lse if return_aux.lse else None, max_logit=max_logit)
+    return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
 def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh | None) -> Any:
@@ -156,7 +162,7 @@ def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMe
         return
     assert mesh is not None
     name = _compat.group_name(mesh.get_group())
-    batch, k_heads, num_tokens, k_dim = k.shape
+    batch, k_heads, _, k_dim = k.shape
     v_heads, v_dim = v.shape[1], v.shape[3]
     # K and V of a token side by side: one collective moves both, whatever their head dims.
     kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
@@ -164,7 +170,9 @@ def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMe
     pending = all_gather.start(kv_RF, local.num_ranks, name)
     yield k, v
     gathered_PRF = all_gather.wait(pending, local.num_ranks, name)
-    remote_BKF = gathered_PRF.index_select(0, spread_slots(local, local.remote, batch).flatten()).unflatten(0, (batch, -1))
+    remote_BKF = gathered_PRF.index_select(0, spread_slots(local, local.remote, batch).flatten()).unflatten(
+        0, (batch, -1)
+    )
     k_flat, v_flat = remote_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
     yield (
         k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
@@ -203,14 +211,16 @@ def _check_shapes(
             f"{v.device}"
         )
     if local.tokens.device != q.device:
-        raise ValueError(f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)")
+        raise ValueError(
+            f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)"
+        )
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {tuple(sinks.shape)}")
 
 
 def _with_dtensors(
-    q: Any, k: Any, v: Any, plan: Any, mesh: Any, options: dict[str, Any], sinks: Any, return_aux: AuxRequest | None
-) -> Any:
+    q: Any, k: Any, v: Any, plan: Any, mesh: Any, request: AuxRequest, sinks: Any, options: dict[str, Any]
+) -> tuple[torch.Tensor, Aux]:
     """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
     tensors = {"q": q, "k": k, "v": v}
     plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
@@ -231,18 +241,14 @@ def _with_dtensors(
             raise ValueError(f"{x.shape[1]} heads of {name} do not divide over the axes they are sharded on")
     if isinstance(sinks, DTensor):
         sinks = sinks.to_local()
-    locals_ = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    aux = AuxRequest(lse=bool(return_aux and return_aux.lse), max_logit=bool(return_aux and return_aux.max_logit))
-    out, extra = context_parallel_attention(*locals_, plan, mesh, **options, sinks=sinks, return_aux=aux)
+    q_local, k_local, v_local = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
+    out, extra = _attend(q_local, k_local, v_local, plan, mesh, request, **options, sinks=sinks)
 
     def wrap(x: torch.Tensor, to: Any) -> DTensor:
         return DTensor.from_local(x, q.device_mesh, to, run_check=False)
 
-    wrapped = wrap(out, placements)
-    if return_aux is None:
-        return wrapped
     per_head = [Shard(0) if p == Shard(1) else p for p in placements]
-    return wrapped, Aux(
+    return wrap(out, placements), Aux(
         lse=None if extra.lse is None else wrap(extra.lse, placements),
         max_logit=None if extra.max_logit is None else wrap(extra.max_logit, per_head),
     )

@@ -23,9 +23,7 @@ from spanwise.rank_plan import RankPlan, built_plan, rank_on, spread_slots
 IGNORE_INDEX = -100
 
 
-def shard(
-    plan: Plan | RankPlan, mesh: DeviceMesh | None, x: Any, dim: int = 1, *, batch_dim: int | None = 0
-) -> Any:
+def shard(plan: Plan | RankPlan, mesh: DeviceMesh | None, x: Any, dim: int = 1, *, batch_dim: int | None = 0) -> Any:
     """This rank's tokens of `x`, in the plan's order. Differentiable; no communication.
 
     Args:
@@ -155,11 +153,13 @@ def roll(
     """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
 
     Unlike `torch.roll` nothing wraps around: where a document has no token ``i - shifts`` the result is `fill_value`.
-    ``shifts=-1`` brings each token its successor, as multi-token prediction needs. Differentiable; gathers the sequence.
+    ``shifts=-1`` brings each token its successor, as multi-token prediction needs. Differentiable; gathers
+    the sequence.
 
     Args:
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, else one document.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's,
+            else one document.
     """
     if isinstance(plan, Plan) and cu_seqlens is None:
         cu_seqlens = plan.cu_seqlens
@@ -177,7 +177,9 @@ def roll(
     shape[dim] = local.seq_len
     if rows > 1:
         if batch_dim is None or full.shape[batch_dim] != rows:
-            raise ValueError(f"cu_seqlens has {rows} rows, the tensor has shape {tuple(x.shape)} and batch_dim={batch_dim}")
+            raise ValueError(
+                f"cu_seqlens has {rows} rows, the tensor has shape {tuple(x.shape)} and batch_dim={batch_dim}"
+            )
         shape[_checked_dim(full, batch_dim)] = rows
     keep = torch.from_numpy(same).to(full.device)
     keep = (keep if batch_dim is None or rows == 1 or batch_dim % full.dim() < dim else keep.t()).reshape(shape)
@@ -270,7 +272,7 @@ class _GlobalMean(torch.autograd.Function):
         return (total.clone() if mesh is None else _compat.all_reduce(total, "sum", mesh)) / count
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad * ctx.scale, None, None
 
 
@@ -293,7 +295,9 @@ def cross_entropy(
         A scalar; 0 with gradient 0 if no rank has a valid token.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}")
+        raise ValueError(
+            f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+        )
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

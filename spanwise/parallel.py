@@ -45,8 +45,8 @@ class ContextParallel(ParallelStyle):
     """Context parallelism for a module whose forward is an attention call on ``[B, H, T, D]`` shards.
 
     The module is called as before, with the plan in place of the mask: ``(q, k, v, block_mask=plan)`` for
-    ``attention_type="flex"``, ``(q, k, v, attn_mask=plan)`` for ``"sdpa"``; tensors may be positional or keywords, named
-    as in the module's own forward.
+    ``attention_type="flex"``, ``(q, k, v, attn_mask=plan)`` for ``"sdpa"``; tensors may be positional or keywords,
+    named as in the module's own forward.
 
     Args:
         seq_dim: where the sequence is; 2 for ``[B, H, T, D]``, 1 for ``[B, T, H, D]``.
@@ -101,7 +101,7 @@ class ContextParallel(ParallelStyle):
             tensors, plan, options = self._parse(signature, args, kwargs)
             return self._attend(tensors, plan, mesh, options)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         return module
 
     def _attend(
@@ -146,9 +146,13 @@ class ContextParallel(ParallelStyle):
                 if value is not None:
                     options[name] = value
             elif name not in _IGNORABLE:
-                raise ValueError(f"ContextParallel does not know the argument {name}={value!r} of the wrapped attention")
+                raise ValueError(
+                    f"ContextParallel does not know the argument {name}={value!r} of the wrapped attention"
+                )
             elif value not in _IGNORABLE[name]:
-                raise ValueError(f"{name}={value!r} is not supported under ContextParallel; leave it at {_IGNORABLE[name][0]!r}")
+                raise ValueError(
+                    f"{name}={value!r} is not supported under ContextParallel; leave it at {_IGNORABLE[name][0]!r}"
+                )
         missing = sorted({"q", "k", "v"} - set(tensors))
         if missing:
             raise ValueError(f"the wrapped attention was called without {missing}; its arguments were {sorted(call)}")
@@ -156,11 +160,14 @@ class ContextParallel(ParallelStyle):
 
     def _plan_for(self, given: Any, causal: bool) -> Plan | RankPlan:
         name = ATTENTION_TYPES[self.attention_type]
-        remedy = f"make one with spanwise.make_plan(mask, num_ranks) and pass {name}=plan, or give it to the style, ContextParallel(plan=…)"
+        remedy = (
+            f"make one with spanwise.make_plan(mask, num_ranks) and pass {name}=plan, or give it to the style, "
+            f"ContextParallel(plan=…)"
+        )
         if given is not None and not isinstance(given, (Plan, RankPlan)):
             raise ValueError(
-                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: how the tokens were dealt "
-                f"out to the ranks cannot be guessed from a mask; {remedy}"
+                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: how the tokens were "
+                f"dealt out to the ranks cannot be guessed from a mask; {remedy}"
             )
         plan = given if given is not None else self.plan
         if plan is None:
@@ -200,15 +207,15 @@ class ContextParallel(ParallelStyle):
             got = got.transpose(1, 2)
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             raise ValueError(
-                f"the module's forward is not an attention call: expected a tensor of shape {tuple(expected.shape)}, got "
-                f"{tuple(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__}"
+                f"the module's forward is not an attention call: expected a tensor of shape {tuple(expected.shape)}, "
+                f"got {tuple(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__}"
             )
         error_size = (got - expected).abs().max().item()
         if not error_size <= 1e-3:
             raise ValueError(
                 f"the module computes something other than softmax(scale * q kᵀ) v: on a causal probe it differs by "
-                f"{error_size:.3g} from what ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would run. "
-                f"Pass the scale or score_mod that the module applies inside to ContextParallel"
+                f"{error_size:.3g} from what ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would "
+                f"run. Pass the scale or score_mod that the module applies inside to ContextParallel"
             )
 
     def _probe_mask(self, signature: inspect.Signature, length: int, gqa: bool) -> dict[str, Any]:

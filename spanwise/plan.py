@@ -39,7 +39,7 @@ _AUTO_TOLERANCE = 0.02
 
 
 def subtract_runs(runs: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint. Linear-logarithmic."""
+    """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
     if len(runs) == 0 or len(minus) == 0:
         return runs
     edges = np.unique(np.concatenate([runs.ravel(), minus.ravel()]))
@@ -175,7 +175,7 @@ class Plan:
         return rows * (self.seq_len - self.layout.tokens_per_rank)
 
     def recv_bytes(self, mask: str = "default") -> np.ndarray:
-        """Bytes of K and V that each rank receives in one forward, padding of uneven shards included; int64 ``[num_ranks]``.
+        """Bytes of K and V that each rank receives in one forward, padding of uneven shards included; int64.
 
         Needs ``num_kv_heads`` and ``head_dim``.
         """
@@ -267,7 +267,7 @@ class Plan:
             work, recv, needed = self.work(name), self.recv_tokens(name), self.needed_tokens(name)
             lines.append(
                 f"mask {name!r} (weight {self.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
-                f"{self.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f} of them"
+                f"{self.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
             )
         if self.num_q_heads and self.num_kv_heads and self.head_dim:
             parts = ", ".join(f"{part} {seconds * 1e3:.3f} ms" for part, seconds in self.predict().items())
@@ -299,7 +299,7 @@ class Plan:
             "fingerprint": self.fingerprint,
         }
         with open(path, "wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
+            np.savez_compressed(file, allow_pickle=False, header=np.array(json.dumps(header)), **arrays)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -308,7 +308,9 @@ class Plan:
             with np.load(path, allow_pickle=False) as data:
                 header = json.loads(str(data["header"]))
                 if header["format"] != _FORMAT:
-                    raise ValueError(f"{os.fspath(path)} has plan format {header['format']}, this version reads {_FORMAT}")
+                    raise ValueError(
+                        f"{os.fspath(path)} has plan format {header['format']}, this version reads {_FORMAT}"
+                    )
                 masks = {
                     name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
                     for i, name in enumerate(header["masks"])
@@ -412,9 +414,7 @@ def make_plan(
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    problem = balancers.LayoutProblem(
-        masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens
-    )
+    problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
     weight_of = {name: float(weight) for name, weight in (problem.weights or {}).items()}
     dtype_name, itemsize = _dtype(dtype)
     candidates = _AUTO_BALANCERS if isinstance(balancer, str) and balancer == "auto" else (balancer,)
@@ -465,8 +465,8 @@ def _as_masks(mask: Any) -> dict[str, SpanMask]:
             masks[name] = SpanMask.from_block_mask(value)
         else:
             raise ValueError(
-                f"mask {name!r} is a {type(value).__name__}; make_plan takes a SpanMask or a BlockMask. A dense mask or "
-                f"a mask_mod becomes one with SpanMask.from_mask_mod"
+                f"mask {name!r} is a {type(value).__name__}; make_plan takes a SpanMask or a BlockMask. A dense "
+                f"mask or a mask_mod becomes one with SpanMask.from_mask_mod"
             )
     return masks
 

@@ -158,7 +158,10 @@ def _complement(runs: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tensor:
-    """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows, from `local.remote` or `local.restore`.
+    """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
+
+    Args:
+        slots: `local.remote` or `local.restore`.
 
     A batched layout has them already; a one-row layout serves any number of rows.
     """
@@ -208,7 +211,7 @@ def built_plan(
     _refuse_compiling()
     rank = rank_on(mesh, plan.num_ranks)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     flex_tables = kernel == "flex" or (kernel == "auto" and device.type == "cuda")
     # The group belongs to the key: on another mesh nobody has compared this plan yet.
@@ -239,7 +242,9 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
             f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in mesh['cp']"
         )
     if mesh.size() != num_ranks:
-        raise ValueError(f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}")
+        raise ValueError(
+            f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}"
+        )
     return mesh.get_local_rank()
 
 
@@ -251,4 +256,6 @@ def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
     prints = [bytes(row).hex() for row in everyone.view(group.size(), -1).tolist()]
     if len(set(prints)) > 1:
         held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))
-        raise ValueError(f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank")
+        raise ValueError(
+            f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank"
+        )

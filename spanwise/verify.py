@@ -57,7 +57,9 @@ class VerifyReport:
         for name, error in self.errors.items():
             verdict = "ok" if error <= self.tolerance else "too large"
             lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
-        lines.append(f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows")
+        lines.append(
+            f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
+        )
         for kind, pairs in (("leak", self.leaks), ("blind", self.blind)):
             lines += [f"    {kind}: row {row}, token {token}" for row, token in pairs[:5]]
         return "\n".join(lines)
@@ -86,8 +88,8 @@ def verify(
 
     Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
     ``fn(q, k, v, plan, mesh)`` or a `ContextParallel` module; it is compared with dense float64 attention under the
-    plan's mask. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is compared with
-    itself under a plan of one rank, and a token may reach a row over several layers.
+    plan's mask. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is compared
+    with itself under a plan of one rank, and a token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
@@ -119,7 +121,8 @@ def verify(
     out = run(shards)
     reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
     if attention:
-        reference = context_parallel_attention(*reference_inputs, _one_rank(plan, where), None, mask=mask, kernel="reference")
+        q, k, v = reference_inputs
+        reference = context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=mask, kernel="reference")
     else:
         reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64).to(where)
@@ -173,7 +176,7 @@ def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
 def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:
     forward = fn.forward if isinstance(fn, torch.nn.Module) else fn
     parameters = inspect.signature(forward).parameters
-    by_name = {name: local for name in ("plan", "block_mask", "attn_mask") if name in parameters}
+    by_name: dict[str, Any] = {name: local for name in ("plan", "block_mask", "attn_mask") if name in parameters}
     if by_name:
         if "mesh" in parameters:
             by_name["mesh"] = None if local.num_ranks == 1 else mesh
@@ -200,7 +203,7 @@ def _probe_tokens(plan: Plan, count: int) -> list[int]:
 
 
 def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
-    """`x` with one token's input changed: negated and shifted, or for integers replaced by another value that occurs."""
+    """`x` with one token's input changed: another number, for integers another value that occurs."""
     x = x.clone()
     at = x.select(dim, token)
     if x.is_floating_point():

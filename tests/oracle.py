@@ -1,4 +1,4 @@
-"""What tests compare with: dense float64 attention of the whole sequence, with its own few lines and no spanwise code."""
+"""What tests compare with: dense float64 attention of the whole sequence, free of spanwise code."""
 
 from __future__ import annotations
 

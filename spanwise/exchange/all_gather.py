@@ -43,7 +43,7 @@ class _Start(torch.autograd.Function):
         return data, anchor
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _compat.wait(grad_pending).to(ctx.dtype), None, None
 
 
@@ -54,7 +54,7 @@ class _Wait(torch.autograd.Function):
         return _compat.wait(data_PR_F)
 
     @staticmethod
-    def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
         return None, _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name), None, None
 

@@ -81,7 +81,9 @@ def attend(
     from spanwise.kernels.flex import flex
 
     if stage.tables is None:
-        raise ValueError("kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')")
+        raise ValueError(
+            "kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')"
+        )
     return flex(
         q, k, v, stage.start, stage.end, stage.tables,
         scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,

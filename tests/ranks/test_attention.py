@@ -60,7 +60,9 @@ def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tenso
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", sorted(masks()))
-@pytest.mark.parametrize(("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
+)
 def test_matches_one_device(num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float) -> None:
     mask = masks()[name]
     problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)

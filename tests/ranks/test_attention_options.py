@@ -119,7 +119,9 @@ def test_rows_without_a_key() -> None:
         mine = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
         empty = spanwise.shard(plan, mesh, torch.from_numpy(rows % 3 == 0), dim=0)
         for kernel in ("reference", "sdpa"):
-            out, aux = spanwise.context_parallel_attention(*mine, plan, mesh, kernel=kernel, return_aux=AuxRequest(lse=True))
+            out, aux = spanwise.context_parallel_attention(
+                *mine, plan, mesh, kernel=kernel, return_aux=AuxRequest(lse=True)
+            )
             (grad,) = torch.autograd.grad([out, aux.lse], mine[0], [torch.ones_like(out), torch.ones_like(aux.lse)])
             assert (out[:, :, empty] == 0).all() and (aux.lse[:, :, empty] == -math.inf).all()
             assert (grad[:, :, empty] == 0).all() and grad.isfinite().all() and out[:, :, ~empty].ne(0).any()

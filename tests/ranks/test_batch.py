@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_roll_stays_inside_documents(shifts: int, batched: bool) -> None:
     expected = torch.full_like(x, -100)
     for row in range(2):
         offsets = cu[row] if batched else CU
-        for first, last in zip(offsets[:-1], offsets[1:], strict=True):
+        for first, last in itertools.pairwise(offsets):
             for i in range(first, last):
                 if first <= i - shifts < last:
                     expected[row, i] = x[row, i - shifts]
@@ -116,7 +118,7 @@ def test_labels_are_shifted_before_the_cut() -> None:
     tokens = torch.randint(0, 9, (2, LENGTH))
     shifted = torch.full_like(tokens, -100)
     positions = torch.zeros_like(tokens)
-    for first, last in zip(CU[:-1], CU[1:], strict=True):
+    for first, last in itertools.pairwise(CU):
         shifted[:, first : last - 1] = tokens[:, first + 1 : last] if last > first else tokens[:, 0:0]
         positions[:, first:last] = torch.arange(last - first)
 
@@ -157,7 +159,10 @@ def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: i
         for micro in range(micro_batches):
             logits = spanwise.shard(plan, mesh, hidden[micro]) @ local.T
             loss = spanwise.cross_entropy(
-                logits, spanwise.shard(plan, mesh, labels[micro]), mesh, num_valid=num_valid if micro_batches > 1 else None
+                logits,
+                spanwise.shard(plan, mesh, labels[micro]),
+                mesh,
+                num_valid=num_valid if micro_batches > 1 else None,
             )
             loss.backward()
             total += loss.item()
@@ -181,7 +186,12 @@ def test_loss_without_any_valid_token_is_zero() -> None:
 
 @pytest.mark.parametrize(
     ("cu", "message"),
-    [([0, 5, 3, LENGTH], "must not decrease"), ([1, LENGTH], "from 0 to"), ([0, 9], "from 0 to"), ([0.0, 45.0], "integer")],
+    [
+        ([0, 5, 3, LENGTH], "must not decrease"),
+        ([1, LENGTH], "from 0 to"),
+        ([0, 9], "from 0 to"),
+        ([0.0, 45.0], "integer"),
+    ],
 )
 def test_bad_offsets(cu: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -43,7 +43,9 @@ def test_matches_one_device_on_cpu(gloo_pool: GlooPool) -> None:
         assert graphs <= 2
         for i, (out, lse) in enumerate(results):
             plan = plan_number(i)
-            problem = make_problem(plan.mask().dense(), batch=plan.batch_size, dims=(16, 16), dtype=torch.float32, seed=i)
+            problem = make_problem(
+                plan.mask().dense(), batch=plan.batch_size, dims=(16, 16), dtype=torch.float32, seed=i
+            )
             assert relative_error(out, plan.shard(problem.out, rank, dim=2)) <= 2e-6
             assert relative_error(lse, plan.shard(problem.lse, rank, dim=2)) <= 2e-6
 

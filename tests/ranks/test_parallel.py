@@ -157,7 +157,11 @@ def test_scale_inside_the_module_must_be_declared() -> None:
     [
         ({}, lambda layer, t, plan, mesh: layer(*t), "a call without a mask does not say"),
         ({}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True does not say"),
-        ({}, lambda layer, t, plan, mesh: layer(*t, torch.ones(19, 37, dtype=torch.bool)), "must be a Plan, got a Tensor"),
+        (
+            {},
+            lambda layer, t, plan, mesh: layer(*t, torch.ones(19, 37, dtype=torch.bool)),
+            "must be a Plan, got a Tensor",
+        ),
         ({}, lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "must be a Plan, got a BlockMask"),
         ({"plan": PLAN}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "only with a Plan of the causal mask"),
         ({}, lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1 is not supported"),

@@ -47,7 +47,9 @@ def masks(draw: st.DrawFn) -> SpanMask:
     return SpanMask.stack(rows)
 
 
-@given(masks(), st.integers(1, 7), st.sampled_from(["contiguous", "head_tail", "ptrr", "lpt", "auto"]), st.integers(1, 9))
+@given(
+    masks(), st.integers(1, 7), st.sampled_from(["contiguous", "head_tail", "ptrr", "lpt", "auto"]), st.integers(1, 9)
+)
 def test_work_and_needs_are_exact(mask: SpanMask, num_ranks: int, balancer: str, block_size: int) -> None:
     plan = make_plan(mask, num_ranks, balancer=balancer, block_size=block_size)
     dense = mask.dense()
@@ -209,7 +211,11 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 2, exchange="magic"), ValueError, "unknown exchange 'magic'"),
         (lambda: make_plan(DOCUMENTS, 2, num_q_heads=6, num_kv_heads=4), ValueError, "6 is not a multiple of num_kv"),
         (lambda: make_plan(DOCUMENTS, 2, dtype="int8"), ValueError, "dtype must be one of"),
-        (lambda: make_plan(torch.ones(4, 4, dtype=torch.bool), 2), ValueError, "is a Tensor; make_plan takes a SpanMask"),
+        (
+            lambda: make_plan(torch.ones(4, 4, dtype=torch.bool), 2),
+            ValueError,
+            "is a Tensor; make_plan takes a SpanMask",
+        ),
         (lambda: make_plan({}, 2), ValueError, "at least one mask"),
         (lambda: make_plan(SpanMask.full(4, 8), 2), ValueError, "self-attention"),
         (lambda: make_plan({"a": SpanMask.causal(4), "b": SpanMask.causal(5)}, 2), ValueError, "4 tokens.*5"),
