@@ -1,0 +1,114 @@
+"""How long planning takes, and what the balancers give: ``spanwise bench plan``.
+
+One core, everything a rank needs before its first kernel: the mask from document lengths, the layout, the fingerprint,
+this rank's index tensors and FlexAttention block tables. Beside each time stands what was planned: imbalance, and the
+K/V tokens that a rank reads of other ranks (the floor of any exchange) against those that all_gather brings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from spanwise import rank_plan
+from spanwise.mask import SpanMask
+from spanwise.plan import Plan, make_plan
+
+SIZES = ((131_072, 8), (1_048_576, 64))
+BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt")
+
+
+def document_offsets(seq_len: int, seed: int) -> np.ndarray:
+    """Offsets of documents whose lengths are log-normal around 4,096 tokens (sigma 1, at least 64), until full."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    left = seq_len
+    while left:
+        lengths.append(int(min(max(64, rng.lognormal(math.log(4096), 1.0)), left)))
+        left -= lengths[-1]
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measure, print a table, and write JSON to `out` if it is given.
+
+    Args:
+        quick: the smaller size only, three repeats instead of nine.
+
+    Returns:
+        ``{"rows": [...], "num_threads": 1}``; times are medians in milliseconds.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        sizes = SIZES[:1] if quick else SIZES
+        rows = [_row(*size, balancer, 3 if quick else 9) for size in sizes for balancer in BALANCERS]
+    finally:
+        torch.set_num_threads(threads)
+    result: dict[str, Any] = {"num_threads": 1, "rows": rows}
+    _print(rows)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str, Any]:
+    offsets = document_offsets(seq_len, seed=0)
+    times: dict[str, list[float]] = {}
+    for repeat in range(repeats + 1):
+        steps: dict[str, Callable[[Any], Any]] = {
+            "mask": lambda _: SpanMask.documents(offsets),
+            "plan": lambda mask: make_plan(mask, num_ranks, balancer=balancer, cu_seqlens=offsets),
+            "fingerprint": lambda plan: (plan.fingerprint, plan)[1],
+            "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, flex_tables=True), plan)[1],
+            "needs_of_all_ranks": lambda plan: (plan.needed_tokens(), plan)[1],
+        }
+        value: Any = None
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            value = step(value)
+            if repeat:  # the first round warms allocators and caches
+                times.setdefault(name, []).append((time.perf_counter() - begin) * 1e3)
+    plan: Plan = value
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "seq_len": seq_len,
+        "num_ranks": num_ranks,
+        "documents": len(offsets) - 1,
+        "balancer": balancer,
+        "chosen": plan.balancer,
+        "ms": medians,
+        "total_ms": sum(ms for name, ms in medians.items() if name != "needs_of_all_ranks"),
+        "imbalance": plan.imbalance(),
+        "reads_tokens_mean": float(plan.needed_tokens().mean()),
+        "all_gather_tokens_mean": float(plan.recv_tokens().mean()),
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Planning on one core: mask + plan + fingerprint + one rank's tensors and block tables")
+    for column in ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads / rank", "all_gather / rank"):
+        table.add_column(column, justify="left" if column == "balancer" else "right")
+    for row in rows:
+        name = row["balancer"] if row["balancer"] != "auto" else f"auto ({row['chosen']})"
+        table.add_row(
+            f"{row['seq_len']:,}",
+            str(row["num_ranks"]),
+            name,
+            f"{row['total_ms']:.1f}",
+            f"{row['imbalance']:.3f}",
+            f"{row['reads_tokens_mean']:,.0f}",
+            f"{row['all_gather_tokens_mean']:,.0f}",
+        )
+    Console().print(table)
