@@ -111,4 +111,5 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['reads_tokens_mean']:,.0f}",
             f"{row['all_gather_tokens_mean']:,.0f}",
         )
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)
