@@ -8,10 +8,10 @@ The lse is read off the kernel's own softmax. A *sentinel*, one key more, gets a
 with the relative accuracy of float32 as long as neither share underflows, that is |lse - c| < 87. A good anchor:
 
 - Without a score_mod, the mean score E under the softmax. lse - E is the softmax's entropy, between 0 and log T
-  whatever the scores are, and E costs no look at the scores: it is scale * q @ (mean key), and the mean key comes out of
-  the same call as the output if the keys stand beside the values.
+  whatever the scores are, and E needs no look at the scores: it is scale * q @ (mean key), and the mean key comes out
+  of the same call as the output if the keys stand beside the values.
 - With a score_mod, the lse at temperature 8, times 8, found the same way with anchor 0. It lies between the row's
-  maximum and the maximum + 8 log n for n visible keys, and exists while the scores are within 8 * 80.
+  maximum and the maximum + 8 log n for n visible keys, and can be read while the scores are within 8 * 80.
 
 Letters of shapes: see `_checks`.
 """
@@ -47,7 +47,7 @@ def roomy(pos: torch.Tensor) -> torch.Tensor:
 
 
 def _realized(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor, in a buffer when compiled: the CPU kernel cannot capture an expression that waits to be fused."""
+    """The same tensor, in a buffer when compiled: the CPU kernel cannot capture an expression still to be fused."""
     return x.as_strided(x.shape, x.stride())
 
 
@@ -63,15 +63,14 @@ def flex_cpu(
     scale: float,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in ``q.dtype`` and lse float32, computed in float32.
+    """Output and lse, float32.
 
     Args:
-        q, k, v: contiguous ``[B, H, Q, D]``, ``[B, K, T, D]``, ``[B, K, T, V]``.
+        q, k, v: float32, contiguous ``[B, H, Q, D]``, ``[B, K, T, D]``, ``[B, K, T, V]``.
         visible_BQ: Keys that each row reads, integer ``[B or 1, Q]``.
         tables, mask_mod, score_mod: Blocks and functions of FlexAttention, without the sentinel.
     """
-    dtype, gqa = q.dtype, q.shape[1] != k.shape[1]
-    q, k, v = q.float(), k.float(), v.float()
+    gqa = q.shape[1] != k.shape[1]
     batch, kv_heads, kv_len, _ = k.shape
     v_dim = v.shape[3]
 
@@ -126,7 +125,7 @@ def flex_cpu(
         means = flex_attention(q, k, torch.cat((v, k), -1), block_mask=blocks, scale=scale, enable_gqa=gqa)
         out, mean_key = means.split((v_dim, k.shape[3]), -1)
         anchor = scale * (q * mean_key).sum(-1)
-        return out.to(dtype), anchor + ratio(with_sentinel(shares, anchor, 1.0))
+        return out, anchor + ratio(with_sentinel(shares, anchor, 1.0))
 
     hot = ratio(with_sentinel(shares, None, _TEMPERATURE)).clamp(-_LARGEST, _LARGEST)
     # Between max and max + 8 log n: aim at the middle.
@@ -134,4 +133,4 @@ def flex_cpu(
     both = with_sentinel(torch.cat((F.pad(v, (0, 0, block_size, 0)), shares), -1), anchor, 1.0)
     share = both[..., -2:-1]
     out = torch.where(share > 0, both[..., :v_dim] / share, 0.0)
-    return out.to(dtype), anchor + ratio(both)
+    return out, anchor + ratio(both)

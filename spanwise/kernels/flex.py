@@ -24,18 +24,26 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., torch.Tensor]
 
-# Marks a dim as varying from call to call, without the error that `mark_dynamic` raises where a graph fixes it.
-_mark_dynamic = torch._dynamo.maybe_mark_dynamic
-
 _MIN_CUDA_HEAD_DIM = 16
 _HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Tell torch.compile that ``x.shape[dim]`` varies from call to call, so that its first graph fits every size.
+
+    Unlike ``torch._dynamo.mark_dynamic`` it is no error if a graph fixes the size after all. The mark stays on the
+    tensor object, not on what is computed from it.
+    """
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
 def pad_spans(num_spans: int) -> int:
-    """Number of spans a row to pad to (with empty spans) so that few different numbers meet the compiler: 1, 4, 8, 16, …
+    """Number of spans a row to pad to with empty spans, so that few different numbers are compiled: 1, 4, 8, 16, …
 
     The kernel unrolls its loop over spans, so each number is a graph of its own. One span is by far the most frequent
-    case (causal, documents, windows) and stays alone; up to four share a graph.
+    case (causal, documents, windows) and stays alone; up to four share a graph. Where one compiled region holds several
+    problems (local and remote keys), pad them all to the number of the whole mask, or their combinations are graphs.
     """
     if num_spans <= 1:
         return 1
@@ -96,7 +104,7 @@ class FlexTables:
             (moved.full_q_num_blocks, 2),
             (moved.full_q_indices, 2),
         ):
-            _mark_dynamic(x, dim)
+            mark_dynamic(x, dim)
         return moved
 
 
@@ -120,12 +128,13 @@ def flex(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one local problem by a compiled FlexAttention kernel.
 
-    Inside ``torch.compile`` the operator joins the surrounding graph. Called eagerly it runs a graph of its own, that is
-    compiled at the first call of its setting (shapes but for T, dtypes, options) and serves every later mask and T.
+    Inside ``torch.compile`` the operator joins the surrounding graph; there all T share a graph if the tensor that
+    T comes from is marked as dynamic (`mark_dynamic`). Called eagerly it runs a graph of its own, compiled at the first
+    call of its setting (shapes but for T, dtypes, options), that serves every later mask and T.
 
-    On the CPU only inference is possible, and torch's kernel returns no lse there; it is then found as described in
-    `_flex_cpu`, at the price of a second pass. With a `score_mod` or a softcap that is exact while the modified scores of
-    a row lie within ±600; rows beyond get an infinite lse.
+    On the CPU only inference is possible, and torch's kernel returns no lse there; it is found as `_flex_cpu` tells,
+    at the price of a second pass. With a `score_mod` or a softcap that is exact while the modified scores of a row lie
+    within ±600; a row beyond gets an infinite lse.
 
     Args:
         q: Queries ``[B, H, Q, D]``, float32, bfloat16 or float16. Any strides; what is not contiguous is copied.
@@ -143,8 +152,8 @@ def flex(
         block_size: Tokens of a block of `tables`, in both directions.
 
     Returns:
-        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and natural-log ``lse`` ``[B, H, Q]`` float32, on CUDA both differentiable.
-        A row without keys has out 0, lse -inf and no gradient.
+        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and natural-log ``lse`` ``[B, H, Q]`` float32, both differentiable on
+        CUDA. A row without keys has out 0, lse -inf and no gradient.
 
     Raises:
         ValueError: Inputs that do not fit together, a dtype or head dim that the device's kernel lacks, or gradients on
@@ -155,26 +164,33 @@ def flex(
         q, k, v = q.detach(), k.detach(), v.detach()  # torch's CPU kernel refuses requires_grad even under no_grad
     elif q.device.type == "cpu":
         raise ValueError(
-            "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on the "
-            "CPU, or torch.no_grad() for inference"
+            "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on "
+            "the CPU, or torch.no_grad() for inference"
         )
     if score_mod is None:
         q_pos = kv_pos = None
-    options = dict(scale=scale, score_mod=score_mod, softcap=softcap, block_size=block_size)
+    dtype = q.dtype
+    if q.device.type == "cpu":
+        q, k, v = q.float(), k.float(), v.float()
+    # Before the graph and not in it, so that strides do not tell graphs apart.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, start, end, tables, q_pos, kv_pos, **options)
+        out, lse = _attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap, block_size)
+        return out.to(dtype), lse
 
     # Marks stick to tensor objects: views keep them off the caller's.
-    k, v = k.contiguous().view_as(k), v.contiguous().view_as(v)
+    k, v = k.view_as(k), v.view_as(v)
     kv_pos = None if kv_pos is None else kv_pos.view_as(kv_pos)
     for x, dim in ((k, 2), (v, 2), (kv_pos, 1)):
         if x is not None:
-            _mark_dynamic(x, dim)
+            mark_dynamic(x, dim)
     setting = (
         q.device, q.dtype, q.shape, k.shape[1], v.shape[3], start.shape, tables.kv_indices.shape[0], q.requires_grad,
         scale, softcap, block_size, getattr(score_mod, "__code__", type(score_mod)),
     )  # fmt: skip
-    return _compiled(setting)(q, k, v, start, end, tables, q_pos, kv_pos, **options)
+    attend = _compiled(setting)
+    out, lse = attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap, block_size)
+    return out.to(dtype), lse
 
 
 @functools.cache
@@ -197,7 +213,6 @@ def _attend(
     tables: FlexTables,
     q_pos: torch.Tensor | None,
     kv_pos: torch.Tensor | None,
-    *,
     scale: float,
     score_mod: Mod | None,
     softcap: float | None,
@@ -205,7 +220,6 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What gets compiled: options become FlexAttention's two functions, and the device's form is called."""
     torch._dynamo.mark_static(q, 2)  # a dynamic number of queries fails to compile
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     mask_mod = _mask_mod(start, end)
     visible_BQ = (end - start).sum(1)
     if q.device.type == "cpu":
@@ -234,7 +248,8 @@ def _with_lse(
     out, aux = flex_attention(
         q, k, v, score_mod, block_mask, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
-    # flex_attention converts its log2 to the natural logarithm. What it says of an empty row differs between its kernels.
+    # flex_attention returns the natural logarithm. What it says of an empty row differs between its kernels.
+    assert aux.lse is not None  # it was requested
     return out, aux.lse.masked_fill((visible_BQ == 0)[:, None], float("-inf"))
 
 
@@ -261,7 +276,7 @@ def max_logit(
     """
     if q.device.type == "cpu":
         raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
-    q, k = q.detach(), k.detach()
+    q, k = q.detach().contiguous(), k.detach().contiguous()
     _check(q, k, k, start, end, tables, q_pos, kv_pos, block_size)
     if score_mod is None:
         q_pos = kv_pos = None
@@ -288,7 +303,6 @@ def _largest(
     block_size: int,
 ) -> torch.Tensor:
     torch._dynamo.mark_static(q, 2)
-    q, k = q.contiguous(), k.contiguous()
     _, aux = flex_attention(
         q, k, k[..., :_MIN_CUDA_HEAD_DIM].contiguous(),  # values are not looked at; this is the narrowest kernel
         score_mod=_score_mod(score_mod, softcap, q_pos, kv_pos),
@@ -297,6 +311,7 @@ def _largest(
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(max_scores=True),
     )  # fmt: skip
+    assert aux.max_scores is not None  # they were requested
     empty = ((end - start).sum(1) == 0)[:, None]
     return aux.max_scores.masked_fill(empty, float("-inf")).amax((0, 2))
 
@@ -387,8 +402,8 @@ def _check(
     listed = tuple(tables.kv_indices.shape)
     if listed[1:] != (1, *blocks) or listed[0] not in (1, q.shape[0]):
         raise ValueError(
-            f"the tables list blocks {listed}, but {q.shape[2]} queries and {k.shape[2]} keys in blocks of {block_size} make "
-            f"{(q.shape[0], 1, *blocks)} (or batch 1); build them for the length of the K/V buffer"
+            f"the tables list blocks {listed}, but {q.shape[2]} queries and {k.shape[2]} keys in blocks of "
+            f"{block_size} make {(q.shape[0], 1, *blocks)} (or batch 1); build them for the length of the K/V buffer"
         )
     for name, pos, length in (("q_pos", q_pos, q.shape[2]), ("kv_pos", kv_pos, k.shape[2])):
         if pos is not None and tuple(pos.shape) not in ((1, length), (q.shape[0], length)):
