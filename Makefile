@@ -41,7 +41,8 @@ check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)  ## measure, print a table, write JSON
-	$(BIN)/spanwise bench
+	$(BIN)/spanwise bench plan
+	$(BIN)/spanwise bench kernels
 
 clean:  ## remove .venv, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
