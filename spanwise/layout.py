@@ -212,6 +212,27 @@ def ragged_arange(runs: Int64Array) -> Int64Array:
     return np.arange(length.sum(), dtype=np.int64) + np.repeat(runs[:, 0] - position, length)
 
 
+def subtract_runs(runs: Int64Array, minus: Int64Array) -> Int64Array:
+    """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
+    if len(runs) == 0 or len(minus) == 0:
+        return runs
+    edges = np.unique(np.concatenate([runs.ravel(), minus.ravel()]))
+    left, right = edges[:-1], edges[1:]
+    # A position lies inside ascending disjoint runs when an odd number of their edges are at or before it. Edges that
+    # touch are counted on both sides, so merging them is not needed.
+    keep = (np.searchsorted(runs.ravel(), left, side="right") % 2 == 1) & (
+        np.searchsorted(minus.ravel(), left, side="right") % 2 == 0
+    )
+    first = keep & ~np.concatenate([[False], keep[:-1]])
+    last = keep & ~np.concatenate([keep[1:], [False]])
+    return np.stack([left[first], right[last]], axis=1)
+
+
+def count_tokens(runs: Int64Array) -> int:
+    """Number of tokens in int64 ``[n, 2]`` runs."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
 def _canonical(pieces: Int64Array, num_ranks: int, seq_len: int) -> Int64Array:
     """Checks that the pieces tile the sequence; returns them sorted by (rank, start), adjacent ones merged."""
     pieces = pieces[pieces[:, 1] != pieces[:, 2]]

@@ -14,13 +14,13 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spanwise import balancers, cost
-from spanwise.layout import Layout
+from spanwise.layout import Layout, count_tokens, subtract_runs
 from spanwise.mask import SpanMask
 
 if TYPE_CHECKING:
@@ -36,27 +36,6 @@ _FORMAT = 1
 # fraction the earlier, simpler layout is kept.
 _AUTO_BALANCERS = ("contiguous", "head_tail", "lpt")
 _AUTO_TOLERANCE = 0.02
-
-
-def subtract_runs(runs: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
-    if len(runs) == 0 or len(minus) == 0:
-        return runs
-    edges = np.unique(np.concatenate([runs.ravel(), minus.ravel()]))
-    left, right = edges[:-1], edges[1:]
-    # A position lies inside ascending disjoint runs when an odd number of their edges are at or before it. Edges that
-    # touch are counted on both sides, so merging them is not needed.
-    keep = (np.searchsorted(runs.ravel(), left, side="right") % 2 == 1) & (
-        np.searchsorted(minus.ravel(), left, side="right") % 2 == 0
-    )
-    first = keep & ~np.concatenate([[False], keep[:-1]])
-    last = keep & ~np.concatenate([keep[1:], [False]])
-    return np.stack([left[first], right[last]], axis=1).astype(np.int64)
-
-
-def count_tokens(runs: np.ndarray) -> int:
-    """Number of tokens in int64 ``[n, 2]`` runs."""
-    return int((runs[:, 1] - runs[:, 0]).sum())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -477,6 +456,3 @@ def _dtype(dtype: Any) -> tuple[str, int]:
     if name not in sizes:
         raise ValueError(f"dtype must be one of {sorted(sizes)} or the torch dtype of that name, got {dtype!r}")
     return name, sizes[name]
-
-
-__all__: Sequence[str] = ["EXCHANGES", "Plan", "count_tokens", "make_plan", "subtract_runs"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import Hardware, Plan, SpanMask, make_plan
-from spanwise.plan import count_tokens, subtract_runs
+from spanwise.layout import count_tokens, subtract_runs
 from spanwise.rank_plan import build
 
 CU = [0, 1, 20, 20, 61, 100]
