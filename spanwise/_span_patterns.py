@@ -73,6 +73,15 @@ def check_offsets(cu_seqlens: Any) -> Int64:
     return cu
 
 
+def check_offset_rows(cu_seqlens: Any, seq_len: int) -> tuple[Int64, ...]:
+    """Document offsets of each batch row, from one array or one array per row; each must end with ``seq_len``."""
+    rows = tuple(check_offsets(row) for row in (cu_seqlens if np.ndim(next(iter(cu_seqlens), 0)) else [cu_seqlens]))
+    for row in rows:
+        if row[-1] != seq_len:
+            raise ValueError(f"cu_seqlens must end with seq_len {seq_len}, got {row[-1]}")
+    return rows
+
+
 def check_lengths(values: Any, name: str) -> Int64:
     lengths = int_array(values, name).astype(np.int64)
     if lengths.ndim != 1:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spanwise._span_patterns import check_offsets
+from spanwise._span_patterns import check_offset_rows
 from spanwise.layout import Layout
 from spanwise.mask import SpanMask
 
@@ -113,14 +113,10 @@ class LayoutProblem:
         given: Any = self.cu_seqlens
         if given is None:
             return None
-        rows = list(given) if np.ndim(next(iter(given), 0)) else [given]
+        rows = check_offset_rows(given, self.seq_len)
         if len(rows) not in (1, self.batch_size):
             raise ValueError(f"cu_seqlens has {len(rows)} rows, must have 1 or {self.batch_size}, as many as the masks")
-        offsets = tuple(check_offsets(row) for row in rows)
-        for row in offsets:
-            if row[-1] != self.seq_len:
-                raise ValueError(f"cu_seqlens must end with seq_len {self.seq_len}, got {row[-1]}")
-        return offsets
+        return rows
 
     def _weighted(self, figures: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         weights = cast(Mapping[str, float], self.weights)

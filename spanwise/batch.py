@@ -8,7 +8,6 @@ the number of valid tokens of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
+from spanwise._span_patterns import check_offset_rows
 from spanwise.exchange import all_gather
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, built_plan, rank_on, spread_slots
@@ -194,24 +194,8 @@ def document_ids(cu_seqlens: Any, seq_len: int) -> np.ndarray:
     """
     if cu_seqlens is None:
         return np.zeros((1, seq_len), dtype=np.int64)
-    if isinstance(cu_seqlens, (list, tuple)) and len(cu_seqlens) and not np.isscalar(cu_seqlens[0]):
-        per_row: Sequence[Any] = cu_seqlens if np.ndim(cu_seqlens[0]) == 1 else [cu_seqlens]
-    else:
-        per_row = [cu_seqlens]
-    rows = []
-    for offsets in per_row:
-        cu = np.asarray(offsets.cpu() if isinstance(offsets, torch.Tensor) else offsets)
-        if cu.ndim != 1 or len(cu) < 1 or cu.dtype.kind not in "iu":
-            raise ValueError(f"cu_seqlens must be a 1-D integer array of at least one offset, got {cu!r}")
-        cu = cu.astype(np.int64)
-        falls = np.nonzero(np.diff(cu) < 0)[0]
-        if len(falls):
-            at = int(falls[0])
-            raise ValueError(f"cu_seqlens must not decrease, got {cu[at]} then {cu[at + 1]} at position {at + 1}")
-        if cu[0] != 0 or cu[-1] != seq_len:
-            raise ValueError(f"cu_seqlens must run from 0 to seq_len={seq_len}, got {cu[0]} to {cu[-1]}")
-        rows.append(np.repeat(np.arange(len(cu) - 1), np.diff(cu)))
-    return np.stack(rows)
+    rows = check_offset_rows(cu_seqlens, seq_len)
+    return np.stack([np.repeat(np.arange(len(row) - 1), np.diff(row)) for row in rows])
 
 
 def shard_batch(
