@@ -7,7 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -46,10 +46,13 @@ def train(
     ] = None,
     dp: Annotated[int, typer.Option(help="Ranks that take different sequences; the others share one.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps, counted from the start of the run.")] = 30,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number.")] = 4096,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number.")] = 8192,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences of a step over all ranks; past dp they accumulate. Default: dp."),
+    ] = None,
+    max_document: Annotated[
+        int | None, typer.Option(help="Tokens; longer documents become several. Default: --seq-len.")
     ] = None,
     dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 128,
     layers: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 4,
@@ -105,6 +108,7 @@ def train(
             steps=steps,
             seq_len=seq_len,
             batch_size=batch_size,
+            max_document=max_document,
             model=ModelConfig(
                 dim=dim,
                 num_layers=layers,
@@ -140,7 +144,53 @@ def train(
     raise typer.Exit(status)
 
 
-def _fail(text: str, status: int) -> None:
+@app.command()
+def verify(
+    ranks: Annotated[int, typer.Option(help="Local processes to start.")] = 4,
+    seq_len: Annotated[int, typer.Option(help="Tokens; any number.")] = 1000,
+    mask: Annotated[
+        str,
+        typer.Option(
+            help="documents, causal, full, sliding_window, prefix_lm, shared_prefix or block_causal, of sizes that "
+            "follow from --seq-len."
+        ),
+    ] = "documents",
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 4,
+    kv_heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 2,
+    head_dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 32,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    balancer: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
+    exchange: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of documents, weights and inputs.")] = 0,
+) -> None:
+    """Compare attention and a small decoder with one device, and probe them for leaks across the mask."""
+    from spanwise.train.launch import RankFailure
+
+    try:
+        from spanwise.train import verify as job
+
+        status = job.verify(
+            job.VerifyConfig(
+                ranks=ranks,
+                seq_len=seq_len,
+                mask=mask,
+                balancer=balancer,
+                exchange=exchange,
+                dtype=dtype,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                seed=seed,
+            )
+        )
+    except ValueError as error:
+        _fail(str(error), 2)
+    except RankFailure as error:
+        _fail(str(error), 1)
+    raise typer.Exit(status)
+
+
+def _fail(text: str, status: int) -> NoReturn:
     sys.stdout.flush()
     print(f"spanwise: {text}", file=sys.stderr)
     raise typer.Exit(status)

@@ -40,6 +40,7 @@ class RunState:
     seed: int
     held_out: float
     batch_size: int
+    max_document: int
     data_digest: str
     data_text: str
     format: int = _FORMAT
@@ -89,8 +90,8 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
         raise ValueError(
             f"{path} is a checkpoint of another model: {'; '.join(different)}. Give the same sizes, or another --out"
         )
-    for name in ("dtype", "seed", "held_out"):
-        if getattr(state, name) != getattr(config, name):
+    for name in ("dtype", "seed", "held_out", "max_document"):
+        if getattr(config, name) not in (None, getattr(state, name)):
             different.append(f"{name} is {getattr(state, name)!r} in the checkpoint and {getattr(config, name)!r} here")
     if state.data_digest != corpus.digest:
         different.append(f"the data are {state.data_text} in the checkpoint and {corpus.describe()} here")

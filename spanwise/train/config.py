@@ -19,6 +19,7 @@ class TrainConfig:
         seq_len: tokens of a training sequence; any positive number.
         batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
             accumulate on each rank. ``None``: ``dp``, or what the checkpoint says.
+        max_document: tokens; longer documents become several. ``None``: ``seq_len``, or what the checkpoint says.
         held_out: share of documents kept for evaluation.
         eval_every: steps between evaluations; one more follows the last step. 0: none.
         eval_sequences: most sequences of an evaluation.
@@ -31,8 +32,9 @@ class TrainConfig:
     ranks: int = 1
     dp: int = 1
     steps: int = 30
-    seq_len: int = 4096
+    seq_len: int = 8192
     batch_size: int | None = None
+    max_document: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     learning_rate: float = 3e-3
     warmup: int = 10
@@ -70,6 +72,10 @@ class TrainConfig:
                 f"batch_size must be a positive multiple of dp (every rank takes as many sequences), got "
                 f"batch_size {self.batch_size} and dp {self.dp}",
             )
+        demand(
+            self.max_document is None or self.max_document >= 1,
+            f"max_document must be at least 1 token, got {self.max_document}",
+        )
         demand(0 <= self.held_out < 1, f"held_out is a share of the documents in [0, 1), got {self.held_out}")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
@@ -87,8 +93,13 @@ class TrainConfig:
     def cp(self) -> int:
         return self.ranks // self.dp
 
-    def with_batch_size(self, batch_size: int) -> TrainConfig:
-        return replace(self, batch_size=batch_size)
+    def completed(self, batch_size: int | None = None, max_document: int | None = None) -> TrainConfig:
+        """Every option a number: what was given, else the arguments (a checkpoint's), else the defaults."""
+        return replace(
+            self,
+            batch_size=self.batch_size or batch_size or self.dp,
+            max_document=self.max_document or max_document or self.seq_len,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

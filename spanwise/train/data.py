@@ -1,9 +1,10 @@
 """Documents from files, and their packing into sequences.
 
 Every file is one document: BOS, its bytes, EOS. A stream lays the documents end to end, in a new order each epoch, and
-a sequence is any interval of that stream: documents that the interval cuts become shorter documents, nothing is
-dropped and nothing is repeated. A stream has no state but a position (tokens since the start of training), so
-resuming is arithmetic, and neither the number of ranks nor the number of sequences a step can change what comes next.
+a sequence is any interval of that stream: documents that the interval cuts become shorter documents, as do documents
+past a length limit; no token is dropped or repeated. A stream has no state but a position (tokens since the start of
+training), so resuming is arithmetic, and neither the number of ranks nor the number of sequences a step can change
+what comes next.
 
 The tail of an epoch is carried into the next one, so that training sequences always have their full length; the last
 sequence of held-out documents is as short as it turns out to be.
@@ -212,44 +213,56 @@ def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
 
 
 class DocumentStream:
-    """Documents end to end, epoch after epoch.
+    """Documents end to end, epoch after epoch, every epoch in another order.
+
+    A document of more than ``max_document`` tokens is laid out as several, of nearly equal lengths, each in its own
+    place of the order: otherwise one huge file would fill many steps on end.
 
     Args:
         documents: at least one.
-        seed: orders each epoch; ``None`` keeps the given order.
+        seed: what orders the epochs.
+        max_document: tokens.
     """
 
-    def __init__(self, documents: Sequence[Document], seed: int | None):
+    def __init__(self, documents: Sequence[Document], seed: int, max_document: int):
         if not documents:
             raise ValueError("a stream needs at least one document; got none")
+        if max_document < 1:
+            raise ValueError(f"max_document must be at least 1, got {max_document}")
         self.documents = tuple(documents)
         self.seed = seed
-        self.epoch_tokens = sum(document.num_tokens for document in documents)
-        self._lengths = np.array([document.num_tokens for document in documents], dtype=np.int64)
+        tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
+        self.epoch_tokens = int(tokens.sum())
+        parts = -(-tokens // max_document)
+        # Part i of p covers tokens n * i // p … n * (i + 1) // p of its document.
+        self._document = np.repeat(np.arange(len(tokens)), parts)
+        number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
+        whole, parts = tokens[self._document], parts[self._document]
+        self._start = whole * number // parts
+        self._length = whole * (number + 1) // parts - self._start
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the epoch last asked for
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Document indices of an epoch in order, and the offsets ``[num_docs + 1]`` at which they lie in it."""
+        """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
         if self._epoch is None or self._epoch[0] != epoch:
-            order = np.arange(len(self.documents))
-            if self.seed is not None:
-                order = np.argsort(_scramble(order.astype(np.uint64), self.seed, epoch), kind="stable")
-            offsets = np.concatenate(([0], np.cumsum(self._lengths[order])))
-            self._epoch = (epoch, order, offsets)
+            index = np.arange(len(self._document), dtype=np.uint64)
+            order = np.argsort(_scramble(index, self.seed, epoch), kind="stable")
+            self._epoch = (epoch, order, np.concatenate(([0], np.cumsum(self._length[order]))))
         return self._epoch[1], self._epoch[2]
 
     def pieces(self, position: int, length: int) -> list[tuple[int, int, int]]:
-        """(document, start, stop) of every document part in ``[position, position + length)`` of the stream."""
+        """(document, start, stop) of everything in ``[position, position + length)`` of the stream."""
         result = []
         end = position + length
         while position < end:
             epoch, inside = divmod(position, self.epoch_tokens)
             order, offsets = self._order(epoch)
             slot = int(np.searchsorted(offsets, inside, side="right")) - 1
-            start = inside - int(offsets[slot])
-            stop = min(start + end - position, int(offsets[slot + 1] - offsets[slot]))
-            result.append((int(order[slot]), start, stop))
-            position += stop - start
+            part = order[slot]
+            count = min(end - position, int(offsets[slot + 1]) - inside)
+            start = int(self._start[part]) + inside - int(offsets[slot])
+            result.append((int(self._document[part]), start, start + count))
+            position += count
         return result
 
     def cu_seqlens(self, position: int, length: int) -> np.ndarray:

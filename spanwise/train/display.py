@@ -45,7 +45,8 @@ class Display:
         done = metrics["steps"]
         text = (
             f"loss {metrics['losses'][-1]:.4f}  {metrics['tokens_per_second'][-1]:,.0f} tokens/s  "
-            f"imbalance {metrics['imbalance'][-1]:.3f}  received {max(metrics['recv_tokens'][-1]):,} tokens"
+            f"imbalance {metrics['imbalance'][-1]:.3f}  received {max(metrics['recv_tokens'][-1]):,} tokens  "
+            f"documents {metrics['documents'][-1]}"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=done, text=text)

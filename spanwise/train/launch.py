@@ -113,7 +113,7 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
 
             signal.signal(signal.SIGINT, forward)
             signal.signal(signal.SIGTERM, forward)
-            _watch(processes)
+            _watch(processes, Path(folder))
             codes = [process.exitcode or 0 for process in processes]
             if asked > 1:
                 return 130
@@ -130,15 +130,11 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
                 signal.signal(number, handler or signal.SIG_DFL)
 
 
-#: Exit statuses of a rank that did what it was asked: finished, or stopped by a signal and saved.
-_CLEAN = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-
-def _watch(processes: list[Any]) -> None:
+def _watch(processes: list[Any], folder: Path) -> None:
     """Return when all have ended; after a failure the rest get ``_GRACE`` seconds."""
     deadline = None
     while alive := [process for process in processes if process.exitcode is None]:
-        if deadline is None and any(p.exitcode is not None and p.exitcode not in _CLEAN for p in processes):
+        if deadline is None and (any((p.exitcode or 0) < 0 for p in processes) or list(folder.glob("rank-*"))):
             deadline = time.monotonic() + _GRACE
         if deadline is not None and time.monotonic() >= deadline:
             return
@@ -162,9 +158,6 @@ def _failure(folder: Path, codes: list[int]) -> str | None:
     if reports:
         _, number, text = min(reports)
         return f"rank {number} failed:\n{text}"
-    for number, code in enumerate(codes):
-        if code not in _CLEAN:
-            return f"rank {number} ended with exit status {code}"
     return None
 
 
@@ -175,10 +168,9 @@ def _main(target: Callable[..., int], rank: Rank, folder: str, args: tuple[Any, 
     try:
         code = target(rank, *args)
     except BaseException:
-        report = Path(folder, f"rank-{rank.rank}")
-        partial = report.with_suffix(".partial")
+        partial = Path(folder, f"partial-{rank.rank}")
         partial.write_text(f"{time.time()}\n{traceback.format_exc()}")
-        partial.rename(report)
+        partial.rename(Path(folder, f"rank-{rank.rank}"))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

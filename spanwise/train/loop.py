@@ -71,9 +71,11 @@ class Trainer:
         if config.resume:
             resume_from, self.state = checkpoint.latest(config.out or "")
             checkpoint.check_same_run(self.state, config, self.corpus, resume_from)
-        if config.batch_size is None:
-            config = config.with_batch_size(self.state.batch_size if self.state else config.dp)
-        self.config = config
+        if self.state is not None:
+            config = config.completed(self.state.batch_size, self.state.max_document)
+        self.config = config = config.completed()
+        assert config.batch_size is not None and config.max_document is not None
+        self.batch_size = config.batch_size
 
         torch.set_num_threads(max(1, cores() // rank.local_size))
         self.device = torch.device("cpu")
@@ -90,8 +92,8 @@ class Trainer:
         self._agree()
 
         train, held_out = self.corpus.split(config.held_out)
-        self.stream = DocumentStream(train, config.seed)
-        self.held_out = DocumentStream(held_out, None) if held_out else None
+        self.stream = DocumentStream(train, config.seed, config.max_document)
+        self.held_out = DocumentStream(held_out, 0, config.max_document) if held_out else None
         self.step = self.state.step if self.state else 0
         self.position = self.state.position if self.state else 0
 
@@ -165,7 +167,7 @@ class Trainer:
         """One optimizer step over all ranks. Returns the signal by which some rank was asked to stop, or 0."""
         config = self.config
         started = time.perf_counter()
-        length, count = config.seq_len, config.batch_size or config.dp
+        length, count = config.seq_len, self.batch_size
         starts = [self.position + index * length for index in range(count)]
         boundaries = [self.stream.cu_seqlens(start, length) for start in starts]
         targets = max(sum(map(num_targets, boundaries)), 1)
@@ -251,7 +253,8 @@ class Trainer:
             dtype=config.dtype,
             seed=config.seed,
             held_out=config.held_out,
-            batch_size=config.batch_size or config.dp,
+            batch_size=self.batch_size,
+            max_document=config.max_document or config.seq_len,
             data_digest=self.corpus.digest,
             data_text=self.corpus.describe(),
         )

@@ -27,7 +27,8 @@ def check(config: TrainConfig, num_local: int) -> None:
         path, state = checkpoint.latest(config.out or "")
         checkpoint.check_same_run(state, config, corpus, path)
     documents, _ = corpus.split(config.held_out)
-    plan_sequence(config, DocumentStream(documents, config.seed).cu_seqlens(0, config.seq_len))
+    stream = DocumentStream(documents, config.seed, config.max_document or config.seq_len)
+    plan_sequence(config, stream.cu_seqlens(0, config.seq_len))
 
 
 def start(config: TrainConfig, mine: Rank | None) -> int:

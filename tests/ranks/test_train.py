@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from spanwise.__main__ import app
 from spanwise.train.start import start
 from tests.ranks.train_runs import metrics, tiny, write_documents
 
@@ -21,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def three_steps(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """Three steps of two ranks that share each sequence; two sequences a step."""
     out = tmp_path_factory.mktemp("runs") / "three"
-    assert start(tiny(data, ranks=2, batch_size=2, steps=3, prove=3, out=str(out)), None) == 0
+    assert start(tiny(data, ranks=2, batch_size=2, max_document=60, steps=3, prove=3, out=str(out)), None) == 0
     return out
 
 
@@ -41,10 +43,16 @@ def test_losses_and_gradients_are_those_of_one_device(three_steps: Path) -> None
 def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: Path, data: str) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     # dp × cp = 2 × 2, against cp = 3 from the checkpoint of cp = 2; evaluation's last round leaves a dp rank idle.
-    shared = {"batch_size": 2, "steps": 5, "prove": 5, "eval_sequences": 3}
+    shared = {"batch_size": 2, "max_document": 60, "steps": 5, "prove": 5, "eval_sequences": 3}
     assert start(tiny(data, ranks=4, dp=2, out=str(whole), **shared), None) == 0
     shutil.copytree(three_steps, resumed)
-    assert start(tiny(data, ranks=3, out=str(resumed), resume=True, **shared | {"batch_size": None}), None) == 0
+    assert (
+        start(
+            tiny(data, ranks=3, out=str(resumed), resume=True, **shared | {"batch_size": None, "max_document": None}),
+            None,
+        )
+        == 0
+    )
     one, two = metrics(whole), metrics(resumed)
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-11)
     np.testing.assert_allclose(two["grad_norms"], one["grad_norms"], rtol=1e-9)
@@ -55,3 +63,10 @@ def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: 
         assert max(values["max_grad_error"], values["max_loss_error"]) <= 1e-10
     assert len(one["reference_losses"]) == 5
     assert len(two["reference_losses"]) == 2  # the steps of the resumed run
+
+
+def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(app, ["verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"])
+    assert result.exit_code == 0, result.output
+    printed = capfd.readouterr().out
+    assert "attention: verified" in printed and "decoder: verified" in printed

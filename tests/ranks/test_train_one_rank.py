@@ -111,6 +111,7 @@ def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, data: str)
     )
     refused(r"dtype is 'float64' in the checkpoint and 'float32' here", dtype="float32")
     refused(r"seed is 0 in the checkpoint and 7 here.*Give what the run was started with", seed=7)
+    refused(r"max_document is 101 in the checkpoint and 64 here", max_document=64)
     checkpoint.check_same_run(state, tiny(data, seq_len=64, learning_rate=1.0, ranks=3), corpus, path)
     with pytest.raises(ValueError, match=r"the data are 12 documents, [\d,]+ tokens in the checkpoint and 1 documents"):
         checkpoint.check_same_run(state, tiny(data), find_documents([Path(data, "01")]), path)

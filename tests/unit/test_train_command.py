@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spanwise.__main__ import app
+from spanwise.train.verify import MASKS
 
 
 def fails(*arguments: str) -> str:
@@ -28,6 +29,7 @@ def fails(*arguments: str) -> str:
             "batch_size must be a positive multiple of dp .* got batch_size 3 and dp 2",
         ),
         ("--seq-len 0", "seq_len must be at least 1, got 0"),
+        ("--max-document 0", "max_document must be at least 1 token, got 0"),
         ("--heads 3", "dim must be a multiple of num_heads, got dim 128 and num_heads 3"),
         ("--heads 4 --kv-heads 3", "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ("--dim 12 --heads 4 --kv-heads 4", "head dim must be even .* got dim 12 / num_heads 4 = 3"),
@@ -49,6 +51,29 @@ def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tm
     (tmp_path / "file").write_text("x")
     message = fails(*arguments.format(tmp=tmp_path).split())
     assert re.search(text, message.replace("\n", " ")), message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--ranks 0", "ranks and seq_len must be at least 1, got 0 and 1000"),
+        ("--mask zebra", r"unknown mask 'zebra'; choose one of \['block_causal', "),
+        ("--dtype int8", "dtype must be float32 or float64, got 'int8'"),
+        ("--balancer best", "unknown balancer 'best'"),
+        ("--heads 4 --kv-heads 3", "got 4 and 3"),
+    ],
+)
+def test_bad_options_of_verify(arguments: str, text: str) -> None:
+    result = CliRunner().invoke(app, ["verify", *arguments.split()])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert re.search(text, result.stderr.replace("\n", " ")), result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+@pytest.mark.parametrize("seq_len", [2, 7, 100])
+def test_masks_of_verify_fit_any_length(name: str, seq_len: int) -> None:
+    mask = MASKS[name](seq_len, 0)
+    assert (mask.q_len, mask.kv_len) == (seq_len, seq_len)
 
 
 def test_torchrun_and_ranks_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:

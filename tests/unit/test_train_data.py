@@ -27,10 +27,11 @@ def memory_documents(sizes: list[int]) -> list[Document]:
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-@given(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(0, 3) | st.none())
-def test_sequences_of_any_lengths_tile_the_stream(sizes: list[int], lengths: list[int], seed: int | None) -> None:
-    documents = memory_documents(sizes)
-    stream = DocumentStream(documents, seed)
+@given(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(0, 3), st.integers(1, 50))
+def test_sequences_of_any_lengths_tile_the_stream(
+    sizes: list[int], lengths: list[int], seed: int, max_document: int
+) -> None:
+    stream = DocumentStream(memory_documents(sizes), seed, max_document)
     epochs = sum(lengths) // stream.epoch_tokens + 1
     whole = stream.sequence(0, epochs * stream.epoch_tokens)
 
@@ -38,7 +39,7 @@ def test_sequences_of_any_lengths_tile_the_stream(sizes: list[int], lengths: lis
     for length in lengths:
         sequence = stream.sequence(at, length)
         np.testing.assert_array_equal(sequence.tokens, whole.tokens[at : at + length])
-        # Its documents are the whole documents, cut where the sequence begins and ends.
+        # Its documents are those of the stream, cut where the sequence begins and ends.
         bounds = whole.cu_seqlens
         expected = sorted({at, at + length} | {int(b) for b in bounds if at < b < at + length})
         np.testing.assert_array_equal(sequence.cu_seqlens, np.array(expected) - at)
@@ -46,25 +47,34 @@ def test_sequences_of_any_lengths_tile_the_stream(sizes: list[int], lengths: lis
         at += length
 
 
-@given(sizes, st.integers(0, 5))
-def test_every_epoch_holds_every_document_whole_and_once(sizes: list[int], seed: int) -> None:
-    stream = DocumentStream(memory_documents(sizes), seed)
+@given(sizes, st.integers(0, 5), st.integers(1, 50))
+def test_every_epoch_holds_every_token_of_every_document_once(sizes: list[int], seed: int, max_document: int) -> None:
+    stream = DocumentStream(memory_documents(sizes), seed, max_document)
     for epoch in range(3):
-        tokens = stream.sequence(epoch * stream.epoch_tokens, stream.epoch_tokens)
-        parts = np.split(tokens.tokens, tokens.cu_seqlens[1:-1])
-        assert all(part[0] == BOS and part[-1] == EOS for part in parts)
-        assert sorted((int(part[1]), len(part)) for part in parts) == [(i, n + 2) for i, n in enumerate(sizes)]
+        pieces = sorted(stream.pieces(epoch * stream.epoch_tokens, stream.epoch_tokens))
+        for document, size in enumerate(sizes):
+            bounds = [(start, stop) for index, start, stop in pieces if index == document]
+            assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+            assert bounds[-1][1] == size + 2
+            lengths = [stop - start for start, stop in bounds]
+            assert max(lengths) <= max_document and max(lengths) - min(lengths) <= 1
+            assert len(lengths) == -(-(size + 2) // max_document)
+
+
+def test_whole_documents_keep_their_marks() -> None:
+    sizes = [3, 1, 9]
+    tokens = DocumentStream(memory_documents(sizes), 0, 11).sequence(0, 19)
+    parts = np.split(tokens.tokens, tokens.cu_seqlens[1:-1])
+    assert sorted(part.tolist() for part in parts) == [[BOS, *[i] * n, EOS] for i, n in enumerate(sizes)]
 
 
 def test_seed_and_epoch_change_the_order() -> None:
     documents = memory_documents([1] * 50)
 
-    def order(seed: int | None, epoch: int) -> list[int]:
-        return [p[0] for p in DocumentStream(documents, seed).pieces(epoch * 150, 150)]
+    def order(seed: int, epoch: int) -> list[int]:
+        return [p[0] for p in DocumentStream(documents, seed, 9).pieces(epoch * 150, 150)]
 
-    orders = [order(0, 0), order(0, 1), order(1, 0)]
-    assert len({tuple(o) for o in orders}) == 3
-    assert order(None, 0) == order(None, 1) == list(range(50))
+    assert len({tuple(o) for o in (order(0, 0), order(0, 1), order(1, 0))}) == 3
     # Written down: a resumed run finds its place with any release of numpy.
     assert order(0, 0)[:6] == [18, 4, 31, 39, 42, 8]
 
@@ -131,7 +141,9 @@ def test_bad_paths_are_named_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pipe is neither a file nor a folder"):
         find_documents([tmp_path / "pipe"])
     with pytest.raises(ValueError, match="at least one document"):
-        DocumentStream([], 0)
+        DocumentStream([], 0, 1)
+    with pytest.raises(ValueError, match="max_document must be at least 1, got 0"):
+        DocumentStream(memory_documents([1]), 0, 0)
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,129 @@
+"""The job behind ``spanwise verify``: attention and the decoder under a plan, against one device, on local ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import spanwise
+from spanwise import SpanMask
+from spanwise.train.launch import Rank, cores, launch
+from spanwise.train.model import ModelConfig, build_model
+from spanwise.train.prove import labels_and_positions
+
+#: The longest sequence whose leak probe through a whole model `spanwise.verify` takes.
+_MODEL_LIMIT = 4096
+
+
+def _cuts(seq_len: int, seed: int) -> np.ndarray:
+    """Offsets of documents of random lengths, eight where they fit, the first of one token."""
+    inner = np.random.default_rng(seed).choice(np.arange(1, seq_len), size=min(7, seq_len - 1), replace=False)
+    return np.unique(np.concatenate(([0, min(1, seq_len)], inner, [seq_len]))).astype(np.int32)
+
+
+def _prefix_lm(seq_len: int, seed: int) -> SpanMask:
+    cu_seqlens = _cuts(seq_len, seed)
+    return SpanMask.prefix_lm(cu_seqlens, np.diff(cu_seqlens) // 3)
+
+
+def _shared_prefix(seq_len: int, seed: int) -> SpanMask:
+    prefix = seq_len // 3
+    return SpanMask.shared_prefix(prefix, np.diff(_cuts(seq_len - prefix, seed)))
+
+
+#: What ``--mask`` names, made for a sequence length and a seed.
+MASKS: dict[str, Callable[[int, int], SpanMask]] = {
+    "documents": lambda n, seed: SpanMask.documents(_cuts(n, seed)),
+    "causal": lambda n, seed: SpanMask.causal(n),
+    "full": lambda n, seed: SpanMask.full(n),
+    "sliding_window": lambda n, seed: SpanMask.sliding_window(n, n // 8),
+    "prefix_lm": _prefix_lm,
+    "shared_prefix": _shared_prefix,
+    "block_causal": lambda n, seed: SpanMask.block_causal(n, max(1, n // 10), num_previous=2, global_tokens=n // 20),
+}
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """What to verify.
+
+    Raises:
+        ValueError: an option that nothing goes by, or a plan that cannot be made.
+    """
+
+    ranks: int
+    seq_len: int
+    mask: str = "documents"
+    balancer: str = "auto"
+    exchange: str = "auto"
+    dtype: str = "float32"
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.seq_len < 1:
+            raise ValueError(f"ranks and seq_len must be at least 1, got {self.ranks} and {self.seq_len}")
+        if self.mask not in MASKS:
+            raise ValueError(f"unknown mask {self.mask!r}; choose one of {sorted(MASKS)}")
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
+
+    def plan(self) -> spanwise.Plan:
+        return spanwise.make_plan(
+            MASKS[self.mask](self.seq_len, self.seed),
+            num_ranks=self.ranks,
+            balancer=self.balancer,
+            exchange=self.exchange,
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=getattr(torch, self.dtype),
+        )
+
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            dim=self.num_heads * self.head_dim,
+            num_layers=2,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            hidden_dim=2 * self.num_heads * self.head_dim,
+        )
+
+
+def verify(config: VerifyConfig) -> int:
+    """Verify on local ranks and print what was found. Returns 0 if all held, otherwise 1."""
+    config.model()
+    print(config.plan().explain(), flush=True)
+    return launch(verify_rank, config, ranks=config.ranks)
+
+
+def verify_rank(rank: Rank, config: VerifyConfig) -> int:
+    """A rank's part: the attention call, then the decoder around it."""
+    torch.set_num_threads(max(1, cores() // rank.local_size))
+    dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
+    plan, dtype = config.plan(), getattr(torch, config.dtype)
+    reports = {"attention": spanwise.verify(spanwise.context_parallel_attention, plan, mesh, dtype=dtype)}
+    if config.seq_len <= _MODEL_LIMIT:
+        model = build_model(config.model(), config.seed, dtype)
+        style = spanwise.ContextParallel(attention_type="sdpa")
+        parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+        tokens = np.random.default_rng(config.seed).integers(0, 256, config.seq_len)
+        _, positions = labels_and_positions(tokens, np.array([0, config.seq_len]))
+        inputs = (torch.as_tensor(tokens)[None], positions)
+        reports["decoder"] = spanwise.verify(model, plan, mesh, inputs=inputs)
+    if rank.rank == 0:
+        for name, report in reports.items():
+            print(f"{name}: {report}")
+        if "decoder" not in reports:
+            print(f"decoder: left out; its leak probe takes at most {_MODEL_LIMIT} tokens, got {config.seq_len}")
+    dist.destroy_process_group()
+    return 0 if all(reports.values()) else 1
