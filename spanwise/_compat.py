@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -61,8 +63,6 @@ def comparison_device(group: dist.ProcessGroup) -> torch.device:
 
 def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> type:
     """Register a frozen dataclass as a pytree; ``static`` fields belong to the tree's structure."""
-    import dataclasses
-
     names = [f.name for f in dataclasses.fields(cls)]
     tensors = tuple(n for n in names if n not in static)
 
@@ -77,3 +77,25 @@ def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> typ
 
 
 tree_map = _pytree.tree_map
+
+
+def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Tell torch.compile that ``x.shape[dim]`` varies from call to call, so that its first graph fits every size.
+
+    Unlike ``torch._dynamo.mark_dynamic`` it is no error if a graph fixes the size after all. The mark stays on the
+    tensor object, not on what is computed from it.
+    """
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def mark_static(x: torch.Tensor, dim: int) -> None:
+    """Tell torch.compile, inside compiled code too, that ``x.shape[dim]`` is a constant of the graph."""
+    torch._dynamo.mark_static(x, dim)
+
+
+def index_with_scalars() -> AbstractContextManager[Any]:
+    """Lets a score_mod index captured tensors with its scalar arguments under vmap, as FlexAttention allows."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

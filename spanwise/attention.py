@@ -142,7 +142,7 @@ def _attend(
     for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
         parts.append(kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options))
         if request.max_logit:
-            max_logits.append(kernels.max_logit(q.detach(), k_piece.detach(), stage, tokens, **options))
+            max_logits.append(kernels.max_logit(kernel, q.detach(), k_piece.detach(), stage, tokens, **options))
     out, lse = merge(parts)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)

@@ -109,11 +109,11 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
 
     def stage(mask: SpanMask, key_tokens: np.ndarray, key_runs: list[np.ndarray]) -> Stage:
         if rows == 1:
-            return _stage(mask.select(own_runs[0], key_runs[0]), key_tokens, device, flex_tables)
+            return _stage(mask.select(own_runs[0], key_runs[0]), mask.num_spans, key_tokens, device, flex_tables)
         local = [
             mask.row(row if mask.batch_size > 1 else 0).select(own_runs[row], key_runs[row]) for row in range(rows)
         ]
-        return _stage(SpanMask.stack(local), key_tokens, device, flex_tables)
+        return _stage(SpanMask.stack(local), mask.num_spans, key_tokens, device, flex_tables)
 
     own_runs = [layout.runs(rank, row) for row in range(rows)]
     other_runs = [_complement(runs, seq_len) for runs in own_runs]
@@ -124,7 +124,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
     return RankPlan(
         tokens=torch.from_numpy(tokens).to(device),
         restore=torch.from_numpy(slots).to(device),
-        remote=torch.from_numpy(remote).to(device),
+        remote=_compat.mark_dynamic(torch.from_numpy(remote).to(device), 1),
         padded=torch.empty(padded, 0, device=device),
         stages=stages,
         rank=rank,
@@ -133,21 +133,21 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
     )
 
 
-def _stage(mask: SpanMask, key_tokens: np.ndarray, device: torch.device, flex_tables: bool) -> Stage:
+def _stage(mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, flex_tables: bool) -> Stage:
     start, end, tables = mask.start, mask.end, None
     if flex_tables:
         from spanwise._flex_masks import block_tables
         from spanwise.kernels.flex import FlexTables, pad_spans
 
-        num_keys = key_tokens.shape[1]
-        roomy = SpanMask(start, end, num_keys) if num_keys != mask.kv_len else mask
-        tables = FlexTables.from_numpy(block_tables(roomy, FLEX_BLOCK_SIZE), device)
-        spare = pad_spans(mask.num_spans) - mask.num_spans
+        # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
+        tables = FlexTables.from_numpy(block_tables(SpanMask(start, end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device)
+        # One number for both stages: combinations of two would each be a graph.
+        spare = pad_spans(num_spans) - mask.num_spans
         start, end = (np.pad(a, ((0, 0), (0, spare), (0, 0))) for a in (start, end))
     return Stage(
         start=torch.from_numpy(np.array(start)).to(device),
         end=torch.from_numpy(np.array(end)).to(device),
-        kv_pos=torch.from_numpy(key_tokens.astype(np.int32)).to(device),
+        kv_pos=_compat.mark_dynamic(torch.from_numpy(key_tokens.astype(np.int32)).to(device), 1),
         tables=tables,
     )
 

@@ -91,6 +91,7 @@ def attend(
 
 
 def max_logit(
+    kernel: str,
     q: torch.Tensor,
     k: torch.Tensor,
     stage: Stage,
@@ -102,13 +103,20 @@ def max_logit(
 ) -> torch.Tensor:
     """Largest visible score of each query head, ``[Hq]``, −inf if there is none. Not differentiable.
 
-    CPU only, and without a `score_mod`: `ValueError` otherwise.
+    Kernel "flex" on CUDA, and on the CPU any kernel without a `score_mod`; `ValueError` otherwise.
     """
-    from spanwise.kernels.sdpa import max_logit as sdpa_max_logit
+    if kernel == "flex" and q.device.type == "cuda" and stage.tables is not None:
+        from spanwise.kernels import flex
 
+        return flex.max_logit(
+            q, k, stage.start, stage.end, stage.tables,
+            scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
+        )  # fmt: skip
     if score_mod is not None or q.device.type != "cpu":
         raise ValueError(
-            f"AuxRequest(max_logit=True) works on the CPU without a score_mod; got device {q.device} and "
-            f"score_mod={score_mod}"
+            f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
+            f"kernel={kernel!r} on {q.device} and score_mod={score_mod}"
         )
-    return sdpa_max_logit(q, k, stage.start, stage.end, scale=scale, softcap=softcap)
+    from spanwise.kernels import sdpa
+
+    return sdpa.max_logit(q, k, stage.start, stage.end, scale=scale, softcap=softcap)

@@ -28,16 +28,6 @@ _MIN_CUDA_HEAD_DIM = 16
 _HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Tell torch.compile that ``x.shape[dim]`` varies from call to call, so that its first graph fits every size.
-
-    Unlike ``torch._dynamo.mark_dynamic`` it is no error if a graph fixes the size after all. The mark stays on the
-    tensor object, not on what is computed from it.
-    """
-    torch._dynamo.maybe_mark_dynamic(x, dim)
-    return x
-
-
 def pad_spans(num_spans: int) -> int:
     """Number of spans a row to pad to with empty spans, so that few different numbers are compiled: 1, 4, 8, 16, …
 
@@ -104,7 +94,7 @@ class FlexTables:
             (moved.full_q_num_blocks, 2),
             (moved.full_q_indices, 2),
         ):
-            mark_dynamic(x, dim)
+            _compat.mark_dynamic(x, dim)
         return moved
 
 
@@ -129,8 +119,8 @@ def flex(
     """Attention of one local problem by a compiled FlexAttention kernel.
 
     Inside ``torch.compile`` the operator joins the surrounding graph; there all T share a graph if the tensor that
-    T comes from is marked as dynamic (`mark_dynamic`). Called eagerly it runs a graph of its own, compiled at the first
-    call of its setting (shapes but for T, dtypes, options), that serves every later mask and T.
+    T comes from is marked as dynamic (`_compat.mark_dynamic`). Called eagerly it runs a graph of its own, compiled at
+    the first call of its setting (shapes but for T, dtypes, options), that serves every later mask and T.
 
     On the CPU only inference is possible, and torch's kernel returns no lse there; it is found as `_flex_cpu` tells,
     at the price of a second pass. With a `score_mod` or a softcap that is exact while the modified scores of a row lie
@@ -183,7 +173,7 @@ def flex(
     kv_pos = None if kv_pos is None else kv_pos.view_as(kv_pos)
     for x, dim in ((k, 2), (v, 2), (kv_pos, 1)):
         if x is not None:
-            mark_dynamic(x, dim)
+            _compat.mark_dynamic(x, dim)
     setting = (
         q.device, q.dtype, q.shape, k.shape[1], v.shape[3], start.shape, tables.kv_indices.shape[0], q.requires_grad,
         scale, softcap, block_size, getattr(score_mod, "__code__", type(score_mod)),
@@ -219,7 +209,7 @@ def _attend(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What gets compiled: options become FlexAttention's two functions, and the device's form is called."""
-    torch._dynamo.mark_static(q, 2)  # a dynamic number of queries fails to compile
+    _compat.mark_static(q, 2)  # a dynamic number of queries fails to compile
     mask_mod = _mask_mod(start, end)
     visible_BQ = (end - start).sum(1)
     if q.device.type == "cpu":
@@ -302,7 +292,7 @@ def _largest(
     softcap: float | None,
     block_size: int,
 ) -> torch.Tensor:
-    torch._dynamo.mark_static(q, 2)
+    _compat.mark_static(q, 2)
     _, aux = flex_attention(
         q, k, k[..., :_MIN_CUDA_HEAD_DIM].contiguous(),  # values are not looked at; this is the narrowest kernel
         score_mod=_score_mod(score_mod, softcap, q_pos, kv_pos),

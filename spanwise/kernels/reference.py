@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from spanwise import _compat
 from spanwise.kernels._checks import check_problem
 
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,9 +91,6 @@ def _apply_score_mod(
     scores: torch.Tensor, score_mod: ScoreMod, q_pos: torch.Tensor | None, kv_pos: torch.Tensor | None
 ) -> torch.Tensor:
     """``score_mod`` on every element of scores ``[B, H, Q, T]``, as FlexAttention's eager form does it."""
-    # Lets score_mod index captured tensors with its scalar arguments under vmap, as FlexAttention allows.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     batch, num_heads, q_len, kv_len = scores.shape
     device = scores.device
     q_idx = torch.arange(q_len, device=device)[None] if q_pos is None else q_pos
@@ -104,7 +102,7 @@ def _apply_score_mod(
     mapped = score_mod
     for in_dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, 0, 0)):
         mapped = torch.vmap(mapped, in_dims=in_dims)
-    with TransformGetItemToIndex():
+    with _compat.index_with_scalars():
         return mapped(
             scores,
             torch.arange(batch, device=device),

@@ -16,9 +16,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from spanwise import _compat
 from spanwise._flex_masks import block_tables
 from spanwise.kernels import flex as flex_module
-from spanwise.kernels.flex import FlexTables, flex, kv_capacity, mark_dynamic, max_logit, pad_spans
+from spanwise.kernels.flex import FlexTables, flex, kv_capacity, max_logit, pad_spans
 from spanwise.mask import SpanMask
 
 pytestmark = [
@@ -277,7 +278,7 @@ def test_fourteen_plans_share_two_graphs_inside_a_compiled_module() -> None:
     buffer = torch.randn(2, KV_HEADS, 2000, DIM)
     for seed, mask in enumerate(plans(14)):
         x = problem(mask, seed=seed)
-        pick = mark_dynamic(torch.randint(0, 2000, (kv_capacity(mask.kv_len),)), 0)
+        pick = _compat.mark_dynamic(torch.randint(0, 2000, (kv_capacity(mask.kv_len),)), 0)
         got = module(x.q, buffer, pick, x[3:])
         key = buffer[:, :, pick]
         assert_near(got, oracle(*x._replace(k=key, v=key + 1).double()))
@@ -345,7 +346,7 @@ def test_kv_capacity() -> None:
 def test_refuses_gradients_on_the_cpu() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     x.q.requires_grad_()
-    with pytest.raises(ValueError, match='kernel="sdpa"|kernel=\'sdpa\''):
+    with pytest.raises(ValueError, match="kernel=\"sdpa\"|kernel='sdpa'"):
         flex(*x, scale=SCALE)
     with torch.no_grad():
         assert_near(flex(*x, scale=SCALE), oracle(*x.double()))

@@ -1,7 +1,8 @@
-"""Rules of the house that no linter holds: what documents name exists."""
+"""Rules of the house that no linter holds: what documents name exists, private torch names stay in one file."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -28,3 +29,26 @@ def test_documents_link_to_files_that_exist() -> None:
         if not (document.parent / target).exists()
     ]
     assert broken == []
+
+
+def private_torch_names(source: str) -> list[str]:
+    """Imports of, and attributes along, names of torch that begin with an underscore."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+    return sorted({name for name in names if re.match(r"torch\.(?!_check\b)(\w+\.)*_[a-z]\w*", name)})
+
+
+def test_private_torch_names_are_in_one_file() -> None:
+    assert private_torch_names("import torch\ntorch.ops._c10d_functional.wait_tensor(x)") != []
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in ROOT.glob("spanwise/**/*.py")
+        if path.name != "_compat.py" and (names := private_torch_names(path.read_text()))
+    }
+    assert found == {}
