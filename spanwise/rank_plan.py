@@ -122,9 +122,9 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         local_stage = stage(mask, tokens, own_runs)
         stages[name] = (local_stage,) if num_ranks == 1 else (local_stage, stage(mask, remote_tokens, other_runs))
     return RankPlan(
-        tokens=torch.from_numpy(tokens).to(device),
-        restore=torch.from_numpy(slots).to(device),
-        remote=_compat.mark_dynamic(torch.from_numpy(remote).to(device), 1),
+        tokens=_on_device(tokens, device),
+        restore=_on_device(slots, device),
+        remote=_compat.mark_dynamic(_on_device(remote, device), 1),
         padded=torch.empty(padded, 0, device=device),
         stages=stages,
         rank=rank,
@@ -145,11 +145,17 @@ def _stage(mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch
         spare = pad_spans(num_spans) - mask.num_spans
         start, end = (np.pad(a, ((0, 0), (0, spare), (0, 0))) for a in (start, end))
     return Stage(
-        start=torch.from_numpy(np.array(start)).to(device),
-        end=torch.from_numpy(np.array(end)).to(device),
-        kv_pos=_compat.mark_dynamic(torch.from_numpy(key_tokens.astype(np.int32)).to(device), 1),
+        start=_on_device(np.array(start), device),
+        end=_on_device(np.array(end), device),
+        kv_pos=_compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1),
         tables=tables,
     )
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a tensor on the device; to an accelerator by way of pinned memory, so that the host need not wait."""
+    x = torch.from_numpy(array)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _complement(runs: np.ndarray, seq_len: int) -> np.ndarray:
