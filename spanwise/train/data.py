@@ -26,8 +26,8 @@ import numpy as np
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 
-#: Folders of the standard library that are not the library: installed packages and tests.
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+#: Folders of the standard library that hold installed packages, tests, or generated tables (code pages, help texts).
+_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _files(paths: Sequence[str | Path]) -> Iterable[tuple[Path, str, bool]]:
     """(path, name, named by the user) of every candidate, in order."""
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = [f for f in _walk(root) if f.suffix == ".py" and not _NOT_STDLIB & set(f.relative_to(root).parts)]
+        found = [f for f in _walk(root) if f.suffix == ".py" and not _NOT_SOURCES & set(f.relative_to(root).parts)]
         if not found:
             raise ValueError(f"this Python has no library sources in {root}; name files or folders with --data")
         yield from ((f, f.relative_to(root).as_posix(), False) for f in found)
