@@ -12,9 +12,7 @@ import torch
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, end: torch.Tensor
-) -> None:
+def check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> None:
     """Raises `ValueError` unless the five tensors describe one attention problem.
 
     Args:

@@ -8,6 +8,7 @@ only the columns that some, but not all rows read are masked.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int
     q_len = start.shape[1]
     if q_len == 0:
         return np.zeros(1, dtype=np.int64)
-    # Keys by which two neighbouring rows differ, at most; it misjudges where spans change places, which costs time only.
+    # Keys by which two neighbouring rows differ, at most: too many where spans change places, which costs time only.
     jump = np.abs(np.diff(start, axis=1)).sum(0, dtype=np.int64) + np.abs(np.diff(end, axis=1)).sum(0, dtype=np.int64)
     candidates = np.flatnonzero(jump * max_rows >= min_saving)
     segments = [0]
@@ -74,7 +75,7 @@ def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int
     segments.append(q_len)
     cuts = [
         np.linspace(first, stop, -(-(stop - first) // max_rows), endpoint=False, dtype=np.int64)
-        for first, stop in zip(segments[:-1], segments[1:], strict=True)
+        for first, stop in pairwise(segments)
     ]
     return np.append(np.concatenate(cuts), q_len)
 
@@ -92,10 +93,9 @@ def _pieces(
     stride = int(end.max(initial=0)) + 1
     opens = (tile * stride + start)[is_span]
     closes = (tile * stride + end)[is_span]
-    events, order = np.unique(np.concatenate((opens, closes)), return_inverse=True)
-    num_open = np.cumsum(
-        np.bincount(order[: len(opens)], minlength=len(events)) - np.bincount(order[len(opens) :], minlength=len(events))
-    )
+    events, inverse = np.unique(np.concatenate((opens, closes)), return_inverse=True)
+    num_opened, num_closed = (np.bincount(x, minlength=len(events)) for x in np.split(inverse, 2))
+    num_open = np.cumsum(num_opened - num_closed)
     used = np.flatnonzero(num_open > 0)
     left, right = events[used], events[used + 1]
     tile = left // stride

@@ -215,23 +215,17 @@ def _sdpa(
     heads = (engine.kv_heads, engine.group)
     for b, tile in engine.tiles(start, end):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
-        top = total = None
-        acc = engine.buffer("acc", *q_tile.shape[:2], v.shape[3])
+        acc = engine.buffer("acc", *q_tile.shape[:2], v.shape[3]).zero_()
+        top = acc.new_full((*acc.shape[:2], 1), _NO_KEY)
+        total = torch.zeros_like(top)
         for chunk in tile.chunks:
             scores = engine.scores(q_tile, b, chunk, tile, start, end)
-            values = engine.load_columns(v[b], chunk, "v")
-            new_top = scores.amax(-1, keepdim=True)
-            if top is not None:
-                torch.maximum(top, new_top, out=new_top)
-            shift = new_top.masked_fill(new_top == _NO_KEY, 0)  # -inf - -inf is nan
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            shift = new_top.masked_fill(new_top == _NO_KEY, 0) if chunk.masked else new_top  # -inf - -inf is nan
             weights = scores.sub_(shift).exp2_()
-            if top is None:
-                total = weights.sum(-1, keepdim=True)
-                torch.bmm(weights, values, out=acc)
-            else:
-                decay = top.sub_(shift).exp2_()
-                total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-                acc.mul_(decay).baddbmm_(weights, values)
+            decay = top.sub_(shift).exp2_()
+            total.mul_(decay).add_(weights.sum(-1, keepdim=True))
+            acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], chunk, "v"))
             top = new_top
         has_key = top != _NO_KEY
         acc.div_(total.masked_fill_(~has_key, 1))
@@ -304,8 +298,17 @@ def _add_columns(total: torch.Tensor, chunk: Chunk, weights: torch.Tensor, rows:
 
 @_sdpa_backward.register_fake
 def _(
-    grad_out: Any, grad_lse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, start: Any,
-    end: Any, scale: float, softcap: float | None = None,
+    grad_out: Any,
+    grad_lse: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: Any,
+    lse: Any,
+    start: Any,
+    end: Any,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
