@@ -7,6 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -188,6 +189,41 @@ def verify(
     except RankFailure as error:
         _fail(str(error), 1)
     raise typer.Exit(status)
+
+
+bench = typer.Typer(help="Measure, print a table, and write JSON.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+_OUT = Annotated[
+    Path | None, typer.Option(help="File for the JSON; of all benchmarks together, a folder.", show_default="none")
+]
+_QUICK = Annotated[bool, typer.Option("--quick", help="Smaller sizes and fewer repeats.")]
+
+
+@bench.callback(invoke_without_command=True)
+def _bench_all(context: typer.Context, out: _OUT = None, quick: _QUICK = False) -> None:
+    """Measure, print a table, and write JSON; without a name, everything there is."""
+    if context.invoked_subcommand is None:
+        bench_kernels(out and out / "kernels.json", quick)
+        bench_plan(out and out / "plan.json", quick)
+    elif out is not None or quick:
+        raise typer.BadParameter("--out and --quick go after the benchmark's name")
+
+
+@bench.command("kernels")
+def bench_kernels(out: _OUT = None, quick: _QUICK = False) -> None:
+    """Attention on the CPU against torch's own: time forward and backward, and memory."""
+    from spanwise.bench import kernels
+
+    kernels.run(out, quick)
+
+
+@bench.command("plan")
+def bench_plan(out: _OUT = None, quick: _QUICK = False) -> None:
+    """Planning times, and each balancer's work and traffic."""
+    from spanwise.bench import plan
+
+    plan.run(out, quick)
 
 
 def _fail(text: str, status: int) -> NoReturn:

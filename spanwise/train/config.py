@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from spanwise.train.model import ModelConfig
+
+#: Tokens of a sequence that one device repeats at most.
+PROVE_LIMIT = 16_384
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,17 @@ class TrainConfig:
         demand(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
         demand(self.dtype in ("float32", "float64"), f"dtype must be float32 or float64, got {self.dtype!r}")
         demand(self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}")
+        demand(
+            self.prove == 0 or self.seq_len <= PROVE_LIMIT,
+            f"--prove holds a dense mask of seq_len² entries on one device and takes at most {PROVE_LIMIT} tokens, got "
+            f"{self.seq_len}; prove a shorter --seq-len, or train without --prove",
+        )
         if self.out is None:
             demand(not self.resume, "--resume continues the run in a folder: name it with --out")
             demand(self.save_every == 0, "--save-every writes into a folder: name it with --out")
         elif Path(self.out).exists():
             demand(Path(self.out).is_dir(), f"--out must be a folder, and {self.out} is a file")
+            demand(os.access(self.out, os.W_OK | os.X_OK), f"cannot write into {self.out}; name another --out")
 
     @property
     def cp(self) -> int:

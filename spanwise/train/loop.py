@@ -9,6 +9,7 @@ is cut over cp, different sequences go to different dp coordinates, and paramete
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
@@ -56,6 +58,7 @@ def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         dtype=getattr(torch, config.dtype),
+        cu_seqlens=cu_seqlens,
     )
 
 
@@ -192,6 +195,12 @@ class Trainer:
 
         started = time.perf_counter()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            raise FloatingPointError(
+                f"step {self.step + 1} has loss {loss} and gradient norm {norm.item()}; no checkpoint holds this step: "
+                "resume from the last one with a smaller --learning-rate or --max-grad-norm"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -208,7 +217,7 @@ class Trainer:
             imbalance=everyone[:, 0].max().item(),
             recv_tokens=everyone[:, 1].long().tolist(),
             tokens_per_second=count * length / seconds,
-            grad_norms=norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item(),
+            grad_norms=norm.item(),
             learning_rates=rate,
             documents=sum(len(cu) - 1 for cu in boundaries),
             epochs=self.position / self.stream.epoch_tokens,

@@ -26,6 +26,7 @@ def check(config: TrainConfig, num_local: int) -> None:
     if config.resume:
         path, state = checkpoint.latest(config.out or "")
         checkpoint.check_same_run(state, config, corpus, path)
+        config = config.completed(state.batch_size, state.max_document)
     documents, _ = corpus.split(config.held_out)
     stream = DocumentStream(documents, config.seed, config.max_document or config.seq_len)
     plan_sequence(config, stream.cu_seqlens(0, config.seq_len))

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from spanwise.train import checkpoint
 from spanwise.train.data import find_documents
+from spanwise.train.start import start
 from tests.ranks.train_runs import TINY, NoStop, metrics, one_rank, run_one_rank, tiny, write_documents
 
 
@@ -141,3 +142,18 @@ def test_training_learns(data: str, tmp_path: Path) -> None:
     assert run_one_rank(tiny(data, steps=25, out=str(tmp_path), dtype="float32", learning_rate=0.01)) == 0
     losses = metrics(tmp_path)["losses"]
     assert losses[-1] < losses[0] - 1
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(data: str, tmp_path: Path) -> None:
+    out = str(tmp_path)
+    assert run_one_rank(tiny(data, steps=1, out=out)) == 0
+    with pytest.raises(FloatingPointError, match=r"step \d has loss .*smaller --learning-rate"):
+        run_one_rank(tiny(data, steps=4, out=out, resume=True, learning_rate=1e300))
+    assert checkpoint.latest(out)[1].step == 1
+
+
+def test_batch_size_of_the_checkpoint_must_fit_dp(data: str, tmp_path: Path) -> None:
+    out = str(tmp_path)
+    assert run_one_rank(tiny(data, steps=1, batch_size=3, out=out)) == 0
+    with pytest.raises(ValueError, match=r"batch_size 3 and dp 2"):
+        start(tiny(data, steps=2, ranks=2, dp=2, out=out, resume=True), None)

@@ -30,6 +30,7 @@ def fails(*arguments: str) -> str:
         ),
         ("--seq-len 0", "seq_len must be at least 1, got 0"),
         ("--max-document 0", "max_document must be at least 1 token, got 0"),
+        ("--prove 1 --seq-len 20000", "takes at most 16384 tokens, got 20000; prove a shorter --seq-len"),
         ("--heads 3", "dim must be a multiple of num_heads, got dim 128 and num_heads 3"),
         ("--heads 4 --kv-heads 3", "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ("--dim 12 --heads 4 --kv-heads 4", "head dim must be even .* got dim 12 / num_heads 4 = 3"),
@@ -58,6 +59,7 @@ def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tm
     [
         ("--ranks 0", "ranks and seq_len must be at least 1, got 0 and 1000"),
         ("--mask zebra", r"unknown mask 'zebra'; choose one of \['block_causal', "),
+        ("--seq-len 5000", "seq_len must be at most 4096, got 5000"),
         ("--dtype int8", "dtype must be float32 or float64, got 'int8'"),
         ("--balancer best", "unknown balancer 'best'"),
         ("--heads 4 --kv-heads 3", "got 4 and 3"),
