@@ -96,3 +96,20 @@ def test_help_names_every_option() -> None:
     assert result.exit_code == 0
     for option in ("--data", "--ranks", "--dp", "--seq-len", "--prove", "--resume", "--out", "--batch-size"):
         assert option in result.output
+
+
+def test_bench_runs_what_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from spanwise.bench import kernels, plan
+
+    calls: list[tuple[str, Path | None, bool]] = []
+    monkeypatch.setattr(kernels, "run", lambda out, quick: calls.append(("kernels", out, quick)))
+    monkeypatch.setattr(plan, "run", lambda out, quick: calls.append(("plan", out, quick)))
+    for arguments in (["bench", "plan", "--quick"], ["bench", "--out", str(tmp_path)], ["bench", "kernels"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert calls == [
+        ("plan", None, True),
+        ("kernels", tmp_path / "kernels.json", False),
+        ("plan", tmp_path / "plan.json", False),
+        ("kernels", None, False),
+    ]
+    assert CliRunner().invoke(app, ["bench", "--quick", "plan"]).exit_code == 2
