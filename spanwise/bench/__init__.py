@@ -1,0 +1,1 @@
+"""Measurements behind `spanwise bench`: each module prints a table and writes JSON."""
