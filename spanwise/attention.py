@@ -76,8 +76,8 @@ def context_parallel_attention(
         kernel: "auto", "reference", "sdpa" (CPU), "flex"; see `spanwise.kernels.resolve`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
             "reference" and "flex".
-        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2), after `score_mod`'s input scale and
-            before masking. Not together with `score_mod`.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
+            `score_mod`.
         sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss).
         return_aux: ask for lse or max_logit.
 
@@ -123,20 +123,23 @@ def _attend(
     kernel = kernels.resolve(kernel, q.device, score_mod)
     if softcap is not None and score_mod is not None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
     local = built_plan(plan, mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
-    if local.num_ranks > 1:
-        rank_on(mesh, local.num_ranks)
+    if local.num_ranks > 1 and rank_on(mesh, local.num_ranks) != local.rank:
+        raise ValueError(f"this is rank {rank_on(mesh, local.num_ranks)}, and the rank plan is rank {local.rank}'s")
     if mask not in local.stages:
         raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
     stages = local.stages[mask]
     _check_shapes(q, k, v, local, stages[0].start.shape[0], sinks)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
-    pieces = _kv_pieces(k, v, local, mesh)
     options = dict(scale=scale, score_mod=score_mod, softcap=softcap)
     tokens = local.tokens
+    # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
+    # waiting.
+    kernels.check(kernel, q, k, v, stages[0], score_mod=score_mod, max_logit=request.max_logit)
+    pieces = _kv_pieces(k, v, local, mesh)
     parts = []
     max_logits = []
     for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
@@ -168,11 +171,14 @@ def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMe
     kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
     kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
     pending = all_gather.start(kv_RF, local.num_ranks, name)
+    del kv_BTF, kv_RF  # the collective holds what it still needs
     yield k, v
     gathered_PRF = all_gather.wait(pending, local.num_ranks, name)
+    del pending
     remote_BKF = gathered_PRF.index_select(0, spread_slots(local, local.remote, batch).flatten()).unflatten(
         0, (batch, -1)
     )
+    del gathered_PRF  # or it would stay for as long as the caller works on the piece
     k_flat, v_flat = remote_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
     yield (
         k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
@@ -182,7 +188,8 @@ def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMe
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sink = sinks.to(lse.dtype).view(1, -1, 1)
-    kept = torch.sigmoid(lse - sink)
+    # Rows without a key keep output 0, also for a sink of -inf.
+    kept = torch.sigmoid(torch.where(lse == -math.inf, lse, lse - sink))
     return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
 
 
@@ -227,6 +234,12 @@ def _with_dtensors(
     if plain:
         raise ValueError(f"q, k and v must all be DTensors or all plain tensors; {plain} are plain")
     placements = q.placements
+    # Which slice of the heads this rank has: mesh axes count like digits, the first one highest.
+    num_slices, head_slice = 1, 0
+    for axis, placement in enumerate(placements):
+        if placement == Shard(1):
+            num_slices *= q.device_mesh.size(axis)
+            head_slice = head_slice * q.device_mesh.size(axis) + q.device_mesh.get_local_rank(axis)
     for name, x in tensors.items():
         good = all(p in (Shard(1), Replicate()) for p in x.placements)
         if not good or x.placements != placements or x.device_mesh != q.device_mesh:
@@ -235,19 +248,23 @@ def _with_dtensors(
                 f"placements {x.placements} on axes {x.device_mesh.mesh_dim_names}. The sequence is not a DTensor dim "
                 f"here: each cp rank holds its own shard"
             )
-        if name != "q" and x.shape[1] % math.prod(
-            x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == Shard(1)
-        ):
-            raise ValueError(f"{x.shape[1]} heads of {name} do not divide over the axes they are sharded on")
+        if x.shape[1] % num_slices:
+            raise ValueError(
+                f"{x.shape[1]} heads of {name} do not divide over {num_slices} ranks of the axes they are sharded on"
+            )
+    per_head = [Shard(0) if p == Shard(1) else p for p in placements]
     if isinstance(sinks, DTensor):
-        sinks = sinks.to_local()
+        sinks = sinks.redistribute(placements=per_head).to_local(grad_placements=per_head)
+    score_mod = options["score_mod"]
+    if score_mod is not None and num_slices > 1:
+        first_head = head_slice * (q.shape[1] // num_slices)
+        options["score_mod"] = lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first_head, q_idx, kv_idx)
     q_local, k_local, v_local = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
     out, extra = _attend(q_local, k_local, v_local, plan, mesh, request, **options, sinks=sinks)
 
     def wrap(x: torch.Tensor, to: Any) -> DTensor:
         return DTensor.from_local(x, q.device_mesh, to, run_check=False)
 
-    per_head = [Shard(0) if p == Shard(1) else p for p in placements]
     return wrap(out, placements), Aux(
         lse=None if extra.lse is None else wrap(extra.lse, placements),
         max_logit=None if extra.max_logit is None else wrap(extra.max_logit, per_head),

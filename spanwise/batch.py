@@ -53,6 +53,8 @@ def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: in
 
 def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_dim: int | None) -> torch.Tensor:
     """Select tokens `index_BT` along `dim`; one index row serves every batch row."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"only tensors can be sharded, got a {type(x).__name__}; take it out of the batch")
     dim = _checked_dim(x, dim)
     if x.shape[dim] != length:
         raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
@@ -104,9 +106,12 @@ def unshard(
             f"dim {dim} must have rank {local.rank}'s {local.tokens.shape[1]} tokens, got a tensor of shape "
             f"{tuple(x.shape)}"
         )
+    if x.is_complex():
+        raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
     if local.num_ranks == 1:
         return x
-    rank_on(mesh, local.num_ranks)
+    if rank_on(mesh, local.num_ranks) != local.rank:
+        raise ValueError(f"this is rank {rank_on(mesh, local.num_ranks)}, and the rank plan is rank {local.rank}'s")
     assert mesh is not None
     if local.batched:
         if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
@@ -158,11 +163,15 @@ def roll(
 
     Args:
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's,
-            else one document.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
+            with. ``[0, seq_len]`` is one document.
+
+    Raises:
+        ValueError: also if neither tells where documents start, unless the mask cannot hold several.
     """
-    if isinstance(plan, Plan) and cu_seqlens is None:
-        cu_seqlens = plan.cu_seqlens
+    if not isinstance(shifts, (int, np.integer)):
+        raise ValueError(f"shifts must be an integer, got {shifts!r}")
+    cu_seqlens = _known_offsets(plan, cu_seqlens)
     local = built_plan(plan, mesh, x.device) if isinstance(plan, Plan) else plan
     full = unshard(local, mesh, x, dim, batch_dim=batch_dim)
     dim = _checked_dim(full, dim)
@@ -186,21 +195,52 @@ def roll(
     return shard(local, mesh, torch.where(keep, rolled, torch.full_like(rolled, fill_value)), dim, batch_dim=batch_dim)
 
 
+def _known_offsets(plan: Plan | RankPlan, cu_seqlens: Any) -> Any:
+    """`cu_seqlens`, else the plan's, else one document where the mask rules out that there are several."""
+    if cu_seqlens is not None:
+        return cu_seqlens
+    if isinstance(plan, RankPlan):
+        raise ValueError(
+            "a RankPlan does not know where documents start; pass cu_seqlens ([0, seq_len] for one document)"
+        )
+    if plan.cu_seqlens is not None:
+        return plan.cu_seqlens
+    cuts = _cuts(plan)
+    if len(cuts):
+        raise ValueError(
+            f"no span of the mask crosses token {cuts[0]}, so a document may start there, and spans alone do not tell; "
+            f"pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
+        )
+    return [0, plan.seq_len]
+
+
+def _cuts(plan: Plan) -> np.ndarray:
+    """Positions in ``(0, seq_len)`` that no span of any mask and batch row crosses."""
+    crossed = np.zeros(plan.seq_len + 1, dtype=bool)
+    for mask in plan.masks.values():
+        position = np.arange(plan.seq_len)
+        is_span = mask.end > mask.start
+        first = np.where(is_span, np.minimum(mask.start, position), position).min(axis=(0, 1))
+        last = np.where(is_span, np.maximum(mask.end, position + 1), position + 1).max(axis=(0, 1))
+        # Token i and its keys hold [first, last) together: no cut strictly inside.
+        steps = np.bincount(first + 1, minlength=plan.seq_len + 2) - np.bincount(last, minlength=plan.seq_len + 2)
+        crossed |= np.cumsum(steps)[: plan.seq_len + 1] > 0
+    return np.flatnonzero(~crossed[1:-1]) + 1
+
+
 def document_ids(cu_seqlens: Any, seq_len: int) -> np.ndarray:
-    """Document of each token, int64 ``[rows, seq_len]``; one document if `cu_seqlens` is None.
+    """Document of each token, int64 ``[rows, seq_len]``.
 
     Raises:
         ValueError: offsets that do not start at 0, decrease, or do not end at `seq_len`.
     """
-    if cu_seqlens is None:
-        return np.zeros((1, seq_len), dtype=np.int64)
     rows = check_offset_rows(cu_seqlens, seq_len)
     return np.stack([np.repeat(np.arange(len(row) - 1), np.diff(row)) for row in rows])
 
 
 def shard_batch(
     batch: dict[str, torch.Tensor],
-    plan: Plan,
+    plan: Plan | RankPlan,
     mesh: DeviceMesh | None,
     *,
     cu_seqlens: Any = None,
@@ -212,12 +252,15 @@ def shard_batch(
         batch: tensors ``[B, seq_len, …]``, whole on every rank. ``"labels"`` (int64, −100 is ignored) are shifted:
             the label of a token becomes the next token's, −100 at the end of each document. ``"position_ids"`` is added
             if missing.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, else each row
-            is one document.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
+            with. ``[0, seq_len]`` is one document.
         shift_labels: False where the loader already shifted.
 
     Returns:
         The same keys and ``"position_ids"`` int64 ``[B, T]``, counted from the start of each document.
+
+    Raises:
+        ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents.
     """
     if not batch:
         raise ValueError("shard_batch got an empty batch")
@@ -228,7 +271,7 @@ def shard_batch(
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
     first = next(iter(batch.values()))
-    documents = document_ids(plan.cu_seqlens if cu_seqlens is None else cu_seqlens, plan.seq_len)
+    documents = document_ids(_known_offsets(plan, cu_seqlens), plan.seq_len)
     if documents.shape[0] not in (1, first.shape[0]):
         raise ValueError(f"cu_seqlens has {documents.shape[0]} rows, the batch has {first.shape[0]}")
     result = dict(batch)

@@ -93,7 +93,17 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inner = module.forward
         signature = inspect.signature(inner)
-        self._check_module(inner, signature)
+        owned = [name for name, _ in module.named_parameters()]
+        if owned:
+            raise ValueError(
+                f"the module has parameters, {owned}, which the style would leave without use or gradient; wrap a "
+                f"module whose forward is the attention call alone"
+            )
+        was_training = module.training
+        for training in (True, False):
+            module.train(training)
+            self._check_module(inner, signature, device_mesh.device_type)
+        module.train(was_training)
         mesh = device_mesh
 
         @functools.wraps(inner)
@@ -139,6 +149,8 @@ class ContextParallel(ParallelStyle):
             if name in _TENSORS:
                 tensors[_TENSORS[name]] = value
             elif name in _MASKS:
+                if value is not None and plan is not None:
+                    raise ValueError(f"the wrapped attention was given two masks; {name} is the second")
                 plan = value if value is not None else plan
             elif name == "is_causal" and value is True:
                 causal = True
@@ -173,30 +185,30 @@ class ContextParallel(ParallelStyle):
         if plan is None:
             what = "is_causal=True" if causal else "a call without a mask"
             raise ValueError(f"{what} does not say how the tokens were dealt out to the ranks; {remedy}")
-        if causal and not (isinstance(plan, Plan) and plan.mask(self.mask) == SpanMask.causal(plan.seq_len)):
-            raise ValueError(
-                "is_causal=True goes only with a Plan of the causal mask; "
-                + ("a RankPlan does not tell its mask" if isinstance(plan, RankPlan) else f"this is {plan!r}")
-            )
+        if causal and self.mask not in plan.causal:
+            raise ValueError(f"is_causal=True goes only with a plan of the causal mask; mask {self.mask!r} is another")
         return plan
 
-    def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature) -> None:
+    def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature, device: str) -> None:
         """Run the module and spanwise on one small causal problem and raise if they differ."""
         num_q, num_kv, dim = self.probe
         length = 32
         plan = make_plan(SpanMask.causal(length), 1, block_size=length, balancer="contiguous")
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         # Large scores, so that a scale or a cap inside the module shows.
-        q, k, v = (3 * torch.randn(1, heads, length, dim, generator=generator) for heads in (num_q, num_kv, num_kv))
+        q, k, v = (
+            3 * torch.randn(1, heads, length, dim, generator=generator, device="cpu").to(device)
+            for heads in (num_q, num_kv, num_kv)
+        )
         expected = context_parallel_attention(
-            q, k, v, build(plan, 0), None, kernel="reference", scale=self.scale, score_mod=self.score_mod
+            q, k, v, build(plan, 0, device), None, kernel="reference", scale=self.scale, score_mod=self.score_mod
         )
         call = tuple(x.transpose(1, 2) for x in (q, k, v)) if self.seq_dim == 1 else (q, k, v)
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # FlexAttention warns that it runs uncompiled, which is what a probe of 32 tokens wants.
                 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-                got = inner(*call, **self._probe_mask(signature, length, num_q != num_kv))
+                got = inner(*call, **self._probe_mask(signature, length, num_q != num_kv, device))
         except Exception as error:
             raise ValueError(
                 f"ContextParallel could not run the module on a small problem, q {tuple(call[0].shape)}, k and v "
@@ -218,7 +230,7 @@ class ContextParallel(ParallelStyle):
                 f"run. Pass the scale or score_mod that the module applies inside to ContextParallel"
             )
 
-    def _probe_mask(self, signature: inspect.Signature, length: int, gqa: bool) -> dict[str, Any]:
+    def _probe_mask(self, signature: inspect.Signature, length: int, gqa: bool, device: str) -> dict[str, Any]:
         """Keyword arguments that make the module itself causal on the probe."""
         parameters = signature.parameters
         kwargs: dict[str, Any] = {}
@@ -227,8 +239,8 @@ class ContextParallel(ParallelStyle):
         mask = SpanMask.causal(length)
         name = next((n for n in (ATTENTION_TYPES[self.attention_type], *_MASKS) if n in parameters), None)
         if name is not None:
-            dense = torch.from_numpy(mask.dense())
-            return kwargs | {name: mask.block_mask("cpu", 128) if self.attention_type == "flex" else dense}
+            dense = torch.from_numpy(mask.dense()).to(device)
+            return kwargs | {name: mask.block_mask(device, 128) if self.attention_type == "flex" else dense}
         if "is_causal" in parameters:
             return kwargs | {"is_causal": True}
         raise ValueError(

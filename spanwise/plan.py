@@ -14,6 +14,8 @@ import functools
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,12 @@ class Plan:
             raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
         return self.layout.runs(rank, row if self.layout.batch_size > 1 else 0)
 
+    @functools.cached_property
+    def causal(self) -> tuple[str, ...]:
+        """Names of the masks that are the plain causal mask."""
+        causal = SpanMask.causal(self.seq_len)
+        return tuple(sorted(name for name, mask in self.masks.items() if mask == causal))
+
     # What the ranks do and receive.
 
     def work(self, mask: str = "default") -> np.ndarray:
@@ -171,7 +179,7 @@ class Plan:
 
         Returns:
             ``compute_forward``, ``compute_backward`` (busiest rank), ``gather``, ``reduce_scatter`` (gradients travel
-            in float32 at least) and ``total``, in which the local part of the forward hides the gather.
+            in float32 at least) and ``total``, their sum: nothing is taken for hidden.
         """
         self._require_shape("predict()")
         assert self.num_q_heads is not None and self.head_dim is not None and self.v_head_dim is not None
@@ -297,14 +305,14 @@ class Plan:
                 ranks = range(header["num_ranks"])
                 rows = [[data[f"runs{row}_{rank}"] for rank in ranks] for row in range(header["layout_rows"])]
                 cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
-        except (KeyError, OSError, ValueError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+            fields = {f.name for f in dataclasses.fields(Plan)}
+            plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
+            plain["hardware"] = cost.Hardware(**header["hardware"])
+            plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
+        except FileNotFoundError:
+            raise
+        except (KeyError, OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {error}") from error
-        fields = {f.name for f in dataclasses.fields(Plan)}
-        plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
-        plain["hardware"] = cost.Hardware(**header["hardware"])
-        plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
         if plan.fingerprint != header["fingerprint"]:
             raise ValueError(
                 f"{os.fspath(path)} was altered or damaged: its fingerprint is {header['fingerprint']}, "
@@ -388,9 +396,12 @@ def make_plan(
         ("head_dim", head_dim),
         ("v_head_dim", v_head_dim),
     ):
-        if value is not None and (not isinstance(value, (int, np.integer)) or value < 1):
+        if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
+    num_q_heads, num_kv_heads, head_dim, v_head_dim = (
+        None if value is None else int(value)
+        for value in (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
+    )
     if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
@@ -412,7 +423,7 @@ def make_plan(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            v_head_dim=v_head_dim,
             dtype=dtype_name,
             itemsize=itemsize,
             hardware=hardware or cost.H100,

@@ -10,7 +10,9 @@ specialised to one plan.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +57,9 @@ class RankPlan:
             The gathered shards are ordered ``[rank, row, token]`` and flattened.
         padded: ``[padded shard length, 0]``; only its shape means something.
         stages: for each mask the local stage, then the remote one (absent on a single rank).
-        rank, num_ranks, batched: plain numbers; `batched` says that every batch row has a layout of its own.
+        rank, num_ranks: plain numbers.
+        batched: whether every batch row has a layout of its own.
+        causal: names of the masks that are the plain causal mask.
     """
 
     tokens: torch.Tensor
@@ -66,6 +70,7 @@ class RankPlan:
     rank: int
     num_ranks: int
     batched: bool
+    causal: tuple[str, ...]
 
     @property
     def seq_len(self) -> int:
@@ -73,7 +78,7 @@ class RankPlan:
 
 
 _compat.register_pytree_dataclass(Stage)
-_compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched"))
+_compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched", "causal"))
 
 
 def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tables: bool = False) -> RankPlan:
@@ -83,6 +88,12 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         flex_tables: also build the block tables that the flex kernel needs.
     """
     device = torch.device(device)
+    if flex_tables and plan.layout.tokens_per_rank.min() == 0:
+        # Every rank knows, so that every rank raises; the kernel would on the empty rank alone.
+        raise ValueError(
+            f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
+            f"fewer ranks, smaller blocks or another balancer"
+        )
     layout, num_ranks, seq_len = plan.layout, plan.num_ranks, plan.seq_len
     rows = layout.batch_size
     padded = int(layout.tokens_per_rank.max())
@@ -122,7 +133,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         local_stage = stage(mask, tokens, own_runs)
         stages[name] = (local_stage,) if num_ranks == 1 else (local_stage, stage(mask, remote_tokens, other_runs))
     return RankPlan(
-        tokens=_on_device(tokens, device),
+        tokens=_on_device(tokens, device) if flex_tables else _compat.mark_dynamic(_on_device(tokens, device), 1),
         restore=_on_device(slots, device),
         remote=_compat.mark_dynamic(_on_device(remote, device), 1),
         padded=torch.empty(padded, 0, device=device),
@@ -130,30 +141,39 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         rank=rank,
         num_ranks=num_ranks,
         batched=rows > 1,
+        causal=plan.causal,
     )
 
 
 def _stage(mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, flex_tables: bool) -> Stage:
-    start, end, tables = mask.start, mask.end, None
+    tables = None
+    # Both stages get the same number of spans, and never one that alone would be a constant to torch.compile.
+    width = max(2, num_spans)
     if flex_tables:
         from spanwise._flex_masks import block_tables
         from spanwise.kernels.flex import FlexTables, pad_spans
 
+        width = pad_spans(num_spans)
+
         # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-        tables = FlexTables.from_numpy(block_tables(SpanMask(start, end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device)
-        # One number for both stages: combinations of two would each be a graph.
-        spare = pad_spans(num_spans) - mask.num_spans
-        start, end = (np.pad(a, ((0, 0), (0, spare), (0, 0))) for a in (start, end))
+        tables = FlexTables.from_numpy(
+            block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device
+        )
+    spare = width - mask.num_spans
+    start, end = (_on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), device) for x in (mask.start, mask.end))
+    if not flex_tables:  # the flex kernel needs a constant number of queries
+        for x in (start, end):
+            _compat.mark_dynamic(_compat.mark_dynamic(x, 1), 2)
     return Stage(
-        start=_on_device(np.array(start), device),
-        end=_on_device(np.array(end), device),
+        start=start,
+        end=end,
         kv_pos=_compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1),
         tables=tables,
     )
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on the device; to an accelerator by way of pinned memory, so that the host need not wait."""
+    """The array as a tensor on the device; to an accelerator through pinned memory, so that the host need not wait."""
     x = torch.from_numpy(array)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
@@ -171,7 +191,7 @@ def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tens
 
     A batched layout has them already; a one-row layout serves any number of rows.
     """
-    if local.batched:
+    if local.batched or batch == 1:
         return slots
     padded = local.padded.shape[0]
     rank, token = slots // padded, slots % padded
@@ -179,13 +199,19 @@ def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tens
     return (rank * batch + row) * padded + token
 
 
+# Fingerprints that the ranks of a group have compared and found equal. Only the comparison itself adds to it, so that
+# it holds the same on every rank: whether a later call has to compare does not depend on one rank's objects.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.deque[str]] = weakref.WeakKeyDictionary()
+_REMEMBERED = 1024
+
+
 def local_plan(
     plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
-    Call it on every rank, outside compiled code. The comparison is one small eager collective at each call; the tensors
-    are built once for each plan object.
+    A collective call: every rank of the mesh makes it, outside compiled code. It compares at each call, by one small
+    eager collective; the tensors are built once for each plan object.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
@@ -199,33 +225,25 @@ def local_plan(
     rank_on(mesh, plan.num_ranks)
     if mesh is not None and plan.num_ranks > 1:
         compare_fingerprints(plan.fingerprint, mesh.get_group())
-    return built_plan(plan, mesh, device, kernel=kernel, compared=True)
+    return built_plan(plan, mesh, device, kernel=kernel)
 
 
 def built_plan(
-    plan: Plan,
-    mesh: DeviceMesh | None,
-    device: torch.device | str | None = None,
-    *,
-    kernel: str = "auto",
-    compared: bool = False,
+    plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
 ) -> RankPlan:
-    """What `local_plan` returns, from the plan's own store if it was built before; only then nothing is compared.
-
-    This is what a call that was handed a `Plan` uses, so that the layers of a model do not compare it again and again.
-    """
+    """What `local_plan` returns, for a call that was handed a `Plan`: compares only what the group has not compared."""
     _refuse_compiling()
     rank = rank_on(mesh, plan.num_ranks)
+    if mesh is not None and plan.num_ranks > 1:
+        group = mesh.get_group()
+        if plan.fingerprint not in _compared.get(group, ()):
+            compare_fingerprints(plan.fingerprint, group)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     flex_tables = kernel == "flex" or (kernel == "auto" and device.type == "cuda")
-    # The group belongs to the key: on another mesh nobody has compared this plan yet.
-    group = _compat.group_name(mesh.get_group()) if mesh is not None and plan.num_ranks > 1 else None
-    key = (rank, group, device, flex_tables)
+    key = (rank, device, flex_tables)
     if key not in plan.built:
-        if not compared:
-            return local_plan(plan, mesh, device, kernel=kernel)
         plan.built[key] = build(plan, rank, device, flex_tables=flex_tables)
     return plan.built[key]
 
@@ -255,7 +273,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
 
 
 def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
-    """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all."""
+    """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all. A collective."""
     device = _compat.comparison_device(group)
     mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
     everyone = _compat.wait(_compat.start_all_gather(mine, group.size(), _compat.group_name(group)))
@@ -265,3 +283,4 @@ def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank"
         )
+    _compared.setdefault(group, collections.deque(maxlen=_REMEMBERED)).append(fingerprint)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from spanwise import _compat
 from spanwise.attention import context_parallel_attention
@@ -25,6 +26,7 @@ from spanwise.rank_plan import RankPlan, build
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
 _CLOSURE_LIMIT = 4096
+_DENSE_LIMIT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,8 @@ class VerifyReport:
     """What `verify` found; the same on every rank.
 
     Attributes:
-        errors: largest relative error over all ranks, ``max |x - ref| / max |ref|``, of "out" and of each gradient.
+        errors: largest relative error over all ranks, ``max |x - ref| / max |ref|``, of "out" and of each gradient:
+            "dq", "dk", "dv", or "dinputs[i]" and "dparameters" of a model.
         tolerance: what the errors must not exceed.
         probed: tokens whose input was changed.
         leaks: (row, token) pairs: the row's output changed although the mask hides the token from it.
@@ -57,6 +60,8 @@ class VerifyReport:
         for name, error in self.errors.items():
             verdict = "ok" if error <= self.tolerance else "too large"
             lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
+        if set(self.errors) == {"out"}:
+            lines.append("  gradients were not checked: no floating-point input and no plain parameter")
         lines.append(
             f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
         )
@@ -101,13 +106,23 @@ def verify(
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
 
+    Parameters are not touched. Those of a plain `nn.Module` are compared too, as "dparameters": the sum over ranks of
+    what each rank's tokens give. Parameters that are DTensors, as FSDP2 makes them, are not.
+
     Raises:
-        ValueError: a batched model that is longer than the closure of its mask can be computed for.
+        ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model that is longer than the
+            reach of its mask can be computed for.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
+    if num_probes < 1:
+        raise ValueError(f"num_probes must be at least 1, got {num_probes}")
+    attention = inputs is None
+    tokens = _probe_tokens(plan, num_probes)
+    must, may = _reach(plan, mask, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     local = plan.local(mesh, where, kernel="flex" if where.type == "cuda" else "auto")
-    generator = torch.Generator().manual_seed(seed)
-    attention = inputs is None
+    generator = torch.Generator("cpu").manual_seed(seed)
     sequence_dim = (2 if attention else 1) if dim is None else dim
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
     whole = tuple(x.detach().to(where) for x in whole)
@@ -122,22 +137,25 @@ def verify(
     reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
     if attention:
         q, k, v = reference_inputs
-        reference = context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=mask, kernel="reference")
+        # Dense while it fits; beyond, the CPU kernel in float64, which is tested against the dense one.
+        kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
+        reference = context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=mask, kernel=kernel)
     else:
         reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
-    cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64).to(where)
+    cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": _error(out.detach(), shard(local, mesh, reference.detach(), sequence_dim), reference, mesh)}
-    if any(x.requires_grad for x in shards):
-        out.backward(shard(local, mesh, cotangent, sequence_dim).to(out.dtype))
-        reference.backward(cotangent.to(reference.dtype))
-        for name, x, ref in zip(names, shards, reference_inputs, strict=True):
-            if ref.grad is not None:
-                grad = torch.zeros_like(x) if x.grad is None else x.grad
-                errors[f"d{name}"] = _error(grad, shard(local, mesh, ref.grad, sequence_dim), ref.grad, mesh)
+    parameters = _plain_parameters(fn_or_model)
+    named = [(name, x, ref) for name, x, ref in zip(names, shards, reference_inputs, strict=True) if x.requires_grad]
+    if named or parameters:
+        grads = _gradients(out, shard(local, mesh, cotangent, sequence_dim), [x for _, x, _ in named] + parameters)
+        wanted = _gradients(reference, cotangent, [ref for _, _, ref in named] + parameters)
+        for (name, _, _), grad, want in zip(named, grads, wanted, strict=False):
+            errors[f"d{name}"] = _error(grad, shard(local, mesh, want, sequence_dim), want, mesh)
+        for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
+            total = grad.double() if mesh is None else _compat.all_reduce(grad.double(), "sum", mesh)
+            errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
 
     # Leaks.
-    tokens = _probe_tokens(plan, num_probes)
-    must, may = _reach(plan, mask, tokens, attention)
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
     with torch.no_grad():
@@ -157,12 +175,27 @@ def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator
     dim = plan.head_dim or 16
     shapes = ((q_heads, dim), (kv_heads, dim), (kv_heads, plan.v_head_dim or dim))
     return tuple(
-        torch.randn(plan.batch_size, heads, plan.seq_len, size, generator=generator).to(dtype) for heads, size in shapes
+        torch.randn(plan.batch_size, heads, plan.seq_len, size, generator=generator, device="cpu").to(dtype)
+        for heads, size in shapes
     )
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _plain_parameters(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    if not isinstance(fn, torch.nn.Module):
+        return []
+    return [p for p in fn.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+
+def _gradients(out: torch.Tensor, cotangent: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of `out` along `cotangent`, zero where it does not depend; nothing is accumulated into ``.grad``."""
+    if not out.requires_grad:
+        return [torch.zeros_like(x) for x in of]
+    grads = torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of, grads, strict=True)]
 
 
 def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
@@ -210,8 +243,10 @@ def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
         at.copy_(1.0 - at)
         return x
     others = torch.unique(x)
-    replacement = others[(torch.searchsorted(others, at.contiguous()) + 1) % len(others)]
-    at.copy_(replacement)
+    if len(others) == 1:
+        at.copy_(torch.where(at > 0, at - 1, at + 1))
+    else:
+        at.copy_(others[(torch.searchsorted(others, at.contiguous()) + 1) % len(others)])
     return x
 
 

@@ -56,7 +56,10 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
-        return None, _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name), None, None
+        pending = _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name)
+        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+            _compat.wait(pending)  # anomaly mode looks for nan in what a backward returns, so reads it
+        return None, pending, None, None
 
 
 def start(x_R_F: torch.Tensor, num_ranks: int, name: str) -> Pending:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spanwise.kernels._checks import check_problem
+
 if TYPE_CHECKING:
     from spanwise.rank_plan import Stage
 
@@ -41,6 +43,39 @@ def resolve(kernel: str, device: torch.device, score_mod: Callable[..., Any] | N
     if kernel == "sdpa" and score_mod is not None:
         raise ValueError("kernel 'sdpa' cannot apply a score_mod; use kernel='reference' on the CPU or 'flex' on CUDA")
     return kernel
+
+
+def check(
+    kernel: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stage: Stage,
+    *,
+    score_mod: Callable[..., Any] | None,
+    max_logit: bool,
+) -> None:
+    """Raise what `attend` and `max_logit` would raise, before anything has been sent.
+
+    Args:
+        kernel: a name that `resolve` returned.
+        stage: the local stage; k and v are the rank's own.
+    """
+    if max_logit and not (kernel == "flex" and q.device.type == "cuda") and (score_mod or q.device.type != "cpu"):
+        raise ValueError(
+            f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
+            f"kernel={kernel!r} on {q.device} and score_mod={score_mod}"
+        )
+    if kernel != "flex":
+        check_problem(q, k, v, stage.start, stage.end)
+        return
+    from spanwise.kernels import flex
+
+    if stage.tables is None:
+        raise ValueError(
+            "kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')"
+        )
+    flex.check(q, k, v, stage.start, stage.end, stage.tables)
 
 
 def attend(
@@ -80,10 +115,7 @@ def attend(
         )  # fmt: skip
     from spanwise.kernels.flex import flex
 
-    if stage.tables is None:
-        raise ValueError(
-            "kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')"
-        )
+    assert stage.tables is not None  # as `check` made sure
     return flex(
         q, k, v, stage.start, stage.end, stage.tables,
         scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
@@ -103,20 +135,16 @@ def max_logit(
 ) -> torch.Tensor:
     """Largest visible score of each query head, ``[Hq]``, −inf if there is none. Not differentiable.
 
-    Kernel "flex" on CUDA, and on the CPU any kernel without a `score_mod`; `ValueError` otherwise.
+    Kernel "flex" on CUDA, and on the CPU any kernel without a `score_mod`; see `check`.
     """
-    if kernel == "flex" and q.device.type == "cuda" and stage.tables is not None:
+    if kernel == "flex" and q.device.type == "cuda":
+        assert stage.tables is not None  # as `check` made sure
         from spanwise.kernels import flex
 
         return flex.max_logit(
             q, k, stage.start, stage.end, stage.tables,
             scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
         )  # fmt: skip
-    if score_mod is not None or q.device.type != "cpu":
-        raise ValueError(
-            f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
-            f"kernel={kernel!r} on {q.device} and score_mod={score_mod}"
-        )
     from spanwise.kernels import sdpa
 
     return sdpa.max_logit(q, k, stage.start, stage.end, scale=scale, softcap=softcap)

@@ -149,14 +149,9 @@ def flex(
         ValueError: Inputs that do not fit together, a dtype or head dim that the device's kernel lacks, or gradients on
             the CPU.
     """
-    _check(q, k, v, start, end, tables, q_pos, kv_pos, block_size)
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    check(q, k, v, start, end, tables, q_pos, kv_pos, block_size)
+    if not _wants_grad(q, k, v):
         q, k, v = q.detach(), k.detach(), v.detach()  # torch's CPU kernel refuses requires_grad even under no_grad
-    elif q.device.type == "cpu":
-        raise ValueError(
-            "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on "
-            "the CPU, or torch.no_grad() for inference"
-        )
     if score_mod is None:
         q_pos = kv_pos = None
     dtype = q.dtype
@@ -267,7 +262,7 @@ def max_logit(
     if q.device.type == "cpu":
         raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
     q, k = q.detach().contiguous(), k.detach().contiguous()
-    _check(q, k, k, start, end, tables, q_pos, kv_pos, block_size)
+    check(q, k, k, start, end, tables, q_pos, kv_pos, block_size)
     if score_mod is None:
         q_pos = kv_pos = None
     run = _largest if torch.compiler.is_compiling() else _compiled_largest()
@@ -304,6 +299,10 @@ def _largest(
     assert aux.max_scores is not None  # they were requested
     empty = ((end - start).sum(1) == 0)[:, None]
     return aux.max_scores.masked_fill(empty, float("-inf")).amax((0, 2))
+
+
+def _wants_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _mask_mod(start: torch.Tensor, end: torch.Tensor) -> Mod:
@@ -365,17 +364,23 @@ def _block_mask(q: torch.Tensor, k: torch.Tensor, tables: FlexTables, mask_mod: 
     )
 
 
-def _check(
+def check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     start: torch.Tensor,
     end: torch.Tensor,
     tables: FlexTables,
-    q_pos: torch.Tensor | None,
-    kv_pos: torch.Tensor | None,
-    block_size: int,
+    q_pos: torch.Tensor | None = None,
+    kv_pos: torch.Tensor | None = None,
+    block_size: int = 128,
 ) -> None:
+    """Raises what `flex` raises of these arguments; ``ValueError``."""
+    if q.device.type == "cpu" and _wants_grad(q, k, v):
+        raise ValueError(
+            "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on "
+            "the CPU, or torch.no_grad() for inference"
+        )
     check_problem(q, k, v, start, end)
     if q.dtype not in _HALVES_AND_FLOAT:
         raise ValueError(f"kernel 'flex' takes float32, bfloat16 or float16, got {q.dtype}; use kernel='reference'")

@@ -23,7 +23,7 @@ CAUSAL = spanwise.make_plan(SpanMask.causal(LENGTH), 2, block_size=4)
 
 
 class SDPA(nn.Module):
-    def forward(self, q, k, v, attn_mask=None, *, is_causal=False, enable_gqa=True, dropout_p=0.0):
+    def forward(self, q, k, v, attn_mask=None, *, is_causal=False, enable_gqa=True, dropout_p=0.0, **_):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
 
 
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
 def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=2):
     """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; (out, dq, dk, dv) of every rank."""
-    problem = make_problem(plan.mask().dense(), heads=heads)
+    problem = make_problem(plan.masks.get(style.get("mask"), plan.mask()).dense(), heads=heads)
 
     def on_rank(rank: int, mesh: object):
         model = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])})
@@ -135,8 +135,8 @@ def test_sequence_in_dim_1() -> None:
 
 
 def test_named_mask() -> None:
-    plan = spanwise.make_plan({"full": SpanMask.causal(LENGTH), "default": MASK}, 2, block_size=4)
-    style = {"attention_type": "sdpa", "mask": "default"}
+    plan = spanwise.make_plan({"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)
+    style = {"attention_type": "sdpa", "mask": "full"}
     check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
 
 
@@ -163,10 +163,11 @@ def test_scale_inside_the_module_must_be_declared() -> None:
             "must be a Plan, got a Tensor",
         ),
         ({}, lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "must be a Plan, got a BlockMask"),
-        ({"plan": PLAN}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "only with a Plan of the causal mask"),
+        ({"plan": PLAN}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "only with a plan of the causal mask"),
         ({}, lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1 is not supported"),
         ({}, lambda layer, t, plan, mesh: layer(*t, plan, window=3), "does not know the argument window=3"),
         ({}, lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"called without \['v'\]"),
+        ({}, lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "given two masks"),
         ({"kernel": "flash"}, lambda layer, t, plan, mesh: layer(*t, plan), "unknown kernel 'flash'"),
         ({"mask": "window"}, lambda layer, t, plan, mesh: layer(*t, plan), "no mask named 'window'"),
     ],
@@ -181,6 +182,22 @@ class NotAttention(nn.Module):
         return q.sum()
 
 
+class DropoutInTraining(nn.Module):
+    """Called in eval mode here: the dropout of training shows only if the probe runs in training mode as well."""
+
+    def forward(self, q, k, v, attn_mask=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.5 if self.training else 0.0)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(()))
+
+    def forward(self, q, k, v, attn_mask=None):
+        return self.gate * F.scaled_dot_product_attention(q, k, v, attn_mask)
+
+
 class NoMask(nn.Module):
     def forward(self, q, k, v):
         return q
@@ -188,11 +205,17 @@ class NoMask(nn.Module):
 
 @pytest.mark.parametrize(
     ("inner", "message"),
-    [(NotAttention, "not an attention call"), (NoMask, "none of which is a mask"), (nn.Linear, "could not run")],
+    [
+        (NotAttention, "not an attention call"),
+        (NoMask, "none of which is a mask"),
+        (nn.Identity, "could not run"),
+        (DropoutInTraining, "computes something other"),
+        (Gated, r"has parameters, \['gate'\]"),
+    ],
 )
 def test_modules_that_are_not_attention(inner: type, message: str) -> None:
     def on_rank(rank: int, mesh: object) -> None:
-        module = nn.Linear(4, 4) if inner is nn.Linear else inner()
+        module = inner().eval()
         parallelize_module(module, mesh["cp"], ContextParallel(attention_type="sdpa"))
 
     with pytest.raises(ValueError, match=message):
