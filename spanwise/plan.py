@@ -292,7 +292,7 @@ class Plan:
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan that :meth:`save` wrote; ``ValueError`` if the file is not one, or was altered."""
         try:
-            with np.load(path, allow_pickle=False) as data:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
                 header = json.loads(str(data["header"]))
                 if header["format"] != _FORMAT:
                     raise ValueError(

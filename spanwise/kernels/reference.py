@@ -54,6 +54,22 @@ def reference(
         ValueError: If the shapes do not fit together.
     """
     check_problem(q, k, v, start, end)
+    with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
+        return _reference(q, k, v, start, end, scale, score_mod, q_pos, kv_pos, softcap)
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    q_pos: torch.Tensor | None,
+    kv_pos: torch.Tensor | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanwise
-from spanwise import AuxRequest, SpanMask
+from spanwise import AuxRequest, SpanMask, _compat
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
@@ -160,12 +161,33 @@ def attend(plan=PLAN, *, edit=lambda q, k, v: (q, k, v), mesh_is_none=False, **o
         (lambda: attend(kernel="sdpa", score_mod=lambda s, b, h, i, j: s), "cannot apply a score_mod"),
         (lambda: attend(softcap=1.0, score_mod=lambda s, b, h, i, j: s), "cannot be combined"),
         (lambda: attend(softcap=-1.0), "softcap must be positive"),
+        (lambda: attend(softcap=math.inf), "softcap must be positive"),
         (lambda: attend(sinks=torch.zeros(3)), "one logit a query head"),
+        (
+            lambda: attend(
+                kernel="reference", score_mod=lambda s, b, h, i, j: s, return_aux=AuxRequest(max_logit=True)
+            ),
+            "CPU without a score_mod",
+        ),
+        (lambda: attend(kernel="flex", edit=lambda q, k, v: (q.requires_grad_(), k, v)), "no backward on the CPU"),
     ],
 )
-def test_bad_calls_are_errors_before_any_collective(call, message: str) -> None:
+def test_bad_calls_are_errors_before_any_collective(call, message: str, collectives: list[str]) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+    assert len(collectives) in (0, 3)  # nothing but, on each of three ranks, the comparison of plans
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the collectives that any rank starts."""
+    started: list[str] = []
+    for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
+        start = getattr(_compat, name)
+        monkeypatch.setattr(
+            _compat, name, lambda *args, name=name, start=start: (started.append(name), start(*args))[1]
+        )
+    return started
 
 
 def test_missing_kernels_say_what_works() -> None:
@@ -185,8 +207,68 @@ def test_plans_that_differ_between_ranks() -> None:
         assert all(plan.fingerprint in text for plan in plans) and "rank 2 has" in text
 
 
-def test_a_rank_plan_is_built_and_compared_once() -> None:
+def test_equal_plans_are_compared_once_whichever_objects_they_are(collectives: list[str]) -> None:
+    """Rank 0 keeps its plan object, the others make it anew: no rank may start a comparison that another skips."""
+    x = torch.zeros(1, 2, PLAN.layout.tokens_per_rank.max(), 8)
+
     def on_rank(rank: int, mesh: object) -> bool:
-        return PLAN.local(mesh) is PLAN.local(mesh, "cpu")
+        first = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+        q = x[:, :, : first.layout.num_tokens(rank)]
+        spanwise.context_parallel_attention(q, q, q, first, mesh)
+        second = first if rank == 0 else spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+        spanwise.context_parallel_attention(q, q, q, second, mesh)
+        return first.local(mesh) is first.local(mesh, "cpu")
 
     assert all(run_ranks(3, on_rank))
+    # One comparison and two gathers of K/V by each rank, then two explicit comparisons.
+    assert len(collectives) == 3 * (3 + 2)
+
+
+def test_eager_collectives_enclose_the_local_part() -> None:
+    """Forward: start, local, wait, remote. Backward: remote, start, local, wait."""
+    problem = make_problem(MASK.dense())
+
+    class Record(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            namespace, name = func.name().split("::")
+            if namespace in ("spanwise", "_c10d_functional"):
+                self.names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    def on_rank(rank: int, mesh: object) -> list[str]:
+        plan = PLAN.local(mesh)
+        leaves = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        with Record() as record:
+            out = spanwise.context_parallel_attention(*leaves, plan, mesh)
+            out.sum().backward()
+        return record.names
+
+    for names in run_ranks(3, on_rank):
+        assert names == [
+            *("all_gather_into_tensor", "sdpa", "wait_tensor", "sdpa"),
+            *("sdpa_backward", "reduce_scatter_tensor", "sdpa_backward", "wait_tensor"),
+        ]
+
+
+def test_float32_stays_float32_under_autocast() -> None:
+    problem = make_problem(MASK.dense(), dtype=torch.float32)
+    plan = spanwise.make_plan(MASK, 1)
+    for kernel in ("reference", "sdpa"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = spanwise.context_parallel_attention(*problem[:3], plan, None, kernel=kernel)
+        assert relative_error(out, problem.out) <= 2e-6
+
+
+def test_flex_needs_a_token_on_every_rank() -> None:
+    """All ranks raise; the kernel would on the empty rank alone, and the others would wait."""
+    plan = spanwise.make_plan(SpanMask.causal(2), 3, balancer="contiguous", block_size=1)
+
+    def on_rank(rank: int, mesh: object) -> None:
+        with pytest.raises(ValueError, match="at least one token on every rank"):
+            plan.local(mesh, kernel="flex")
+
+    run_ranks(3, on_rank)

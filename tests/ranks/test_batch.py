@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 import spanwise
 from spanwise import SpanMask
+from spanwise.rank_plan import build
 from tests.ranks.harness import run_ranks
 
 LENGTH = 45
@@ -28,7 +31,7 @@ def plan_for(num_ranks: int, *, batched: bool = False) -> spanwise.Plan:
 @pytest.mark.parametrize(("shape", "dim"), [((2, LENGTH), 1), ((2, LENGTH, 3), 1), ((2, 5, LENGTH, 3), 2)])
 def test_unshard_undoes_shard_and_has_the_exact_adjoint(num_ranks: int, batched: bool, shape: tuple, dim: int) -> None:
     plan = plan_for(num_ranks, batched=batched)
-    assert plan.layout.batch_size == (2 if batched and num_ranks > 1 else plan.layout.batch_size)
+    assert plan.layout.batch_size == (2 if batched else 1)
     x = torch.randn(shape, dtype=torch.float64)
     cotangents = [torch.randn(shape, dtype=torch.float64) for _ in range(num_ranks)]
 
@@ -182,6 +185,54 @@ def test_loss_without_any_valid_token_is_zero() -> None:
         return loss.item(), float(logits.grad.abs().sum())
 
     assert run_ranks(2, on_rank) == [(0.0, 0.0)] * 2
+
+
+def test_documents_are_not_guessed() -> None:
+    """Spans do not tell where documents start; where the mask has a cut, the offsets have to be given."""
+    tokens = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
+    documents = plan_for(1)
+    with pytest.raises(ValueError, match="no span of the mask crosses token 1, .* pass cu_seqlens"):
+        spanwise.shard_batch(tokens, documents, None)
+    with pytest.raises(ValueError, match="a RankPlan does not know where documents start"):
+        spanwise.roll(tokens["labels"], -1, documents.local(None), None)
+    whole = spanwise.shard_batch(tokens, documents, None, cu_seqlens=[0, LENGTH])
+    assert torch.equal(whole["position_ids"][0], torch.arange(LENGTH))
+    known = spanwise.make_plan(SpanMask.documents(CU), 1, cu_seqlens=CU)
+    assert spanwise.shard_batch(tokens, known, None)["position_ids"].max() == 18
+    local = spanwise.shard_batch(tokens, known.local(None), None, cu_seqlens=CU)
+    assert torch.equal(local["position_ids"], spanwise.shard_batch(tokens, known, None)["position_ids"])
+    for mask in (SpanMask.causal(LENGTH), SpanMask.sliding_window(LENGTH, 2), SpanMask.full(LENGTH)):
+        got = spanwise.shard_batch(tokens, spanwise.make_plan(mask, 1), None)
+        assert torch.equal(got["position_ids"][0], torch.arange(LENGTH))
+
+
+@given(st.integers(1, 30), st.integers(0, 10**6))
+def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    start = np.maximum(np.arange(length) - rng.integers(0, 3, length), 0)
+    end = np.minimum(start + rng.integers(0, 4, length), length)
+    mask = SpanMask(start[None], np.maximum(start, end)[None], length)
+    dense = mask.dense()[0]
+    expected = [t for t in range(1, length) if not dense[t:, :t].any() and not dense[:t, t:].any()]
+    assert spanwise.batch._cuts(spanwise.make_plan(mask, 1)).tolist() == expected
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    plan = plan_for(2)
+    with pytest.raises(ValueError, match="only tensors can be sharded, got a NoneType"):
+        plan.shard({"a": None}, 0)
+    with pytest.raises(ValueError, match="shifts must be an integer"):
+        spanwise.roll(torch.zeros(1, LENGTH), 0.5, plan_for(1), None, CU)
+
+    def other_ranks_plan(rank: int, mesh: object) -> None:
+        x = torch.zeros(1, plan.layout.num_tokens(1 - rank))
+        with pytest.raises(ValueError, match=f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"):
+            spanwise.unshard(build(plan, 1 - rank), mesh, x)
+        with pytest.raises(ValueError, match=f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"):
+            q = torch.zeros(1, 2, x.shape[1], 8)
+            spanwise.context_parallel_attention(q, q, q, build(plan, 1 - rank), mesh)
+
+    run_ranks(2, other_ranks_plan)
 
 
 @pytest.mark.parametrize(

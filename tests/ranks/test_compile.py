@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -78,6 +78,41 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool) -> None:
             problem = make_problem(plan.mask().dense(), seed=i)
             for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
                 assert relative_error(x, plan.shard(whole, rank, dim=2)) <= 1e-10
+
+
+def compiled_layers(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[float], int]:
+    """Three masks of one model in one compiled function, over plans of many lengths; worst errors, number of graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    names = ("documents", "window", "causal")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> list[torch.Tensor]:
+        return [spanwise.context_parallel_attention(q, k, v, plan, mesh, mask=name) for name in names]
+
+    errors = []
+    for i in range(num_plans):
+        length = 60 + 7 * i
+        rng = np.random.default_rng(i)
+        masks = {
+            "documents": SpanMask.documents(np.unique(np.concatenate([[0, length], rng.integers(1, length, i % 4)]))),
+            "window": SpanMask.block_causal(length, 8, 1, global_tokens=i % 3),
+            "causal": SpanMask.causal(length),
+        }
+        plan = spanwise.make_plan(masks, 2, balancer=("head_tail", "lpt")[i % 2], block_size=4)
+        problems = [make_problem(masks[name].dense(), seed=i) for name in names]
+        q, k, v = (spanwise.shard(plan, mesh, x, dim=2) for x in problems[0][:3])
+        outs = attend(q, k, v, plan.local(mesh))
+        wholes = [spanwise.shard(plan, mesh, problem.out, dim=2) for problem in problems]
+        errors.append(max(relative_error(out, whole) for out, whole in zip(outs, wholes, strict=True)))
+    return errors, counter.frame_count
+
+
+def test_many_masks_and_lengths_share_two_graphs(gloo_pool: GlooPool) -> None:
+    for errors, graphs in gloo_pool.run(2, compiled_layers, 12, timeout=100):
+        assert graphs <= 2 and max(errors) <= 1e-10
 
 
 def compiled_with_a_plan(rank: int, mesh: DeviceMesh) -> str:
@@ -176,6 +211,25 @@ def test_tensor_parallel_heads_beside_context_parallel() -> None:
             assert relative_error(x, reference) <= 1e-10
 
 
+def test_score_mod_sees_global_heads_under_tensor_parallelism() -> None:
+    plan = spanwise.make_plan(SpanMask.causal(LENGTH), 1)
+    problem = make_problem(plan.mask().dense(), heads=(4, 2))
+    slopes = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    whole = spanwise.context_parallel_attention(*problem[:3], plan, None, score_mod=alibi, sinks=slopes)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
+        q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for x in problem[:3])
+        sinks = distribute_tensor(slopes, mesh, [Replicate()])
+        return spanwise.context_parallel_attention(q, k, v, plan, None, score_mod=alibi, sinks=sinks).full_tensor()
+
+    for out in run_ranks(2, on_rank, mesh_dim_names=("tp",)):
+        assert relative_error(out, whole) <= 1e-12
+
+
 def test_dtensors_that_do_not_fit() -> None:
     plan = plan_number(1)
 
@@ -187,5 +241,10 @@ def test_dtensors_that_do_not_fit() -> None:
         right = DTensor.from_local(x, mesh["tp"], [Shard(1)], run_check=False)
         with pytest.raises(ValueError, match=r"\['v'\] are plain"):
             spanwise.context_parallel_attention(right, right, x, plan, mesh["cp"])
+        odd = DTensor.from_local(
+            x[:, :1], mesh["tp"], [Shard(1)], run_check=False, shape=(1, 3, *x.shape[2:]), stride=x.stride()
+        )
+        with pytest.raises(ValueError, match="3 heads of q do not divide over 2 ranks"):
+            spanwise.context_parallel_attention(odd, right, right, plan, mesh["cp"])
 
     run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))

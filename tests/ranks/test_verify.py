@@ -89,4 +89,39 @@ def test_a_model_is_verified_against_itself() -> None:
     plan = spanwise.make_plan(SpanMask.sliding_window(LENGTH, 3), 3, block_size=4)
     x = torch.randn(1, LENGTH, 8)
     for report in reports(TwoLayers, plan, inputs=[x]):
-        assert report.ok and set(report.errors) == {"out", "dinputs[0]"}
+        assert report.ok and set(report.errors) == {"out", "dinputs[0]", "dparameters"}
+
+
+class ForgetsItsWeights(TwoLayers):
+    """Gets no gradient for its weights where the sequence is cut."""
+
+    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        kept = [w if plan.num_ranks == 1 else w.detach() for w in self.weights]
+        for weight in kept:
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
+            x = x + spanwise.context_parallel_attention(q, k, v, plan, self.mesh).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_missing_gradients_of_parameters_are_found_and_nothing_is_accumulated() -> None:
+    plan = spanwise.make_plan(SpanMask.causal(LENGTH), 3, block_size=4)
+    x = torch.randn(1, LENGTH, 8)
+
+    def on_rank(rank: int, mesh: object) -> spanwise.VerifyReport:
+        model = ForgetsItsWeights(mesh)
+        report = spanwise.verify(model, plan, mesh, inputs=[x])
+        assert all(p.grad is None for p in model.parameters())
+        return report
+
+    for report in run_ranks(3, on_rank):
+        assert not report.ok and report.errors["dparameters"] > 0.5 and report.errors["dinputs[0]"] <= report.tolerance
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the Plan"):
+        spanwise.verify(spanwise.context_parallel_attention, PLAN.local, None)
+    with pytest.raises(ValueError, match="num_probes must be at least 1"):
+        reports(lambda mesh: spanwise.context_parallel_attention, num_probes=0)
+    long = spanwise.make_plan(SpanMask.causal(5000), 1)
+    with pytest.raises(ValueError, match="seq_len <= 4096, got 5000"):
+        spanwise.verify(lambda x, plan: x, long, None, inputs=[torch.zeros(1, 5000, 1)])

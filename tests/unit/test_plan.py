@@ -132,11 +132,20 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
     np.savez(path, **arrays)
     with pytest.raises(ValueError, match="altered or damaged"):
         Plan.load(path)
-    path.write_bytes(b"not a plan")
-    with pytest.raises(ValueError, match="not a plan written by Plan.save"):
-        Plan.load(path)
+    make_plan(DOCUMENTS, 3).save(path)
+    whole = path.read_bytes()
+    for damaged in (b"not a plan", b"", whole[:-40], whole[:200] + b"xxxx" + whole[204:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"not a plan written by Plan\.save|altered or damaged"):
+            Plan.load(path)
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "missing.npz")
+
+
+def test_numpy_integers_are_numbers(tmp_path) -> None:
+    plan = make_plan(DOCUMENTS, np.int64(3), num_q_heads=np.int64(4), head_dim=np.int32(8), block_size=np.int64(16))
+    assert plan == make_plan(DOCUMENTS, 3, num_q_heads=4, head_dim=8, block_size=16)
+    plan.save(tmp_path / "plan.npz")
 
 
 def test_a_plan_that_was_used_still_pickles() -> None:
