@@ -118,6 +118,7 @@ class _Engine:
         # `base` (log2 e where the exponential follows).
         self.factor = scale * base if softcap is None else scale / softcap
         self.gain = 1.0 if softcap is None else softcap * base
+        self.zero, self.no_key = torch.zeros((), dtype=self.dtype), torch.tensor(_NO_KEY, dtype=self.dtype)
         self.max_columns = max(128, min(4096, _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
         self._buffers: dict[str, torch.Tensor] = {}
@@ -192,7 +193,7 @@ class _Engine:
             key = torch.arange(k0, k1, dtype=start.dtype)
             is_read = ((key >= first) & (key < last)).any(0)
             # 0 or -inf, added: ten times as fast as masked_fill_ with a mask that broadcasts.
-            by_row[..., column : column + k1 - k0] += is_read.to(self.dtype).log_()
+            by_row[..., column : column + k1 - k0] += torch.where(is_read, self.zero, self.no_key)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -211,7 +212,7 @@ def _sdpa(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     engine = _Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = torch.full(q.shape[:3], _NO_KEY, dtype=engine.dtype)
+    totals, tops = torch.ones(q.shape[:3], dtype=engine.dtype), torch.full(q.shape[:3], _NO_KEY, dtype=engine.dtype)
     heads = (engine.kv_heads, engine.group)
     for b, tile in engine.tiles(start, end):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
@@ -227,12 +228,12 @@ def _sdpa(
             total.mul_(decay).add_(weights.sum(-1, keepdim=True))
             acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], chunk, "v"))
             top = new_top
-        has_key = top != _NO_KEY
-        acc.div_(total.masked_fill_(~has_key, 1))
+        total.masked_fill_(top == _NO_KEY, 1)
         rows = slice(tile.first, tile.stop)
-        out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
-        lse[b].unflatten(0, heads)[:, :, rows] = total.log2_().add_(top).mul_(_LN_2).view(*heads, -1)
-    return out, lse
+        out[b].unflatten(0, heads)[:, :, rows] = acc.div_(total).unflatten(1, (engine.group, -1))
+        totals[b].unflatten(0, heads)[:, :, rows] = total.view(*heads, -1)
+        tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
+    return out, totals.log_().add_(tops, alpha=_LN_2)
 
 
 @_sdpa.register_fake
