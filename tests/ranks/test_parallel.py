@@ -38,7 +38,7 @@ class Scaled(nn.Module):
 
 
 class Flex(nn.Module):
-    def forward(self, q, k, v, *, block_mask=None, score_mod=None):
+    def forward(self, q, k, v, block_mask=None, *, score_mod=None):
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
 
 
@@ -104,6 +104,8 @@ def flex_steps(rank: int, mesh: object, problem, score_mod):
     parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
     leaves = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
     out = module(*leaves, block_mask=PLAN, score_mod=score_mod)
+    assert torch.equal(module(*leaves, PLAN, score_mod=score_mod), out)
+    assert torch.equal(module(q=leaves[0], k=leaves[1], v=leaves[2], block_mask=PLAN, score_mod=score_mod), out)
     out.backward(spanwise.shard(PLAN, mesh, problem.grad_out, dim=2))
     return [out.detach(), *(x.grad for x in leaves)]
 
