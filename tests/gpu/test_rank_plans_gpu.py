@@ -12,7 +12,7 @@ from spanwise.kernels.merge import merge
 from spanwise.rank_plan import build
 from tests.oracle import make_problem, relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 LENGTH = 1000
 
