@@ -46,9 +46,7 @@ def masks(seq_len: int, seed: int) -> dict[str, SpanMask]:
 
 def flex_case(mask: SpanMask, scale: float) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     spare = pad_spans(mask.num_spans) - mask.num_spans
-    start, end = (
-        torch.from_numpy(np.pad(x, ((0, 0), (0, spare), (0, 0)))).cuda() for x in (mask.start, mask.end)
-    )
+    start, end = (torch.from_numpy(np.pad(x, ((0, 0), (0, spare), (0, 0)))).cuda() for x in (mask.start, mask.end))
     tables = FlexTables.from_numpy(block_tables(mask, BLOCK), "cuda")
     return lambda q, k, v: flex(q, k, v, start, end, tables, scale=scale)[0]
 
@@ -86,9 +84,7 @@ def main() -> None:
         parser.error("needs a CUDA device")
 
     qkv = tuple(
-        torch.randn(
-            1, heads, args.seq_len, args.head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True
-        )
+        torch.randn(1, heads, args.seq_len, args.head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (args.heads, args.kv_heads, args.kv_heads)
     )
     every = masks(args.seq_len, args.seed)
