@@ -100,48 +100,41 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
 def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, Any]]:
     """Times of every mask at one size, and their ratios to the baselines; float32, batch 1."""
     q, k, v, grad = _inputs(tokens, heads, dim)
-    named = masks(tokens)
     offsets = document_offsets(tokens).tolist()
-    baselines: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
-        "causal": ("torch causal", lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
-        "documents": (
-            "torch, loop over documents",
-            lambda: torch.cat(
-                [
-                    F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True)
-                    for a, b in pairwise(offsets)
-                ],
-                dim=2,
-            ),
-        ),
-    }
+
+    def torch_causal(first: int = 0, stop: int = tokens) -> torch.Tensor:
+        part = slice(first, stop)
+        return F.scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part], is_causal=True)
+
+    named = masks(tokens)
+    forwards = {name: _spanwise(mask, q, k, v) for name, mask in named.items()}
+    forwards["torch causal"] = torch_causal
+    forwards["torch, loop over documents"] = lambda: torch.cat([torch_causal(*run) for run in pairwise(offsets)], dim=2)
+    seconds = _alternate({name: _with_backward(f, (q, k, v), grad) for name, f in forwards.items()}, repeats)
+
+    blocks = {name: int(mask.block_counts(BLOCK_SIZE).sum()) for name, mask in named.items()}
+    # The faster of the two causal rates is the harder one to keep.
+    seconds_a_block = min(seconds["causal"], seconds["torch causal"]) / blocks["causal"]
+    baselines = {"causal": "torch causal", "documents": "torch, loop over documents"}
     rows = []
-    seconds_a_block = math.inf
     for name, mask in named.items():
-        baseline, alternatives = "blocks at the causal rate", [_spanwise(mask, q, k, v)]
-        if name in baselines:
-            baseline, function = baselines[name]
-            alternatives.append(function)
-        seconds, *others = _alternate([_with_backward(f, (q, k, v), grad) for f in alternatives], repeats)
-        blocks, area = int(mask.block_counts(BLOCK_SIZE).sum()), int(mask.area().sum())
-        if name == "causal":  # the faster of the two is the harder rate to keep
-            seconds_a_block = min(seconds, *others) / blocks
-        base_seconds = others[0] if others else seconds_a_block * blocks
-        flops = 14 * dim * heads * area
+        baseline = baselines.get(name, "blocks at the causal rate")
+        baseline_seconds = seconds.get(baseline, seconds_a_block * blocks[name])
+        flops = 14 * dim * heads * int(mask.area().sum())
         rows.append(
             {
                 "tokens": tokens,
                 "heads": heads,
                 "dim": dim,
                 "mask": name,
-                "blocks": blocks,
+                "blocks": blocks[name],
                 "flops": flops,
-                "seconds": seconds,
-                "gflops_per_second": flops / seconds / 1e9,
+                "seconds": seconds[name],
+                "gflops_per_second": flops / seconds[name] / 1e9,
                 "baseline": baseline,
-                "baseline_seconds": base_seconds,
-                "ratio": seconds / base_seconds,
-                "target": CAUSAL_TARGET if others else BLOCKS_TARGET,
+                "baseline_seconds": baseline_seconds,
+                "ratio": seconds[name] / baseline_seconds,
+                "target": CAUSAL_TARGET if name in baselines else BLOCKS_TARGET,
             }
         )
     return rows
@@ -204,14 +197,14 @@ def _with_backward(
     return step
 
 
-def _alternate(steps: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Smallest time of each step, in seconds."""
-    best = [math.inf] * len(steps)
+def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Smallest time of each step, in seconds; all steps take turns, so that a busy machine is busy for all of them."""
+    best = dict.fromkeys(steps, math.inf)
     for _ in range(repeats):
-        for i, step in enumerate(steps):
+        for name, step in steps.items():
             begin = time.perf_counter()
             step()
-            best[i] = min(best[i], time.perf_counter() - begin)
+            best[name] = min(best[name], time.perf_counter() - begin)
     return best
 
 

@@ -23,7 +23,7 @@ _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
 _NO_KEY = float("-inf")
 
-# Rows of a tile; score elements of a buffer; the work that a cut between two tiles must save to pay for the calls it
+# Rows of a tile; score elements of a buffer for each thread; the work that a cut between two tiles must save to pay for the calls it
 # adds, as pairs x heads x head dim. All found with `spanwise bench`; none changes results beyond rounding.
 _MAX_ROWS = 128
 _BUFFER_ELEMENTS = 1 << 19
@@ -119,7 +119,7 @@ class _Engine:
         self.factor = scale * base if softcap is None else scale / softcap
         self.gain = 1.0 if softcap is None else softcap * base
         self.zero, self.no_key = torch.zeros((), dtype=self.dtype), torch.tensor(_NO_KEY, dtype=self.dtype)
-        self.max_columns = max(128, min(4096, _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
+        self.max_columns = max(128, min(4096, torch.get_num_threads() * _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
         self._buffers: dict[str, torch.Tensor] = {}
 

@@ -621,3 +621,17 @@ def test_sdpa_refuses_what_it_cannot_do() -> None:
 def test_score_mod_positions_must_fit() -> None:
     with pytest.raises(ValueError, match="must give 5 and 12 positions, got 4 and 12"):
         reference(**wrong(), scale=1.0, score_mod=lambda s, b, h, i, j: s, q_pos=torch.arange(4)[None])
+
+
+# --- benchmark ------------------------------------------------------------------------------------------------------
+
+
+def test_benchmark_measures_against_the_floor() -> None:
+    from spanwise.bench.kernels import masks, measure
+
+    rows = {row["mask"]: row for row in measure(tokens=256, heads=2, dim=8, repeats=1)}
+    assert rows.keys() == masks(256).keys()
+    assert rows["causal"]["blocks"] == 3 and rows["causal"]["flops"] == 14 * 8 * 2 * 256 * 257 // 2
+    assert rows["documents"]["baseline"] == "torch, loop over documents"
+    for row in rows.values():
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"]) and row["seconds"] > 0
