@@ -23,8 +23,8 @@ _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
 _NO_KEY = float("-inf")
 
-# Rows of a tile; score elements of a buffer for each thread; the work that a cut between two tiles must save to pay for the calls it
-# adds, as pairs x heads x head dim. All found with `spanwise bench`; none changes results beyond rounding.
+# Rows of a tile; score elements of a buffer, for each thread; what a cut between two tiles must save to pay for the
+# calls it adds, as pairs x heads x head dim. Found by measuring; none changes results beyond rounding.
 _MAX_ROWS = 128
 _BUFFER_ELEMENTS = 1 << 19
 _MIN_SAVING = 1_500_000
@@ -125,10 +125,12 @@ class _Engine:
 
     def tiles(self, start: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[int, Tile]]:
         """Batch row and tile, over the whole problem."""
-        sizes = {"max_rows": _MAX_ROWS, "max_columns": self.max_columns, "min_saving": self.min_saving}
+        plans = [
+            list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
+            for spans in zip(start.numpy(), end.numpy(), strict=True)
+        ]
         for b in range(self.k.shape[0]):
-            m = b % start.shape[0]
-            for tile in plan_tiles(start[m].numpy(), end[m].numpy(), **sizes):
+            for tile in plans[b % len(plans)]:
                 yield b, tile
 
     def buffer(self, name: str, *shape: int) -> torch.Tensor:

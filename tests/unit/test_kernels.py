@@ -294,6 +294,26 @@ def test_rows_without_keys_are_exactly_zero(kernel: Callable) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_without_keys_ignores_the_cotangent_of_its_lse(kernel: Callable) -> None:
+    """A merge of partial results may well send nan there: its lse is -inf."""
+    case = make_case(MASKS["some_rows_empty"])
+    empty = ~dense(case.mask, case.k.shape[2]).any(-1)[0, 0]
+    grad_lse = case.grad_lse.clone()
+    grad_lse[:, :, empty] = math.nan
+    got = run(kernel, case._replace(grad_lse=grad_lse))
+    assert_exact(got, oracle(case))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_is_not_taken_for_an_empty_row(kernel: Callable) -> None:
+    case = make_case(causal(9), dtype=torch.float32)
+    case.q[:, :, 4] = math.nan
+    got = run(kernel, case)
+    assert got["out"][:, :, 4].isnan().all() and got["lse"][:, :, 4].isnan().all() and got["dq"][:, :, 4].isnan().all()
+    assert got["out"][:, :, [*range(4), *range(5, 9)]].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_without_any_key(kernel: Callable) -> None:
     case = make_case(spans(*([] for _ in range(5))), spare=0)
     assert case.k.shape[2] == 0
