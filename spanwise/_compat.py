@@ -32,6 +32,11 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.T
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size, name)
 
 
+def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
+    """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`."""
+    return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
+
+
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
     return _ops.all_reduce(x.contiguous(), op, name)
@@ -86,6 +91,12 @@ def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
     tensor object, not on what is computed from it.
     """
     torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def mark_unbacked(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Tell torch.compile to assume nothing of ``x.shape[dim]``, so that 0 and 1 share a graph with every other size."""
+    torch._dynamo.decorators.mark_unbacked(x, dim)
     return x
 
 

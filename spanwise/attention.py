@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _compat, kernels
-from spanwise.exchange import all_gather
+from spanwise.exchange import all_gather, needed
 from spanwise.kernels.merge import merge
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, built_plan, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, Stage, built_plan, rank_on, spread_slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,15 +134,24 @@ def _attend(
     if mask not in local.stages:
         raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
     stages = local.stages[mask]
-    _check_shapes(q, k, v, local, stages[0].start.shape[0], sinks)
+    _check_shapes(q, k, v, local, stages[0].rows, sinks)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
     options = dict(scale=scale, score_mod=score_mod, softcap=softcap)
     tokens = local.tokens
+    batch = q.shape[0]
+    if stages[0].flat:
+        if score_mod is not None:
+            raise ValueError(
+                "exchange 'needed' with a mask or layout for each batch row cannot tell a score_mod the batch row; use "
+                "make_plan(exchange='all_gather')"
+            )
+        q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
+        tokens = tokens.expand(batch, -1).reshape(1, -1)
     # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
     # waiting.
     kernels.check(kernel, q, k, v, stages[0], score_mod=score_mod, max_logit=request.max_logit)
-    pieces = _kv_pieces(k, v, local, mesh)
+    pieces = _kv_pieces(k, v, stages, local, mesh)
     parts = []
     max_logits = []
     for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
@@ -150,6 +159,8 @@ def _attend(
         if request.max_logit:
             max_logits.append(kernels.max_logit(kernel, q.detach(), k_piece.detach(), stage, tokens, **options))
     out, lse = merge(parts)
+    if stages[0].flat:
+        out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     max_logit = torch.stack(max_logits).amax(dim=0) if max_logits else None
@@ -158,12 +169,14 @@ def _attend(
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
-def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh | None) -> Any:
-    """K/V of each stage, one after the other: own tokens at once, the others' when the gather has arrived.
+def _kv_pieces(
+    k: torch.Tensor, v: torch.Tensor, stages: tuple[Stage, ...], local: RankPlan, mesh: DeviceMesh | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """K/V of each stage, one after the other: own tokens at once, others when they have arrived.
 
     A generator, so that what the caller computes between two pieces runs while the next one travels.
     """
-    if local.num_ranks == 1:
+    if len(stages) == 1:
         yield k, v
         return
     assert mesh is not None
@@ -172,21 +185,33 @@ def _kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMe
     v_heads, v_dim = v.shape[1], v.shape[3]
     # K and V of a token side by side: one collective moves both, whatever their head dims.
     kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
-    kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
-    pending = all_gather.start(kv_RF, local.num_ranks, name)
-    del kv_BTF, kv_RF  # the collective holds what it still needs
-    yield k, v
-    gathered_PRF = all_gather.wait(pending, local.num_ranks, name)
-    del pending
-    remote_BKF = gathered_PRF.index_select(0, spread_slots(local, local.remote, batch).flatten()).unflatten(
-        0, (batch, -1)
-    )
-    del gathered_PRF  # or it would stay for as long as the caller works on the piece
-    k_flat, v_flat = remote_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
+    take, route = stages[1].take, stages[1].route
+    if route is not None:
+        # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
+        pending = needed.start(kv_BTF.transpose(0, 1).flatten(1), route, name)
+        del kv_BTF
+        yield k, v
+        piece_BKF = needed.wait(pending, route, name).unflatten(1, (batch, -1)).transpose(0, 1)
+    else:
+        assert take is not None
+        kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
+        gather = all_gather.start(kv_RF, local.num_ranks, name)
+        del kv_BTF, kv_RF  # the collective holds what it still needs
+        yield k, v
+        gathered_PRF = all_gather.wait(gather, local.num_ranks, name)
+        del gather
+        piece_BKF = gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
+        del gathered_PRF  # or it would stay for as long as the caller works on the piece
+    k_flat, v_flat = piece_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
     yield (
         k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
         v_flat.unflatten(-1, (v_heads, v_dim)).transpose(1, 2),
     )
+
+
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,7 +222,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 def _check_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mask_rows: int, sinks: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, rows: int, sinks: torch.Tensor | None
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -208,7 +233,6 @@ def _check_shapes(
             f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
             f"dim 2, got {shapes}; cut them with spanwise.shard(plan, mesh, x, dim=2)"
         )
-    rows = max(local.tokens.shape[0], mask_rows)
     if rows > 1 and q.shape[0] != rows:
         raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:

@@ -216,13 +216,22 @@ def subtract_runs(runs: Int64Array, minus: Int64Array) -> Int64Array:
     """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
     if len(runs) == 0 or len(minus) == 0:
         return runs
-    edges = np.unique(np.concatenate([runs.ravel(), minus.ravel()]))
+    return _where(runs, minus, False)
+
+
+def intersect_runs(runs: Int64Array, other: Int64Array) -> Int64Array:
+    """Tokens of ``runs`` that are also in ``other``; both int64 ``[n, 2]``, ascending and disjoint."""
+    return _where(runs, other, True)
+
+
+def _where(runs: Int64Array, other: Int64Array, inside: bool) -> Int64Array:
+    """Tokens of ``runs`` that are, or are not, in ``other``."""
+    edges = np.unique(np.concatenate([runs.ravel(), other.ravel()]))
     left, right = edges[:-1], edges[1:]
     # A position lies inside ascending disjoint runs when an odd number of their edges are at or before it. Edges that
     # touch are counted on both sides, so merging them is not needed.
-    keep = (np.searchsorted(runs.ravel(), left, side="right") % 2 == 1) & (
-        np.searchsorted(minus.ravel(), left, side="right") % 2 == 0
-    )
+    in_runs, in_other = (np.searchsorted(x.ravel(), left, side="right") % 2 == 1 for x in (runs, other))
+    keep = in_runs & (in_other == inside)
     first = keep & ~np.concatenate([[False], keep[:-1]])
     last = keep & ~np.concatenate([keep[1:], [False]])
     return np.stack([left[first], right[last]], axis=1)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from spanwise.rank_plan import RankPlan
 
-EXCHANGES = ("all_gather",)
-_DESIGNED_EXCHANGES = ("needed", "ring", "ulysses")
+EXCHANGES = ("all_gather", "needed")
+_DESIGNED_EXCHANGES = ("ring", "ulysses")
 _FORMAT = 1
 # What "auto" compares. All of them move the same bytes under all_gather, so that the busiest rank decides; within this
 # fraction the earlier, simpler layout is kept.
@@ -155,23 +155,27 @@ class Plan:
     def recv_tokens(self, mask: str = "default") -> np.ndarray:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
 
-        With the all_gather exchange that is every token of the other ranks.
+        With the all_gather exchange that is every token of the other ranks, with "needed" those that it reads.
         """
         self.mask(mask)
+        if self.exchange == "needed":
+            return self.needed_tokens(mask)
         rows = max(self.batch_size, self.layout.batch_size)
         return rows * (self.seq_len - self.layout.tokens_per_rank)
 
     def recv_bytes(self, mask: str = "default") -> np.ndarray:
-        """Bytes of K and V that each rank receives in one forward, padding of uneven shards included; int64.
+        """Bytes of K and V that each rank receives in one forward, int64; with all_gather padding included.
 
         Needs ``num_kv_heads`` and ``head_dim``.
         """
         self.mask(mask)
         self._require_shape("recv_bytes()")
         assert self.num_kv_heads is not None and self.head_dim is not None and self.v_head_dim is not None
+        token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
+        if self.exchange == "needed":
+            return self.needed_tokens(mask) * token
         rows = max(self.batch_size, self.layout.batch_size)
         padded = int(self.layout.tokens_per_rank.max())
-        token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
         return np.full(self.num_ranks, rows * (self.num_ranks - 1) * padded * token, dtype=np.int64)
 
     def predict(self) -> dict[str, float]:
@@ -370,7 +374,8 @@ def make_plan(
         weights: layers that use each named mask (default 1 each); what the layout balances.
         balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto" (the layout whose
             busiest rank has least work; the simplest within 2 %), or an object with ``assign(problem, num_ranks)``.
-        exchange: "all_gather" or "auto".
+        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), or "auto",
+            which is "all_gather".
         block_size: tile in tokens that block-wise balancers deal out.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape; needed only to speak of bytes and seconds
             (``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``).
@@ -418,7 +423,7 @@ def make_plan(
             num_ranks=int(num_ranks),
             block_size=int(block_size),
             balancer=label,
-            exchange="all_gather",
+            exchange="all_gather" if exchange == "auto" else exchange,
             weights=weight_of,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,

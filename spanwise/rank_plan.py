@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
+from spanwise.exchange.needed import Route
+from spanwise.layout import count_tokens, intersect_runs, ragged_arange
 from spanwise.mask import SpanMask
 from spanwise.plan import Plan
 
@@ -38,12 +40,21 @@ class Stage:
         start, end: int32 ``[B or 1, n, T]``, spans as indices into the piece.
         kv_pos: int32 ``[B or 1, keys]``, global position of each key of the piece.
         tables: block tables for the flex kernel, or None.
+        take: int64 ``[B, keys]``, where the keys lie in the gathered, padded shards, ordered ``[rank, row, token]`` and
+            flattened; None unless an all-gather brings them.
+        route: which rows travel, if only the needed ones do; None otherwise. The rank's own stage has neither.
+        rows: batch rows that have a mask or layout of their own; 1 serves any batch.
+        flat: whether these rows follow one another on one axis, queries and keys alike.
     """
 
     start: torch.Tensor
     end: torch.Tensor
     kv_pos: torch.Tensor
     tables: FlexTables | None
+    take: torch.Tensor | None
+    route: Route | None
+    rows: int
+    flat: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +63,9 @@ class RankPlan:
 
     Attributes:
         tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
-        restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards.
-        remote: int64 ``[B, R]``, where the other ranks' tokens lie in the gathered, padded shards, by global position.
-            The gathered shards are ordered ``[rank, row, token]`` and flattened.
+        restore: int64 ``[B, seq_len]``, where each token lies in gathered, padded shards, as `Stage.take` counts.
         padded: ``[padded shard length, 0]``; only its shape means something.
-        stages: for each mask the local stage, then the remote one (absent on a single rank).
+        stages: for each mask the local stage, then the remote one, if anything comes from elsewhere.
         rank, num_ranks: plain numbers.
         batched: whether every batch row has a layout of its own.
         causal: names of the masks that are the plain causal mask.
@@ -64,7 +73,6 @@ class RankPlan:
 
     tokens: torch.Tensor
     restore: torch.Tensor
-    remote: torch.Tensor
     padded: torch.Tensor
     stages: dict[str, tuple[Stage, ...]]
     rank: int
@@ -77,7 +85,7 @@ class RankPlan:
         return self.restore.shape[1]
 
 
-_compat.register_pytree_dataclass(Stage)
+_compat.register_pytree_dataclass(Stage, static=("rows", "flat"))
 _compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched", "causal"))
 
 
@@ -94,50 +102,22 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
             f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
             f"fewer ranks, smaller blocks or another balancer"
         )
-    layout, num_ranks, seq_len = plan.layout, plan.num_ranks, plan.seq_len
+    layout, num_ranks = plan.layout, plan.num_ranks
     rows = layout.batch_size
     padded = int(layout.tokens_per_rank.max())
     tokens = np.stack([layout.indices(rank, row) for row in range(rows)])
     # Slot of every token in the gathered shards: rank-major, then the batch row, then the token within the shard.
-    slots = np.empty((rows, seq_len), dtype=np.int64)
+    slots = np.empty((rows, plan.seq_len), dtype=np.int64)
     for row in range(rows):
         for other in range(num_ranks):
             mine = layout.indices(other, row)
             slots[row, mine] = (other * rows + row) * padded + np.arange(len(mine))
-    is_remote = np.ones((rows, seq_len), dtype=bool)
-    np.put_along_axis(is_remote, tokens, False, axis=1)
-    num_remote = seq_len - tokens.shape[1]
-    remote_tokens = np.nonzero(is_remote)[1].reshape(rows, num_remote)
-    remote = np.take_along_axis(slots, remote_tokens, axis=1)
-    if flex_tables and num_ranks > 1:
-        # Spare keys let one compiled flex kernel serve plans whose K/V lengths differ; no span reads them. They repeat
-        # a real slot, so that they hold numbers.
-        from spanwise.kernels.flex import kv_capacity
-
-        spare = kv_capacity(num_remote, FLEX_BLOCK_SIZE) - num_remote
-        remote = np.concatenate([remote, np.repeat(slots[:, :1], spare, axis=1)], axis=1)
-        remote_tokens = np.concatenate([remote_tokens, np.zeros((rows, spare), np.int64)], axis=1)
-
-    def stage(mask: SpanMask, key_tokens: np.ndarray, key_runs: list[np.ndarray]) -> Stage:
-        if rows == 1:
-            return _stage(mask.select(own_runs[0], key_runs[0]), mask.num_spans, key_tokens, device, flex_tables)
-        local = [
-            mask.row(row if mask.batch_size > 1 else 0).select(own_runs[row], key_runs[row]) for row in range(rows)
-        ]
-        return _stage(SpanMask.stack(local), mask.num_spans, key_tokens, device, flex_tables)
-
-    own_runs = [layout.runs(rank, row) for row in range(rows)]
-    other_runs = [_complement(runs, seq_len) for runs in own_runs]
-    stages: dict[str, tuple[Stage, ...]] = {}
-    for name, mask in plan.masks.items():
-        local_stage = stage(mask, tokens, own_runs)
-        stages[name] = (local_stage,) if num_ranks == 1 else (local_stage, stage(mask, remote_tokens, other_runs))
+    stage_of = _needed_stages if plan.exchange == "needed" else _gathered_stages
     return RankPlan(
         tokens=_on_device(tokens, device) if flex_tables else _compat.mark_dynamic(_on_device(tokens, device), 1),
         restore=_on_device(slots, device),
-        remote=_compat.mark_dynamic(_on_device(remote, device), 1),
         padded=torch.empty(padded, 0, device=device),
-        stages=stages,
+        stages={name: stage_of(plan, name, rank, slots, device, flex_tables) for name in plan.masks},
         rank=rank,
         num_ranks=num_ranks,
         batched=rows > 1,
@@ -145,16 +125,129 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
     )
 
 
-def _stage(mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, flex_tables: bool) -> Stage:
+def _gathered_stages(
+    plan: Plan, name: str, rank: int, slots: np.ndarray, device: torch.device, flex_tables: bool
+) -> tuple[Stage, ...]:
+    """Own tokens, then everybody else's out of the gathered shards; batch rows side by side."""
+    mask, rows = plan.mask(name), plan.layout.batch_size
+    own = [plan.layout.runs(rank, row) for row in range(rows)]
+
+    def stage(keys: list[np.ndarray], spare: int, gathered: bool) -> Stage:
+        if rows == 1:
+            local = mask.select(own[0], keys[0])
+        else:
+            each = [mask.row(row if mask.batch_size > 1 else 0) for row in range(rows)]
+            local = SpanMask.stack([m.select(own[row], keys[row]) for row, m in enumerate(each)])
+        # Spare keys repeat a real token, so that they hold numbers.
+        key_tokens = np.pad(np.stack([ragged_arange(runs) for runs in keys]), ((0, 0), (0, spare)))
+        take = None
+        if gathered:
+            take = _compat.mark_dynamic(_on_device(np.take_along_axis(slots, key_tokens, axis=1), device), 1)
+        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, flex_tables)
+        return Stage(**tensors, take=take, route=None, rows=max(rows, mask.batch_size), flat=False)
+
+    if plan.num_ranks == 1:
+        return (stage(own, 0, False),)
+    others = [_complement(runs, plan.seq_len) for runs in own]
+    return stage(own, 0, False), stage(others, _spare_keys(count_tokens(others[0]), flex_tables), True)
+
+
+def _needed_stages(
+    plan: Plan, name: str, rank: int, slots: np.ndarray, device: torch.device, flex_tables: bool
+) -> tuple[Stage, ...]:
+    """Own tokens, then those that this rank reads elsewhere. Where batch rows differ they follow one another.
+
+    What is received differs between batch rows, so that side by side they would not be rectangular.
+    """
+    mask, layout = plan.mask(name), plan.layout
+    rows = max(mask.batch_size, layout.batch_size)
+    own = [plan.runs(rank, row) for row in range(rows)]
+    shard = layout.num_tokens(rank)
+
+    def stage(keys: list[np.ndarray], spare: int, route: Route | None) -> Stage:
+        each = [mask.row(row if mask.batch_size > 1 else 0) for row in range(rows)]
+        local = _one_after_another([m.select(own[row], keys[row]) for row, m in enumerate(each)])
+        key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
+        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, flex_tables)
+        return Stage(**tensors, take=None, route=route, rows=rows, flat=rows > 1)
+
+    local_stage = stage(own, 0, None)
+    if not plan.needed_tokens(name).any():
+        return (local_stage,)  # nobody reads anything elsewhere, and every rank knows
+    needs = [plan.needs(rank, name, row) for row in range(rows)]
+    # Rows arrive by sending rank, then batch row, then token; the stage wants them by batch row, then token.
+    layout_rows = [row if layout.batch_size > 1 else 0 for row in range(rows)]
+    wanted = [ragged_arange(runs) for runs in needs]
+    sender = np.concatenate([slots[layout_rows[row], t] for row, t in enumerate(wanted)]) // (
+        layout.batch_size * int(layout.tokens_per_rank.max())
+    )
+    order = np.empty(len(sender), dtype=np.int64)
+    order[np.argsort(sender, kind="stable")] = np.arange(len(sender))
+    send: list[np.ndarray] = []
+    send_sizes = []
+    for other in range(plan.num_ranks):
+        read = [intersect_runs(plan.needs(other, name, row), own[row]) for row in range(rows)]
+        at = [_positions(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
+        send += at
+        send_sizes.append(sum(len(x) for x in at))
+    spare = _spare_keys(len(order), flex_tables)
+    route = Route(
+        send=_compat.mark_dynamic(_on_device(np.concatenate(send), device), 0),
+        order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
+        send_sizes=tuple(_size(n, device) for n in send_sizes),
+        recv_sizes=tuple(_size(n, device) for n in np.bincount(sender, minlength=plan.num_ranks).tolist()),
+    )
+    return local_stage, stage(needs, spare, route)
+
+
+def _size(rows: int, device: torch.device) -> torch.Tensor:
+    """A number as a shape. Unbacked, for a graph that was traced for 0 or 1 row must serve any number."""
+    return _compat.mark_unbacked(torch.empty(rows, 0, device=device), 0)
+
+
+def _positions(tokens: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """Where tokens lie among those of ascending runs that hold them."""
+    before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
+    run = np.searchsorted(runs[:, 0], tokens, side="right") - 1
+    return before[run] + tokens - runs[run, 0]
+
+
+def _one_after_another(masks: list[SpanMask]) -> SpanMask:
+    """One mask whose queries and keys are those of the given ones, concatenated."""
+    if len(masks) == 1:
+        return masks[0]
+    width = max(m.num_spans for m in masks)
+    offsets = np.cumsum([0, *(m.kv_len for m in masks)])
+    edges = []
+    for part in ("start", "end"):
+        shifted = [
+            np.pad(np.where(m.end > m.start, getattr(m, part) + offset, 0)[0], ((0, width - m.num_spans), (0, 0)))
+            for m, offset in zip(masks, offsets[:-1], strict=True)
+        ]
+        edges.append(np.concatenate(shifted, axis=1))
+    return SpanMask(edges[0], edges[1], int(offsets[-1]))
+
+
+def _spare_keys(num_keys: int, flex_tables: bool) -> int:
+    """Keys that no span reads, added so that one compiled flex kernel serves plans whose K/V lengths differ."""
+    if not flex_tables:
+        return 0
+    from spanwise.kernels.flex import kv_capacity
+
+    return kv_capacity(num_keys, FLEX_BLOCK_SIZE) - num_keys
+
+
+def _stage_tensors(
+    mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, flex_tables: bool
+) -> dict[str, Any]:
     tables = None
-    # Both stages get the same number of spans, and never one that alone would be a constant to torch.compile.
+    # All stages get the same number of spans, and never one that alone would be a constant to torch.compile.
     width = max(2, num_spans)
     if flex_tables:
         from spanwise._flex_masks import block_tables
         from spanwise.kernels.flex import FlexTables, pad_spans
 
         width = pad_spans(num_spans)
-
         # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
         tables = FlexTables.from_numpy(
             block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device
@@ -164,12 +257,8 @@ def _stage(mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch
     if not flex_tables:  # the flex kernel needs a constant number of queries
         for x in (start, end):
             _compat.mark_dynamic(_compat.mark_dynamic(x, 1), 2)
-    return Stage(
-        start=start,
-        end=end,
-        kv_pos=_compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1),
-        tables=tables,
-    )
+    kv_pos = _compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1)
+    return {"start": start, "end": end, "kv_pos": kv_pos, "tables": tables}
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -187,7 +276,7 @@ def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tens
     """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
 
     Args:
-        slots: `local.remote` or `local.restore`.
+        slots: `local.restore` or a stage's `take`.
 
     A batched layout has them already; a one-row layout serves any number of rows.
     """

@@ -38,7 +38,9 @@ def test_every_rank_of_a_plan(num_ranks: int, dtype: torch.dtype) -> None:
         q, own_k, own_v = (plan.shard(x, rank, dim=2) for x in leaves)
         pieces = [(own_k, own_v)]
         if num_ranks > 1:
-            pieces.append(tuple(x.index_select(2, slots).index_select(2, local.remote[0]) for x in leaves[1:]))
+            pieces.append(
+                tuple(x.index_select(2, slots).index_select(2, local.stages["default"][1].take[0]) for x in leaves[1:])
+            )
         scale = 64**-0.5
         parts = [
             attend("flex", q, k, v, stage, local.tokens, scale=scale)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanwise
-from spanwise import AuxRequest, SpanMask
+from spanwise import AuxRequest, SpanMask, _compat
 from tests.oracle import Problem, make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
 LENGTH = 67  # divides by nothing
 CU_SEQLENS = [0, 1, 2, 19, 19, 40, 67]  # documents of length 1 and 0
+EXCHANGES = ["all_gather", "needed"]
 BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
 
 
@@ -58,58 +62,68 @@ def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tenso
             assert error <= tolerance, f"rank {rank} {name}: relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", sorted(masks()))
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
 )
-def test_matches_one_device(num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_matches_one_device(
+    exchange: str, num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float
+) -> None:
     mask = masks()[name]
     problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
-    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", block_size=8)
+    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", exchange=exchange, block_size=8)
     check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("num_ranks", [3, 4])
-def test_every_balancer(balancer: str, num_ranks: int) -> None:
+def test_every_balancer(exchange: str, balancer: str, num_ranks: int) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
     problem = make_problem(mask.dense())
-    plan = spanwise.make_plan(mask, num_ranks, balancer=balancer, block_size=8, cu_seqlens=CU_SEQLENS)
+    plan = spanwise.make_plan(
+        mask, num_ranks, balancer=balancer, exchange=exchange, block_size=8, cu_seqlens=CU_SEQLENS
+    )
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_batch_rows_with_masks_of_their_own(balancer: str) -> None:
+def test_batch_rows_with_masks_of_their_own(exchange: str, balancer: str) -> None:
     rows = [SpanMask.documents(CU_SEQLENS), SpanMask.documents([0, 40, 67]), SpanMask.sliding_window(LENGTH, 5)]
     mask = SpanMask.stack(rows)
     problem = make_problem(mask.dense(), batch=3)
     offsets = [CU_SEQLENS, [0, 40, 67], [0, 67]]
-    plan = spanwise.make_plan(mask, 4, balancer=balancer, block_size=8, cu_seqlens=offsets)
+    plan = spanwise.make_plan(mask, 4, balancer=balancer, exchange=exchange, block_size=8, cu_seqlens=offsets)
     for kernel in ("reference", "sdpa"):
         check(problem, plan, run(problem, plan, kernel), 1e-10)
 
 
-def test_one_mask_for_a_whole_batch() -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_mask_for_a_whole_batch(exchange: str) -> None:
     mask = SpanMask.causal(LENGTH)
     problem = make_problem(mask.dense(), batch=3)
-    plan = spanwise.make_plan(mask, 4, block_size=8)
+    plan = spanwise.make_plan(mask, 4, exchange=exchange, block_size=8)
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(("heads", "tolerance"), [((4, 4), 2.5e-2), ((4, 1), 3.5e-2)])
-def test_bfloat16(heads: tuple[int, int], tolerance: float) -> None:
+def test_bfloat16(exchange: str, heads: tuple[int, int], tolerance: float) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
     problem = make_problem(mask.dense(), heads=heads, dims=(16, 16), dtype=torch.bfloat16)
-    plan = spanwise.make_plan(mask, 4, block_size=8)
+    plan = spanwise.make_plan(mask, 4, exchange=exchange, block_size=8)
     for kernel in ("reference", "sdpa"):
         check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
-def test_ranks_without_tokens() -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_without_tokens(exchange: str) -> None:
     mask = SpanMask.causal(3)
     problem = make_problem(mask.dense())
-    plan = spanwise.make_plan(mask, 4, balancer="contiguous", block_size=1)
+    plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange=exchange, block_size=1)
     assert plan.layout.tokens_per_rank.min() == 0
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
@@ -130,3 +144,64 @@ def test_several_masks_share_a_layout() -> None:
     for rank, outs in enumerate(run_ranks(4, on_rank)):
         for name, problem in problems.items():
             assert relative_error(outs[name], plan.shard(problem.out, rank, dim=2)) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("batched", [False, True])
+def test_bytes_on_the_wire(monkeypatch: pytest.MonkeyPatch, exchange: str, dtype: torch.dtype, batched: bool) -> None:
+    """What a rank receives from others in a forward is what the plan says, to the byte."""
+    documents = SpanMask.documents(CU_SEQLENS)
+    mask = SpanMask.stack([documents, SpanMask.sliding_window(LENGTH, 5)]) if batched else documents
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
+    plan = spanwise.make_plan(mask, 3, balancer="lpt", exchange=exchange, block_size=8, dtype=dtype, **shape)
+    problem = make_problem(mask.dense(), batch=mask.batch_size, dims=(8, 6), dtype=dtype)
+    received = [0, 0, 0]
+    ranks = threading.local()
+    gather, exchange_rows = _compat.start_all_gather, _compat.start_all_to_all
+
+    def count_gather(x, size, name):
+        if hasattr(ranks, "rank"):  # else it is the comparison of plans
+            received[ranks.rank] += (size - 1) * x.numel() * x.element_size()
+        return gather(x, size, name)
+
+    def count_rows(x, recv_rows, send_rows, name):
+        received[ranks.rank] += sum(recv_rows) * x.shape[1] * x.element_size()
+        assert recv_rows[ranks.rank] == send_rows[ranks.rank] == 0
+        return exchange_rows(x, recv_rows, send_rows, name)
+
+    def on_rank(rank: int, mesh: object) -> None:
+        local = plan.local(mesh)
+        ranks.rank = rank
+        spanwise.context_parallel_attention(*(plan.shard(x, rank, dim=2) for x in problem[:3]), local, mesh)
+
+    monkeypatch.setattr(_compat, "start_all_gather", count_gather)
+    monkeypatch.setattr(_compat, "start_all_to_all", count_rows)
+    run_ranks(3, on_rank)
+    assert received == plan.recv_bytes().tolist()
+
+
+def test_nothing_needed_nothing_sent() -> None:
+    """Each rank holds whole documents: no collective, forward or backward."""
+    mask = SpanMask.documents([0, 20, 40, 60])
+    problem = make_problem(mask.dense())
+    plan = spanwise.make_plan(mask, 3, balancer="contiguous", exchange="needed")
+    assert plan.recv_tokens().tolist() == [0, 0, 0]
+
+    def on_rank(rank: int, mesh: object) -> list[str]:
+        local = plan.local(mesh)
+        leaves = [plan.shard(x, rank, dim=2).requires_grad_() for x in problem[:3]]
+        names: list[str] = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                names.append(func.name())
+                return func(*args, **(kwargs or {}))
+
+        with Record():
+            spanwise.context_parallel_attention(*leaves, local, mesh).sum().backward()
+        return names
+
+    for names in run_ranks(3, on_rank):
+        assert "spanwise::sdpa" in names and not [name for name in names if name.startswith("_c10d")]
+    check(problem, plan, run(problem, plan, "sdpa"), 1e-10)

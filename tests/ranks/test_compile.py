@@ -21,14 +21,22 @@ from tests.ranks.harness import run_ranks
 LENGTH = 83
 
 
-def plan_number(i: int) -> spanwise.Plan:
+COLLECTIVES = {
+    "all_gather": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "needed": ("all_to_all_single", "all_to_all_single"),
+}
+
+
+def plan_number(i: int, exchange: str = "all_gather") -> spanwise.Plan:
     rng = np.random.default_rng(i)
     cuts = np.unique(np.concatenate([[0, LENGTH], rng.integers(1, LENGTH, i % 4)]))
     mask = SpanMask.documents(cuts) if i % 3 else SpanMask.block_causal(LENGTH, 8, 1, global_tokens=3)
-    return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], block_size=4)
+    return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], exchange=exchange, block_size=4)
 
 
-def compiled_steps(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
+def compiled_steps(
+    rank: int, mesh: DeviceMesh, exchange: str, num_plans: int
+) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
     """out, dq, dk, dv for each plan through one compiled function; the operators of each ATen graph in order."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -46,7 +54,7 @@ def compiled_steps(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[li
 
     results = []
     for i in range(num_plans):
-        plan = plan_number(i)
+        plan = plan_number(i, exchange)
         problem = make_problem(plan.mask().dense(), seed=i)
         leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
         out = attend(*leaves, plan.local(mesh))
@@ -55,9 +63,11 @@ def compiled_steps(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[li
     return results, graphs
 
 
-def test_one_graph_serves_many_plans(gloo_pool: GlooPool) -> None:
+@pytest.mark.parametrize("exchange", sorted(COLLECTIVES))
+def test_one_graph_serves_many_plans(gloo_pool: GlooPool, exchange: str) -> None:
     num_plans = 10
-    for rank, (results, graphs) in enumerate(gloo_pool.run(2, compiled_steps, num_plans, timeout=100)):
+    there, back = (f"_c10d_functional::{name}" for name in COLLECTIVES[exchange])
+    for rank, (results, graphs) in enumerate(gloo_pool.run(2, compiled_steps, exchange, num_plans, timeout=100)):
         forwards = [graph for graph in graphs if "spanwise::sdpa" in graph]
         backwards = [graph for graph in graphs if "spanwise::sdpa_backward" in graph]
         assert 1 <= len(forwards) <= 2 and len(forwards) + len(backwards) == len(graphs)
@@ -65,12 +75,12 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool) -> None:
         visible = ("spanwise::", "_c10d_functional::")
         for graph in forwards:
             assert [name for name in graph if name.startswith(visible)] == [
-                "_c10d_functional::all_gather_into_tensor", "spanwise::sdpa",
+                there, "spanwise::sdpa",
                 "_c10d_functional::wait_tensor", "spanwise::sdpa",
             ]  # fmt: skip
         for graph in backwards:
             assert [name for name in graph if name.startswith(visible)] == [
-                "spanwise::sdpa_backward", "_c10d_functional::reduce_scatter_tensor",
+                "spanwise::sdpa_backward", back,
                 "spanwise::sdpa_backward", "_c10d_functional::wait_tensor",
             ]  # fmt: skip
         for i, got in enumerate(results):

@@ -19,7 +19,8 @@ def plan_number(i: int) -> spanwise.Plan:
     rng = np.random.default_rng(i)
     cuts = np.unique(np.concatenate([[0, LENGTH], rng.integers(1, LENGTH, 1 + i % 6)]))
     mask = SpanMask.documents(cuts) if i % 3 else SpanMask.block_causal(LENGTH, 20, 1, global_tokens=3)
-    return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], block_size=10)
+    exchange = ("all_gather", "needed")[i % 2]
+    return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], exchange=exchange, block_size=10)
 
 
 def infer(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import Hardware, Plan, SpanMask, make_plan
-from spanwise.layout import count_tokens, subtract_runs
+from spanwise.layout import count_tokens, intersect_runs, subtract_runs
 from spanwise.rank_plan import build
 
 CU = [0, 1, 20, 20, 61, 100]
@@ -30,7 +30,9 @@ def as_runs(tokens: set[int]) -> np.ndarray:
 
 
 @given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
-def test_subtract_runs(tokens: set[int], minus: set[int]) -> None:
+def test_subtract_and_intersect_runs(tokens: set[int], minus: set[int]) -> None:
+    both = intersect_runs(as_runs(tokens), as_runs(minus))
+    assert np.array_equal(both, as_runs(tokens & minus))
     got = subtract_runs(as_runs(tokens), as_runs(minus))
     assert as_set(got) == tokens - minus and count_tokens(got) == len(tokens - minus)
     assert np.array_equal(got, as_runs(tokens - minus))
@@ -72,7 +74,7 @@ def test_work_and_needs_are_exact(mask: SpanMask, num_ranks: int, balancer: str,
 @given(masks(), st.integers(1, 5), st.sampled_from(["contiguous", "ptrr"]))
 def test_rank_plans_hold_the_local_problems(mask: SpanMask, num_ranks: int, balancer: str) -> None:
     """Local and remote spans, mapped back to global keys, are the rank's rows of the mask."""
-    plan = make_plan(mask, num_ranks, balancer=balancer, block_size=4)
+    plan = make_plan(mask, num_ranks, balancer=balancer, exchange="all_gather", block_size=4)
     dense = mask.dense()
     for rank in range(num_ranks):
         local = build(plan, rank)
@@ -171,6 +173,13 @@ def test_bytes_and_seconds() -> None:
     for name in ("recv_bytes", "predict"):
         with pytest.raises(ValueError, match="needs num_q_heads, num_kv_heads, head_dim"):
             getattr(make_plan(DOCUMENTS, 3), name)()
+
+
+def test_needed_exchange_receives_what_it_reads() -> None:
+    plan = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="needed", **SHAPE)
+    assert plan.recv_tokens().tolist() == plan.needed_tokens().tolist()
+    assert plan.recv_bytes().tolist() == [n * 2 * 40 * 2 for n in plan.needed_tokens().tolist()]
+    assert plan.fingerprint != make_plan(DOCUMENTS, 3, balancer="contiguous", **SHAPE).fingerprint
 
 
 def test_auto_balances_and_prefers_the_simple_layout() -> None:
