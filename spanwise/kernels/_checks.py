@@ -12,8 +12,15 @@ import torch
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> None:
-    """Raises `ValueError` unless the five tensors describe one attention problem.
+def check_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    softcap: float | None = None,
+) -> None:
+    """Raises `ValueError` unless the arguments describe one attention problem.
 
     Args:
         q: Queries ``[B, H, Q, D]``.
@@ -21,6 +28,7 @@ def check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torc
         v: Values ``[B, K, T, V]``.
         start: First key of each span, integer ``[B or 1, N, Q]``.
         end: One past the last key of each span, same shape.
+        softcap: None or positive.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -50,3 +58,5 @@ def check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torc
         raise ValueError(f"the spans describe {start.shape[2]} query rows, q has {q.shape[2]}")
     if start.shape[0] != 1 and start.shape[0] != q.shape[0]:
         raise ValueError(f"the spans have batch size {start.shape[0]}, q has {q.shape[0]}; it must be that or 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; None turns it off")

@@ -53,7 +53,7 @@ def reference(
     Raises:
         ValueError: If the shapes do not fit together.
     """
-    check_problem(q, k, v, start, end)
+    check_problem(q, k, v, start, end, softcap)
     with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
         return _reference(q, k, v, start, end, scale, score_mod, q_pos, kv_pos, softcap)
 

@@ -254,6 +254,12 @@ def test_long_keys_are_dealt_into_several_chunks(kernel: Callable) -> None:
     assert_exact(run(kernel, case), oracle(case))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scale_zero_averages(kernel: Callable) -> None:
+    case = make_case(MASKS["documents"])._replace(scale=0.0)
+    assert_exact(run(kernel, case), oracle(case))
+
+
 @pytest.mark.parametrize("size", [1, 40])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_far_from_zero(kernel: Callable, size: int) -> None:
@@ -628,6 +634,12 @@ def wrong(**changes: Callable) -> dict[str, torch.Tensor]:
 def test_wrong_shapes_are_named(kernel: Callable, args: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernel(**args, scale=1.0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_softcap_must_be_positive(kernel: Callable) -> None:
+    with pytest.raises(ValueError, match=r"softcap must be positive, got 0\.0"):
+        kernel(**wrong(), scale=1.0, softcap=0.0)
 
 
 def test_sdpa_refuses_what_it_cannot_do() -> None:
