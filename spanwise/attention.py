@@ -22,7 +22,7 @@ from spanwise import _compat, kernels
 from spanwise.exchange import all_gather, needed
 from spanwise.kernels.merge import merge
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, Stage, built_plan, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, Stage, rank_on, spread_slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ def context_parallel_attention(
             replicated) on the axes of another mesh, such as "tp", is taken and returned.
         k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
         v: ``[B, Hkv, T, Dv]``.
-        plan: a `Plan`, or the `RankPlan` that `plan.local` made of it (in compiled code always the latter).
+        plan: the `RankPlan` that `plan.local` made, or a `Plan`, which is then compared across the ranks at each call.
+            In compiled code always the former.
         mesh: the 1-D cp mesh; None is allowed for a plan of one rank.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
@@ -128,7 +129,7 @@ def _attend(
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    local = built_plan(plan, mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1 and rank_on(mesh, local.num_ranks) != local.rank:
         raise ValueError(f"this is rank {rank_on(mesh, local.num_ranks)}, and the rank plan is rank {local.rank}'s")
     if mask not in local.stages:

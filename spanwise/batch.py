@@ -18,7 +18,7 @@ from spanwise import _compat
 from spanwise._span_patterns import check_offset_rows
 from spanwise.exchange import all_gather
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, built_plan, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, rank_on, spread_slots
 
 IGNORE_INDEX = -100
 
@@ -99,7 +99,7 @@ def unshard(
     Returns:
         `x` with all tokens along `dim`, in their original order.
     """
-    local = built_plan(plan, mesh, x.device) if isinstance(plan, Plan) else plan
+    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     dim = _checked_dim(x, dim)
     if x.shape[dim] != local.tokens.shape[1]:
         raise ValueError(
@@ -172,7 +172,7 @@ def roll(
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
     cu_seqlens = _known_offsets(plan, cu_seqlens)
-    local = built_plan(plan, mesh, x.device) if isinstance(plan, Plan) else plan
+    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = unshard(local, mesh, x, dim, batch_dim=batch_dim)
     dim = _checked_dim(full, dim)
     documents = document_ids(cu_seqlens, local.seq_len)

@@ -10,9 +10,7 @@ specialised to one plan.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -288,19 +286,13 @@ def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tens
     return (rank * batch + row) * padded + token
 
 
-# Fingerprints that the ranks of a group have compared and found equal. Only the comparison itself adds to it, so that
-# it holds the same on every rank: whether a later call has to compare does not depend on one rank's objects.
-_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.deque[str]] = weakref.WeakKeyDictionary()
-_REMEMBERED = 1024
-
-
 def local_plan(
     plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
-    A collective call: every rank of the mesh makes it, outside compiled code. It compares at each call, by one small
-    eager collective; the tensors are built once for each plan object.
+    A collective call: every rank of the mesh makes it, outside compiled code. It compares at each call, by one eager
+    gather of 16 bytes; the tensors are built once for each plan object.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
@@ -308,25 +300,15 @@ def local_plan(
         kernel: the kernel that will use them: "flex" (the default on CUDA) needs block tables.
 
     Raises:
-        ValueError: mesh of another size, or ranks that hold different plans (both fingerprints are in the text).
+        ValueError: mesh of another size, or ranks that hold different plans (all fingerprints are in the text).
     """
-    _refuse_compiling()
-    rank_on(mesh, plan.num_ranks)
-    if mesh is not None and plan.num_ranks > 1:
-        compare_fingerprints(plan.fingerprint, mesh.get_group())
-    return built_plan(plan, mesh, device, kernel=kernel)
-
-
-def built_plan(
-    plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
-) -> RankPlan:
-    """What `local_plan` returns, for a call that was handed a `Plan`: compares only what the group has not compared."""
-    _refuse_compiling()
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
+        )
     rank = rank_on(mesh, plan.num_ranks)
     if mesh is not None and plan.num_ranks > 1:
-        group = mesh.get_group()
-        if plan.fingerprint not in _compared.get(group, ()):
-            compare_fingerprints(plan.fingerprint, group)
+        compare_fingerprints(plan.fingerprint, mesh.get_group())
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -335,13 +317,6 @@ def built_plan(
     if key not in plan.built:
         plan.built[key] = build(plan, rank, device, flex_tables=flex_tables)
     return plan.built[key]
-
-
-def _refuse_compiling() -> None:
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
-        )
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
@@ -372,4 +347,3 @@ def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank"
         )
-    _compared.setdefault(group, collections.deque(maxlen=_REMEMBERED)).append(fingerprint)

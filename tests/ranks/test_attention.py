@@ -120,6 +120,25 @@ def test_bfloat16(exchange: str, heads: tuple[int, int], tolerance: float) -> No
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
+def test_gradients_are_summed_in_float32(exchange: str) -> None:
+    """One key that all of eight ranks read: dv is a sum whose terms bfloat16 would lose one by one."""
+    ranks = 8
+    mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
+    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", exchange=exchange, block_size=1)
+    # In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel.
+    grads = torch.tensor([0.0, 256.0] + [1.0] * (ranks - 2))
+
+    def on_rank(rank: int, mesh: object) -> torch.Tensor:
+        q, k, v = (torch.ones(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
+        out.backward(torch.full_like(out, float(grads[rank])))
+        return v.grad
+
+    dv = run_ranks(ranks, on_rank)
+    assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_ranks_without_tokens(exchange: str) -> None:
     mask = SpanMask.causal(3)
     problem = make_problem(mask.dense())

@@ -207,7 +207,7 @@ def test_plans_that_differ_between_ranks() -> None:
         assert all(plan.fingerprint in text for plan in plans) and "rank 2 has" in text
 
 
-def test_equal_plans_are_compared_once_whichever_objects_they_are(collectives: list[str]) -> None:
+def test_a_plan_is_compared_at_each_call_and_a_rank_plan_is_not(collectives: list[str]) -> None:
     """Rank 0 keeps its plan object, the others make it anew: no rank may start a comparison that another skips."""
     x = torch.zeros(1, 2, PLAN.layout.tokens_per_rank.max(), 8)
 
@@ -220,8 +220,23 @@ def test_equal_plans_are_compared_once_whichever_objects_they_are(collectives: l
         return first.local(mesh) is first.local(mesh, "cpu")
 
     assert all(run_ranks(3, on_rank))
-    # One comparison and two gathers of K/V by each rank, then two explicit comparisons.
-    assert len(collectives) == 3 * (3 + 2)
+    # Two calls with a Plan: a comparison and a gather of K/V each; two comparisons by plan.local.
+    assert len(collectives) == 3 * (4 + 2)
+
+
+def test_plans_that_were_equal_once_may_differ_later() -> None:
+    """Both plans have been compared and found equal; then the ranks take different ones."""
+    plans = [spanwise.make_plan(MASK, 2, balancer=balancer, block_size=5) for balancer in ("contiguous", "head_tail")]
+    assert plans[0].layout.tokens_per_rank.tolist() == plans[1].layout.tokens_per_rank.tolist()
+
+    def on_rank(rank: int, mesh: object) -> None:
+        q = torch.zeros(1, 2, plans[0].layout.num_tokens(rank), 8)
+        for plan in plans:
+            spanwise.context_parallel_attention(q, q, q, plan, mesh)
+        with pytest.raises(ValueError, match="ranks made different plans"):
+            spanwise.context_parallel_attention(q, q, q, plans[rank], mesh)
+
+    run_ranks(2, on_rank)
 
 
 def test_eager_collectives_enclose_the_local_part() -> None:
