@@ -78,10 +78,20 @@ class Display:
             rows += [
                 ("one device, steps compared", f"{len(metrics['reference_losses'])}"),
                 ("largest loss difference", f"{metrics['max_loss_error']:.2e}"),
-                ("largest gradient difference", f"{metrics['max_grad_error']:.2e} (max |g − g_ref| / max |g_ref|)"),
+                ("largest gradient difference", f"{metrics['max_grad_error']:.2e}"),
+                ("the same as one device", _verdict(metrics)),
             ]
         if out is not None:
             rows.append(("written to", out))
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+
+
+def _verdict(metrics: dict[str, Any]) -> str:
+    limits = metrics["proof"]["tolerance"]
+    return (
+        f"{'proved' if metrics['proved'] else 'FAILED'}: loss within {limits['loss']:g} nats; of every tensor "
+        f"max |g − g_ref| within {limits['gradient']:g} × max |g_ref|, which counts as at least {limits['floor']:g} "
+        "of the model's largest"
+    )

@@ -30,7 +30,7 @@ from spanwise.train.display import Display
 from spanwise.train.launch import Rank, StopRequest, cores
 from spanwise.train.metrics import Metrics
 from spanwise.train.model import Decoder, build_model
-from spanwise.train.prove import IGNORE, Reference
+from spanwise.train.prove import IGNORE, TOLERANCES, Reference, largest
 
 
 def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -109,6 +109,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config)
         if resume_from is not None:
             checkpoint.load(resume_from, self.model, self.optimizer)
+        self.proved: bool | None = None  # of the steps of this run; known to rank 0
+        self.prove_until = self.step + config.prove
         self.reference: Reference | None = None
         if config.prove:
             self.reference = Reference(self.model, self.optimizer, self._build_reference, cores())
@@ -188,9 +190,11 @@ class Trainer:
 
         if self.reference is not None:
             sequences = [self.stream.sequence(s, length) for s in starts] if self.rank.rank == 0 else []
-            self._note_proof(loss, *self.reference.compare(sequences, self.model, rate, config.max_grad_norm))
-            proof = self.metrics.values["proof"]
-            if self.step + 1 - proof["first_step"] >= config.prove:
+            floor = TOLERANCES[config.dtype].floor
+            found = self.reference.compare(sequences, self.model, rate, config.max_grad_norm, floor)
+            if found is not None:
+                self._note_proof(loss, *found)
+            if self.step + 1 >= self.prove_until:
                 self.reference = None
 
         started = time.perf_counter()
@@ -225,15 +229,18 @@ class Trainer:
         return int(everyone[:, 2].max().item())
 
     def _note_proof(self, loss: float, reference_loss: float, grad_error: float) -> None:
-        values = self.metrics.values
-        if values.get("proof", {}).get("run") != len(values["runs"]):  # this run's first compared step
-            values["proof"] = {"run": len(values["runs"]), "first_step": self.step}
+        values, tolerance = self.metrics.values, TOLERANCES[self.config.dtype]
+        if self.proved is None:  # this run's first compared step
+            values["proof"] = {"run": len(values["runs"]), "first_step": self.step, "tolerance": tolerance._asdict()}
             values.update(reference_losses=[], loss_errors=[], grad_errors=[])
         values["reference_losses"].append(reference_loss)
         values["loss_errors"].append(abs(loss - reference_loss))
         values["grad_errors"].append(grad_error)
-        values["max_loss_error"] = max(values["loss_errors"])
-        values["max_grad_error"] = max(values["grad_errors"])
+        values["max_loss_error"] = largest(values["loss_errors"])
+        values["max_grad_error"] = largest(values["grad_errors"])
+        # Written so that a NaN is a failure.
+        self.proved = values["max_loss_error"] <= tolerance.loss and values["max_grad_error"] <= tolerance.gradient
+        values["proved"] = self.proved
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -270,7 +277,12 @@ class Trainer:
         return checkpoint.save(config.out or "", state, self.model, self.optimizer, keep=config.keep)
 
     def run(self, stop: StopRequest) -> int:
-        """All steps that are left. Returns the exit status: 0, or 128 + the signal that ended the run early."""
+        """All steps that are left.
+
+        Returns:
+            The exit status: 128 + the signal that ended the run early, else 1 where one device found something else
+            (on rank 0, after everything is saved), else 0.
+        """
         config, first = self.config, self.step
         evaluated = -1
         with Display(self.rank.rank == 0, config.steps, first) as display:
@@ -299,7 +311,7 @@ class Trainer:
             finally:
                 self.metrics.save(force=True)
         display.summary(self.metrics.values, config.out)
-        return 128 + asked if asked else 0
+        return 128 + asked if asked else int(self.proved is False)
 
     def _evaluate_and_note(self, display: Display) -> int:
         loss = self.evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -21,11 +22,20 @@ PER_STEP = (
 )
 
 
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace ``path`` in one piece: a reader, and a crash, find either the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w") as file:
-        json.dump(value, file, indent=1)
+        json.dump(_finite(value), file, indent=1, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -40,7 +50,8 @@ class Metrics:
     ``recv_tokens`` (K/V tokens each rank receives for one layer's forward), ``tokens_per_second`` (over all ranks),
     ``grad_norms`` (before clipping), ``learning_rates``, ``documents`` (packed into the step), ``epochs`` (passes over
     the data when the step ended). ``eval_losses`` holds ``{"step", "loss"}``; ``runs`` says from which step on how
-    many ranks worked.
+    many ranks worked. ``proved`` says whether the differences from one device (``loss_errors``, ``grad_errors``) stay
+    within ``proof["tolerance"]``. A number that is not finite is written as null.
     """
 
     def __init__(self, path: Path | None, **facts: Any):
@@ -59,7 +70,15 @@ class Metrics:
             raise ValueError(f"{self.path} is no valid JSON ({error}); move it away to resume without it") from error
         for name in PER_STEP:
             self.values[name] = old.get(name, [])[:step]
-        for name in ("reference_losses", "loss_errors", "grad_errors", "max_loss_error", "max_grad_error", "proof"):
+        for name in (
+            "reference_losses",
+            "loss_errors",
+            "grad_errors",
+            "max_loss_error",
+            "max_grad_error",
+            "proof",
+            "proved",
+        ):
             if name in old:
                 self.values[name] = old[name]
         self.values["eval_losses"] = [e for e in old.get("eval_losses", []) if e["step"] <= step]

@@ -33,7 +33,8 @@ def test_losses_and_gradients_are_those_of_one_device(three_steps: Path) -> None
     np.testing.assert_allclose(values["losses"], values["reference_losses"], rtol=1e-12)
     assert values["max_loss_error"] <= 1e-10
     assert values["max_grad_error"] <= 1e-10
-    assert max(values["grad_errors"]) == values["max_grad_error"]
+    assert max(values["grad_errors"]) == values["max_grad_error"] > 0  # another order of summation
+    assert values["proved"] is True
     # Each of two sequences a step: what one rank holds of its 101 tokens, the other receives.
     assert [sum(received) for received in values["recv_tokens"]] == [2 * 101] * 3
     assert all(1 <= i <= 2 for i in values["imbalance"])

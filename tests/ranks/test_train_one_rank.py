@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from spanwise.train import checkpoint
 from spanwise.train.data import find_documents
+from spanwise.train.loop import Trainer
 from spanwise.train.start import start
 from tests.ranks.train_runs import TINY, NoStop, metrics, one_rank, run_one_rank, tiny, write_documents
 
@@ -157,3 +158,36 @@ def test_batch_size_of_the_checkpoint_must_fit_dp(data: str, tmp_path: Path) -> 
     assert run_one_rank(tiny(data, steps=1, batch_size=3, out=out)) == 0
     with pytest.raises(ValueError, match=r"batch_size 3 and dp 2"):
         start(tiny(data, steps=2, ranks=2, dp=2, out=out, resume=True), None)
+
+
+@pytest.mark.parametrize(("factor", "proved"), [(0.0, True), (1e-6, False)])
+def test_a_wrong_gradient_fails_the_proof_after_saving(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, factor: float, proved: bool
+) -> None:
+    right = Trainer._loss
+
+    def wrong(self: Trainer, *arguments: Any) -> Any:
+        loss = right(self, *arguments)
+        return loss + factor * (loss - loss.detach())  # the same loss, another gradient
+
+    monkeypatch.setattr(Trainer, "_loss", wrong)
+    out = str(tmp_path)
+    assert run_one_rank(tiny(data, steps=2, prove=1, out=out)) == (0 if proved else 1)
+    values = metrics(out)
+    assert values["proved"] is proved
+    assert values["max_grad_error"] == pytest.approx(factor, rel=1e-3, abs=1e-10)
+    assert checkpoint.latest(out)[1].step == 2
+    # The verdict is on the steps of one run: the next compares none, and keeps what was found.
+    assert run_one_rank(tiny(data, steps=3, out=out, resume=True)) == 0
+    assert metrics(out)["proved"] is proved
+
+
+def test_nan_in_the_reference_fails_the_proof(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> tuple[float, float]:
+        return float("nan"), 0.0
+
+    monkeypatch.setattr("spanwise.train.prove.Reference.compare", compare)
+    assert run_one_rank(tiny(data, steps=2, prove=2, out=str(tmp_path))) == 1
+    values = metrics(tmp_path)
+    assert values["proved"] is False
+    assert (values["max_loss_error"], values["reference_losses"]) == (None, [None, None])
