@@ -35,7 +35,7 @@ def train(
         list[str] | None,
         typer.Option(
             "--data",
-            help="Files and folders, every file one document; give it once per path. "
+            help="Files and folders, every file one document; several may follow. "
             "Default: the Python standard library's sources.",
         ),
     ] = None,
@@ -47,7 +47,7 @@ def train(
     ] = None,
     dp: Annotated[int, typer.Option(help="Ranks that take different sequences; the others share one.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps, counted from the start of the run.")] = 30,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number.")] = 8192,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number from 2.")] = 8192,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences of a step over all ranks; past dp they accumulate. Default: dp."),
@@ -136,7 +136,7 @@ def train(
             resume=resume,
         )
         status = start(config, mine)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # the latter: a plan option that is to come
         if mine is not None:
             raise
         _fail(str(error), 2)
@@ -184,7 +184,7 @@ def verify(
                 seed=seed,
             )
         )
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         _fail(str(error), 2)
     except RankFailure as error:
         _fail(str(error), 1)

@@ -10,6 +10,7 @@ A save writes into a temporary folder, renames it, then replaces ``latest``; old
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -58,20 +59,67 @@ def latest(out: str | Path) -> tuple[Path, RunState]:
     """
     folder = checkpoints(out)
     pointer = folder / "latest"
-    if not pointer.exists():
-        raise ValueError(f"no checkpoint in {folder}; start the run without --resume, or name its folder with --out")
-    path = folder / pointer.read_text().strip()
+    path = None
     try:
-        facts = json.loads((path / "run.json").read_text())
-        if facts.get("format") != _FORMAT:
-            raise ValueError(f"format {facts.get('format')}, this version reads {_FORMAT}")
-        return path, RunState(**facts)
-    except (OSError, ValueError, TypeError) as error:
-        others = sorted(p.name for p in folder.glob("step-*") if p != path)
-        raise ValueError(
-            f"the checkpoint {path} cannot be read ({error}); others there: {', '.join(others) or 'none'}. "
-            f"To go on from one of them write its name into {pointer}"
-        ) from error
+        path = folder / pointer.read_text().strip()
+        if path.parent != folder:
+            raise ValueError(f"{pointer} names no checkpoint")
+        return path, _read(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path is None:
+            raise ValueError(
+                f"no checkpoint in {folder}; start the run without --resume, or name its folder with --out"
+            ) from error
+        reason: Exception = error
+    except (OSError, ValueError) as error:
+        reason = error
+    raise ValueError(
+        f"the checkpoint {path or pointer} cannot be read ({reason}); complete ones there: "
+        f"{', '.join(_complete(folder)) or 'none'}. To go on from one of them write its name into {pointer}"
+    ) from reason
+
+
+def _complete(folder: Path) -> list[str]:
+    names = []
+    with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+        for path in sorted(folder.glob("step-*")):
+            with contextlib.suppress(OSError, ValueError):
+                _read(path)
+                names.append(path.name)
+    return names
+
+
+def _read(path: Path) -> RunState:
+    """The facts of a checkpoint whose files all have the size that its index says.
+
+    Raises:
+        OSError: a file is not there.
+        ValueError: a file is not what `save` wrote, or is shorter.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    facts = json.loads((path / "run.json").read_text())
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else type(facts).__name__
+        raise ValueError(f"format {found}, this version reads {_FORMAT}")
+    try:
+        state = RunState(**facts)
+    except TypeError as error:
+        raise ValueError(f"run.json: {error}") from error
+    if not isinstance(state.model, dict) or not all(isinstance(n, int) for n in (state.step, state.position)):
+        raise ValueError("run.json holds no step, position and model")
+    (path / ".metadata").stat()
+    try:
+        index = FileSystemReader(path).read_metadata().storage_data
+        sizes: dict[str, int] = {}
+        for entry in index.values():
+            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f".metadata is damaged: {type(error).__name__}: {error}") from error
+    for name, size in sizes.items():
+        if (found := (path / name).stat().st_size) < size:
+            raise ValueError(f"{name} is damaged: {found:,} bytes of {size:,}")
+    return state
 
 
 def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: Path) -> None:
@@ -151,10 +199,21 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
 
 
 def load(path: Path, model: Any, optimizer: Any) -> None:
-    """Read a checkpoint into a sharded model and its optimizer, whatever number of ranks wrote it. Collective."""
+    """Read a checkpoint into a sharded model and its optimizer, whatever number of ranks wrote it. Collective.
+
+    Raises:
+        ValueError: its files do not hold what they held when they were written.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # fills the sharded tensors
+    try:
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # fills the sharded tensors
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+        raise ValueError(
+            f"the checkpoint {path} is damaged, its tensors cannot be read; others there: "
+            f"{', '.join(n for n in _complete(path.parent) if n != path.name) or 'none'}. "
+            f"To go on from one of them write its name into {path.parent / 'latest'}"
+        ) from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

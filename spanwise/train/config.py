@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from spanwise.train.model import ModelConfig
 
 #: Tokens of a sequence that one device repeats at most.
 PROVE_LIMIT = 16_384
+
+#: Tokens of a sequence at most: a plan keeps some arrays of one entry a token.
+SEQ_LIMIT = 2**26
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class TrainConfig:
 
     Attributes:
         data: files and folders; none means the Python standard library's sources.
-        seq_len: tokens of a training sequence; any positive number.
+        seq_len: tokens of a training sequence; any number from 2 to `SEQ_LIMIT`.
         batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
             accumulate on each rank. ``None``: ``dp``, or what the checkpoint says.
         max_document: tokens; longer documents become several. ``None``: ``seq_len``, or what the checkpoint says.
@@ -62,8 +63,16 @@ class TrainConfig:
             if not ok:
                 raise ValueError(text)
 
-        for name in ("ranks", "dp", "steps", "seq_len", "eval_sequences", "keep"):
+        for name in ("ranks", "dp", "steps", "eval_sequences", "keep"):
             demand(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("seq_len", "max_document"):
+            value = getattr(self, name)
+            demand(
+                value is None or value >= 2,
+                f"{name} must be at least 2 tokens, so that one can predict the next, got {value}",
+            )
+        demand(self.seq_len <= SEQ_LIMIT, f"seq_len must be at most {SEQ_LIMIT:,} tokens, got {self.seq_len:,}")
+        demand(self.seed < 2**64, f"seed must be below 2**64, got {self.seed}")
         for name in ("warmup", "eval_every", "save_every", "prove", "seed"):
             demand(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         demand(
@@ -76,10 +85,6 @@ class TrainConfig:
                 f"batch_size must be a positive multiple of dp (every rank takes as many sequences), got "
                 f"batch_size {self.batch_size} and dp {self.dp}",
             )
-        demand(
-            self.max_document is None or self.max_document >= 1,
-            f"max_document must be at least 1 token, got {self.max_document}",
-        )
         demand(0 <= self.held_out < 1, f"held_out is a share of the documents in [0, 1), got {self.held_out}")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
@@ -95,9 +100,7 @@ class TrainConfig:
         if self.out is None:
             demand(not self.resume, "--resume continues the run in a folder: name it with --out")
             demand(self.save_every == 0, "--save-every writes into a folder: name it with --out")
-        elif Path(self.out).exists():
-            demand(Path(self.out).is_dir(), f"--out must be a folder, and {self.out} is a file")
-            demand(os.access(self.out, os.W_OK | os.X_OK), f"cannot write into {self.out}; name another --out")
+        demand(self.out != "", "--out is empty; name a folder")
 
     @property
     def cp(self) -> int:

@@ -106,19 +106,20 @@ class Corpus:
         return train, tuple(d for i, d in enumerate(self.documents) if i in chosen)
 
 
-def find_documents(paths: Sequence[str | Path] = ()) -> Corpus:
+def find_documents(paths: Sequence[str | Path] = (), *, leave_out: str | Path | None = None) -> Corpus:
     """Make each regular file below ``paths`` a document; without paths, the Python standard library's sources.
 
-    Folders are walked in sorted order, hidden files and ``__pycache__`` left out; a file reached twice counts once.
+    Folders are walked in sorted order, links to folders too; hidden files, ``__pycache__`` and the folder ``leave_out``
+    (what a run writes is no data) are left out, and a file or a folder reached twice counts once.
     Empty files inside a folder hold no byte to learn from and are counted in ``skipped``; an empty file that is named
     itself is an error.
 
     Raises:
-        ValueError: a path does not exist, cannot be read, is empty, or is no file or folder.
+        ValueError: a path does not exist, cannot be read, is empty, is no file or folder, or is ``leave_out``.
     """
     skipped = 0
     documents: dict[tuple[int, int], Document] = {}
-    for path, name, named in _files(paths):
+    for path, name, named in _files(paths, leave_out):
         try:
             info = path.stat()
         except OSError as error:
@@ -143,35 +144,74 @@ def find_documents(paths: Sequence[str | Path] = ()) -> Corpus:
     return Corpus(tuple(documents.values()), skipped)
 
 
-def _files(paths: Sequence[str | Path]) -> Iterable[tuple[Path, str, bool]]:
+def _files(paths: Sequence[str | Path], leave_out: str | Path | None) -> Iterable[tuple[Path, str, bool]]:
     """(path, name, named by the user) of every candidate, in order."""
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = [f for f in _walk(root) if f.suffix == ".py" and not _NOT_SOURCES & set(f.relative_to(root).parts)]
+        found = [
+            f for f in _walk(root, leave_out) if f.suffix == ".py" and not _NOT_SOURCES & set(f.relative_to(root).parts)
+        ]
         if not found:
             raise ValueError(f"this Python has no library sources in {root}; name files or folders with --data")
         yield from ((f, f.relative_to(root).as_posix(), False) for f in found)
         return
-    for given in map(Path, paths):
-        if not given.exists():
-            raise ValueError(f"{given} does not exist; --data takes files and folders (seen from {Path.cwd()})")
-        if not given.is_dir():
+    for text in paths:
+        given = Path(text)
+        try:
+            info = given.stat() if text else None  # an empty path would be the current folder
+        except (FileNotFoundError, NotADirectoryError):
+            info = None
+        except OSError as error:
+            raise ValueError(f"cannot read --data {_short(text)}: {error.strerror or error}; name another") from error
+        if info is None:
+            raise ValueError(
+                f"{str(text) or repr(text)} does not exist; --data takes files and folders (seen from {Path.cwd()})"
+            )
+        if not stat.S_ISDIR(info.st_mode):
             yield given, given.name, True
             continue
-        files = list(_walk(given))
+        if leave_out and _identity(leave_out) == _identity(given):
+            raise ValueError(
+                f"--out {leave_out} is a folder of --data: what the run writes would be data; name another --out"
+            )
+        files = list(_walk(given, leave_out))
         if not files:
             raise ValueError(f"no file found in the folder {given}; name a folder that holds documents with --data")
         yield from ((f, f.relative_to(given).as_posix(), False) for f in files)
 
 
-def _walk(root: Path) -> Iterable[Path]:
+def _short(text: str | Path) -> str:
+    return str(text) if len(str(text)) <= 80 else f"{str(text)[:77]}…"
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """What two names of one file or folder have in common; ``None`` where there is nothing."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _walk(root: Path, leave_out: str | Path | None) -> Iterable[Path]:
     def refuse(error: OSError) -> None:
         raise ValueError(
             f"cannot list {error.filename}: {error.strerror}; make it readable or leave it out of --data"
         ) from error
 
-    for folder, names, files in os.walk(root, onerror=refuse):
+    seen = {_identity(root)}  # a link may lead back up
+    if leave_out:
+        seen.add(_identity(leave_out))
+
+    def new(folder: str, name: str) -> bool:
+        identity = _identity(Path(folder, name))
+        known = identity is not None and identity in seen
+        seen.add(identity)
+        return not known
+
+    for folder, names, files in os.walk(root, onerror=refuse, followlinks=True):
         names[:] = sorted(n for n in names if not n.startswith(".") and n != "__pycache__")
+        names[:] = [name for name in names if new(folder, name)]
         for file in sorted(f for f in files if not f.startswith(".")):
             path = Path(folder, file)
             if path.exists() or not path.is_symlink():  # a dangling link is not a file
@@ -212,6 +252,10 @@ def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     return mix(index + salt)
 
 
+#: Documents of an epoch at most, long ones counted as often as ``max_document`` cuts them: they are kept in memory.
+PARTS_LIMIT = 2**25
+
+
 class DocumentStream:
     """Documents end to end, epoch after epoch, every epoch in another order.
 
@@ -222,6 +266,9 @@ class DocumentStream:
         documents: at least one.
         seed: what orders the epochs.
         max_document: tokens.
+
+    Raises:
+        ValueError: no document, a limit below 1, or an epoch of more than `PARTS_LIMIT` documents.
     """
 
     def __init__(self, documents: Sequence[Document], seed: int, max_document: int):
@@ -233,13 +280,21 @@ class DocumentStream:
         self.seed = seed
         tokens = np.array([document.num_tokens for document in documents], dtype=np.int64)
         self.epoch_tokens = int(tokens.sum())
-        parts = -(-tokens // max_document)
+        parts = -(-tokens // min(max_document, 2**62))
+        self.num_parts = sum(parts.tolist())
+        if self.num_parts > PARTS_LIMIT:
+            raise ValueError(
+                f"{len(tokens):,} documents, {self.epoch_tokens:,} tokens, are {self.num_parts:,} of at most "
+                f"{max_document:,} tokens; at most {PARTS_LIMIT:,} can be shuffled: raise --max-document (or "
+                "--seq-len, its default), or leave the largest files out of --data"
+            )
         # Part i of p covers tokens n * i // p … n * (i + 1) // p of its document.
         self._document = np.repeat(np.arange(len(tokens)), parts)
         number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
         whole, parts = tokens[self._document], parts[self._document]
-        self._start = whole * number // parts
-        self._length = whole * (number + 1) // parts - self._start
+        quotient, remainder = whole // parts, whole % parts  # apart, because n * i may pass int64
+        self._start = quotient * number + remainder * number // parts
+        self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the epoch last asked for
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -55,11 +55,14 @@ class Display:
 
     def summary(self, metrics: dict[str, Any], out: str | None) -> None:
         """The table that ends a run."""
-        losses = metrics["losses"]
-        if not losses:
+        losses, imbalance, rates, received = (  # steps of a lost metrics.json are None
+            [value for value in metrics[name] if value is not None]
+            for name in ("losses", "imbalance", "tokens_per_second", "recv_tokens")
+        )
+        if not (losses and imbalance and rates and received):
             return
+        rates.sort()
         table = Table(title="spanwise train", show_header=False)
-        rates = sorted(metrics["tokens_per_second"])
         rows = [
             ("ranks", f"{metrics['ranks']} (dp {metrics['dp']} × cp {metrics['cp']})"),
             ("steps", f"{metrics['steps']}"),
@@ -68,10 +71,10 @@ class Display:
         rows += [(f"held-out loss, step {e['step']}", f"{e['loss']:.4f}") for e in metrics["eval_losses"][-2:]]
         rows += [
             ("tokens/s, median", f"{rates[len(rates) // 2]:,.0f}"),
-            ("imbalance, mean (max / mean work)", f"{sum(metrics['imbalance']) / len(losses):.3f}"),
+            ("imbalance, mean (max / mean work)", f"{sum(imbalance) / len(imbalance):.3f}"),
             (
                 "K/V tokens received a step, largest rank",
-                f"{sum(max(r) for r in metrics['recv_tokens']) / len(losses):,.0f} a layer",
+                f"{sum(map(max, received)) / len(received):,.0f} a layer",
             ),
         ]
         if "reference_losses" in metrics:

@@ -62,13 +62,25 @@ def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
     )
 
 
+def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """In words, the entries (of entries) in which ``other`` is not ``first``."""
+    found = []
+    for name in sorted(first.keys() | other.keys()):
+        here, there = first.get(name), other.get(name)
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += [f"{name}.{text}" for text in differences(here, there)]
+        elif here != there:
+            found.append(f"{name} is {there!r} there and {here!r} on rank 0")
+    return found
+
+
 class Trainer:
     """A rank's part of a run, from process group to last step."""
 
     def __init__(self, config: TrainConfig, rank: Rank):
         self.rank = rank
         self.set_aside: Path | None = None
-        self.corpus = find_documents(config.data)
+        self.corpus = find_documents(config.data, leave_out=config.out)
         self.state: checkpoint.RunState | None = None
         resume_from = None
         if config.resume:
@@ -140,16 +152,18 @@ class Trainer:
     def _agree(self) -> None:
         """Hosts may differ in data, options or checkpoints: find out before training does."""
         options = {name: value for name, value in self.config.as_dict().items() if name not in ("data", "out")}
-        mine = (self.corpus.digest, options, self.state)
+        if self.state is not None:
+            options |= {f"checkpoint's {name}": value for name, value in dataclasses.asdict(self.state).items()}
+        mine = options | {"data": f"{self.corpus.describe()} ({self.corpus.digest})"}
         everyone: list[Any] = [None] * self.rank.size
         dist.all_gather_object(everyone, mine)
         for other, theirs in enumerate(everyone):
-            for name, here, there in zip(("data", "options", "checkpoint"), everyone[0], theirs, strict=True):
-                if here != there:
-                    raise ValueError(
-                        f"rank {other} has other {name} than rank 0: {there} against {here}; "
-                        "start every host with the same command and the same files"
-                    )
+            different = differences(everyone[0], theirs)
+            if different:
+                raise ValueError(
+                    f"rank {other} differs from rank 0: {'; '.join(different)}; "
+                    "start every host with the same command and the same files"
+                )
 
     # One step
 
@@ -261,6 +275,8 @@ class Trainer:
         return loss
 
     def save(self) -> Path:
+        """Write metrics, then a checkpoint: metrics may be ahead of what ``latest`` names, never behind."""
+        self.metrics.save(force=True)
         config = self.config
         state = checkpoint.RunState(
             step=self.step,
@@ -298,7 +314,6 @@ class Trainer:
                         evaluated = self._evaluate_and_note(display)
                     if config.save_every and self.step % config.save_every == 0 and self.step < config.steps:
                         self.save()
-                        self.metrics.save(force=True)
                     self.metrics.save()
                 if not asked and evaluated != self.step and self.step > first:
                     self._evaluate_and_note(display)

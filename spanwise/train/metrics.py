@@ -42,10 +42,34 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def read_metrics(path: Path | None) -> dict[str, Any]:
+    """What an earlier run wrote; nothing where there is no file.
+
+    Raises:
+        ValueError: the file cannot be read, or is not what a run writes.
+    """
+    if path is None or not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}")
+        for name in (*PER_STEP, "eval_losses", "runs"):
+            if not isinstance(values.get(name, []), list):
+                raise ValueError(f"its {name!r} is no list")
+        for name, key in (("eval_losses", "step"), ("runs", "first_step")):
+            if not all(isinstance(entry, dict) and isinstance(entry.get(key), int) for entry in values.get(name, [])):
+                raise ValueError(f"its {name!r} has an entry without {key!r}")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no metrics file ({error}); move it away to resume without it") from error
+    return values
+
+
 class Metrics:
     """The content of ``metrics.json``; without a path, only in memory.
 
-    ``steps`` counts finished steps. Of each step: ``losses`` (mean over the targets of all ranks, nats a token),
+    ``steps`` counts finished steps; lists of a value a step have as many entries, null where a resumed run found none.
+    Of each step: ``losses`` (mean over the targets of all ranks, nats a token),
     ``imbalance`` (largest over mean attention work of the ranks of one sequence; the worst sequence of the step),
     ``recv_tokens`` (K/V tokens each rank receives for one layer's forward), ``tokens_per_second`` (over all ranks),
     ``grad_norms`` (before clipping), ``learning_rates``, ``documents`` (packed into the step), ``epochs`` (passes over
@@ -61,15 +85,15 @@ class Metrics:
         self._due = 0.0
 
     def restore(self, step: int) -> None:
-        """Take over what an earlier run wrote, up to ``step``."""
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            old = json.loads(self.path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{self.path} is no valid JSON ({error}); move it away to resume without it") from error
+        """Take over what an earlier run wrote, up to ``step``; steps that it does not hold become null.
+
+        Raises:
+            ValueError: the file is not what a run writes.
+        """
+        old = read_metrics(self.path)
         for name in PER_STEP:
-            self.values[name] = old.get(name, [])[:step]
+            kept = old.get(name, [])[:step]
+            self.values[name] = kept + [None] * (step - len(kept))
         for name in (
             "reference_losses",
             "loss_errors",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 
 from spanwise.train import checkpoint
@@ -9,6 +12,11 @@ from spanwise.train.config import TrainConfig
 from spanwise.train.data import DocumentStream, find_documents
 from spanwise.train.launch import Rank, launch
 from spanwise.train.loop import plan_sequence, run_rank
+from spanwise.train.metrics import read_metrics
+
+#: A sequence may repeat the training documents so many times, and hold so many.
+EPOCHS_LIMIT = 1000
+DOCUMENTS_LIMIT = 2**20
 
 
 def check(config: TrainConfig, num_local: int) -> None:
@@ -22,14 +30,52 @@ def check(config: TrainConfig, num_local: int) -> None:
             f"--device cuda needs a GPU for each of {num_local} local ranks, found {torch.cuda.device_count()}; "
             "start fewer ranks, or use --device cpu"
         )
-    corpus = find_documents(config.data)
+    corpus = find_documents(config.data, leave_out=config.out)
     if config.resume:
-        path, state = checkpoint.latest(config.out or "")
+        assert config.out is not None
+        path, state = checkpoint.latest(config.out)
         checkpoint.check_same_run(state, config, corpus, path)
+        read_metrics(Path(config.out, "metrics.json"))
         config = config.completed(state.batch_size, state.max_document)
-    documents, _ = corpus.split(config.held_out)
-    stream = DocumentStream(documents, config.seed, config.max_document or config.seq_len)
+    config = config.completed()
+    assert config.max_document is not None
+    documents, held_out = corpus.split(config.held_out)
+    stream = DocumentStream(documents, config.seed, config.max_document)
+    if held_out:
+        DocumentStream(held_out, 0, config.max_document)
+    _bound(config, stream)
     plan_sequence(config, stream.cu_seqlens(0, config.seq_len))
+    if config.out is not None:
+        _make_writable(Path(config.out))
+
+
+def _bound(config: TrainConfig, stream: DocumentStream) -> None:
+    """Refuse sequences whose packing would take minutes: a mistyped length, or very many very short documents."""
+    epochs, tokens = config.seq_len / stream.epoch_tokens, stream.epoch_tokens
+    if epochs > EPOCHS_LIMIT:
+        raise ValueError(
+            f"seq_len {config.seq_len:,} repeats the {tokens:,} training tokens {epochs:,.0f} times in one sequence, "
+            f"at most {EPOCHS_LIMIT:,} are possible; give a --seq-len up to {EPOCHS_LIMIT * tokens:,}, or more --data"
+        )
+    documents = epochs * stream.num_parts
+    if documents > DOCUMENTS_LIMIT:
+        raise ValueError(
+            f"seq_len {config.seq_len:,} packs about {documents:,.0f} documents into one sequence, at most "
+            f"{DOCUMENTS_LIMIT:,} are possible; give a --seq-len up to "
+            f"{int(config.seq_len * DOCUMENTS_LIMIT / documents):,}, or raise --max-document"
+        )
+
+
+def _make_writable(out: Path) -> None:
+    try:
+        file = next((path for path in (out, *out.parents) if path.is_file()), None)
+        if file is not None:
+            raise ValueError(f"--out must be a folder, and {file} is a file")
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write into --out {str(out)[:80]}: {error.strerror or error}; name another") from error
 
 
 def start(config: TrainConfig, mine: Rank | None) -> int:

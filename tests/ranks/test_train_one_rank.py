@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
 
+from spanwise.__main__ import app
 from spanwise.train import checkpoint
 from spanwise.train.data import find_documents
-from spanwise.train.loop import Trainer
+from spanwise.train.loop import Trainer, differences
+from spanwise.train.metrics import PER_STEP, Metrics
 from spanwise.train.start import start
 from tests.ranks.train_runs import TINY, NoStop, metrics, one_rank, run_one_rank, tiny, write_documents
 
@@ -126,7 +133,7 @@ def test_missing_and_broken_checkpoints_are_named(tmp_path: Path, data: str) -> 
     assert run_one_rank(tiny(data, steps=2, save_every=1, out=out)) == 0
     path, _ = checkpoint.latest(out)
     (path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"step-00000002 cannot be read .*others there: step-00000001"):
+    with pytest.raises(ValueError, match=r"step-00000002 cannot be read .*complete ones there: step-00000001\."):
         checkpoint.latest(out)
     (path / "run.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"format 99, this version reads 1"):
@@ -191,3 +198,129 @@ def test_nan_in_the_reference_fails_the_proof(tmp_path: Path, data: str, monkeyp
     values = metrics(tmp_path)
     assert values["proved"] is False
     assert (values["max_loss_error"], values["reference_losses"]) == (None, [None, None])
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda p: _truncate(p / "__0_0.distcp"), r"__0_0.distcp is damaged: [\d,]+ bytes of [\d,]+"),
+    "missing": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp"),
+    "no index": (lambda p: (p / ".metadata").unlink(), ".metadata"),
+    "index": (lambda p: _truncate(p / ".metadata"), ".metadata is damaged"),
+    "facts": (lambda p: (p / "run.json").write_text("[]"), "format list, this version reads 1"),
+    "step": (lambda p: (p / "run.json").write_text('{"format": 1, "step": 3}'), "run.json: .* missing"),
+    "binary": (lambda p: (p.parent / "latest").write_bytes(b"\xff\xfe\0"), "codec can't decode"),
+    "away": (lambda p: (p.parent / "latest").write_text("../../x"), "names no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_before_ranks_start(
+    two_checkpoints: Path, tmp_path: Path, data: str, damage: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    spoil, text = DAMAGE[damage]
+    spoil(out / "checkpoints" / "step-00000002")
+    arguments = ["--data", data, "--seq-len", "101", "--out", str(out), "--resume"]
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert re.search(rf"cannot be read \(.*{text}.*\); complete ones there: step-00000001", result.stderr), (
+        result.stderr
+    )
+    assert "write its name into" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "two"
+    assert run_one_rank(tiny(data, steps=2, save_every=1, out=str(out))) == 0
+    return out
+
+
+def test_a_checkpoint_of_the_right_size_that_cannot_be_loaded_is_named(
+    two_checkpoints: Path, tmp_path: Path, data: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    file = out / "checkpoints" / "step-00000002" / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged, .*others there: step-00000001\."):
+        run_one_rank(tiny(data, steps=3, out=str(out), resume=True))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"losses": 3}', '{"runs": [1]}', '{"eval_losses": [{}]}', "\udcff"])
+def test_metrics_that_no_run_wrote_are_refused_before_ranks_start(
+    two_checkpoints: Path, tmp_path: Path, data: str, text: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    (out / "metrics.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"metrics.json is no metrics file .*move it away to resume without it"):
+        start(tiny(data, steps=3, out=str(out), resume=True), None)
+
+
+def test_lost_metrics_become_null_and_steps_still_count(two_checkpoints: Path, tmp_path: Path, data: str) -> None:
+    whole = metrics(two_checkpoints)
+    for kept in (0, 1):
+        out = tmp_path / str(kept)
+        shutil.copytree(two_checkpoints, out)
+        if kept:
+            short = {name: value[:1] if isinstance(value, list) else value for name, value in whole.items()}
+            (out / "metrics.json").write_text(json.dumps(short))
+        else:
+            (out / "metrics.json").unlink()
+        assert run_one_rank(tiny(data, steps=4, out=str(out), resume=True)) == 0
+        values = metrics(out)
+        assert values["steps"] == 4
+        for name in PER_STEP:
+            assert [value is None for value in values[name]] == [False] * kept + [True] * (2 - kept) + [False] * 2
+
+
+def test_metrics_are_never_behind_the_checkpoint(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may be killed at any moment: look whenever `latest` has moved."""
+    out, seen, real_replace = str(tmp_path), [], os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        real_replace(source, target)
+        if Path(target).name == "latest":
+            _, state = checkpoint.latest(out)  # it names a complete one
+            values = metrics(out)
+            seen.append((state.step, values["steps"], [e["step"] for e in values["eval_losses"]]))
+
+    monkeypatch.setattr(os, "replace", replace)
+    # Unforced, metrics would be written too seldom to be right by chance.
+    monkeypatch.setattr("spanwise.train.metrics.time.monotonic", lambda: -1.0)
+    assert run_one_rank(tiny(data, steps=4, out=out, save_every=1, eval_every=2)) == 0
+    assert seen == [(1, 1, []), (2, 2, [2]), (3, 3, [2]), (4, 4, [2, 4])]
+
+
+def test_a_crash_while_metrics_are_written_leaves_the_old_ones(tmp_path: Path) -> None:
+    file = Metrics(tmp_path / "metrics.json", data="old")
+    file.save(force=True)
+    before = metrics(tmp_path)
+    file.values["data"] = object()  # cannot be written, found out halfway
+    with pytest.raises(TypeError):
+        file.save(force=True)
+    assert metrics(tmp_path) == before
+
+
+def test_out_below_the_data_is_resumed(tmp_path: Path, data: str) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    out = str(tmp_path / "data" / "out")
+    assert run_one_rank(tiny(str(tmp_path / "data"), steps=1, out=out)) == 0
+    assert run_one_rank(tiny(str(tmp_path / "data"), steps=2, out=out, resume=True)) == 0
+    assert metrics(out)["data"].startswith("12 documents")
+
+
+def test_ranks_that_differ_say_in_what() -> None:
+    one = {"seed": 0, "dtype": "float32", "model": {"dim": 16, "num_layers": 2}}
+    other = {"seed": 1, "dtype": "float32", "model": {"dim": 16, "num_layers": 3}, "checkpoint's step": 4}
+    assert differences(one, one) == []
+    assert differences(one, other) == [
+        "checkpoint's step is 4 there and None on rank 0",
+        "model.num_layers is 3 there and 2 on rank 0",
+        "seed is 1 there and 0 on rank 0",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,8 +29,12 @@ def fails(*arguments: str) -> str:
             "--dp 2 --ranks 2 --batch-size 3",
             "batch_size must be a positive multiple of dp .* got batch_size 3 and dp 2",
         ),
-        ("--seq-len 0", "seq_len must be at least 1, got 0"),
-        ("--max-document 0", "max_document must be at least 1 token, got 0"),
+        ("--seq-len 0", "seq_len must be at least 2 tokens, so that one can predict the next, got 0"),
+        ("--seq-len 1", "seq_len must be at least 2 tokens.* got 1"),
+        ("--max-document 1", "max_document must be at least 2 tokens.* got 1"),
+        ("--seq-len 99999999999", "seq_len must be at most 67,108,864 tokens, got 99,999,999,999"),
+        ("--data {tmp}/file --seq-len 3001", r"repeats the 3 training tokens 1,000 times .* a --seq-len up to 3,000"),
+        ("--seed 18446744073709551616", r"seed must be below 2\*\*64, got 18446744073709551616"),
         ("--prove 1 --seq-len 20000", "takes at most 16384 tokens, got 20000; prove a shorter --seq-len"),
         ("--heads 3", "dim must be a multiple of num_heads, got dim 128 and num_heads 3"),
         ("--heads 4 --kv-heads 3", "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
@@ -45,12 +50,22 @@ def fails(*arguments: str) -> str:
         ("--balancer best", "unknown balancer 'best'"),
         ("--exchange pigeon", "unknown exchange 'pigeon'"),
         ("--out {tmp}/file", "--out must be a folder, and .*file is a file"),
+        ("--out {tmp}/file/sub", "--out must be a folder, and .*file is a file"),
+        ("--out /proc/none", "cannot write into --out /proc/none: .*; name another"),
+        (
+            "--data {tmp}/file --seq-len 3 --out {tmp}/{long}",
+            "cannot write into --out .*: File name too long; name another",
+        ),
+        ("--data {tmp}/{long}", "cannot read --data .*…: File name too long; name another"),
+        ("--data {tmp}/file/sub", "file/sub does not exist"),
+        ("--data {tmp} --out {tmp}", "is a folder of --data: what the run writes would be data; name another --out"),
+        ("--out {tmp}/{long} --resume", "cannot be read .*File name too long"),
         ("--out {tmp}/none --resume", "no checkpoint in .*none/checkpoints; start the run without --resume"),
     ],
 )
 def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    message = fails(*arguments.format(tmp=tmp_path).split())
+    message = fails(*arguments.format(tmp=tmp_path, long="x" * 300).split())
     assert re.search(text, message.replace("\n", " ")), message
 
 
@@ -63,6 +78,7 @@ def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tm
         ("--dtype int8", "dtype must be float32 or float64, got 'int8'"),
         ("--balancer best", "unknown balancer 'best'"),
         ("--heads 4 --kv-heads 3", "got 4 and 3"),
+        ("--seed 18446744073709551616", r"seed must be in \[0, 2\*\*64\), got 18446744073709551616"),
     ],
 )
 def test_bad_options_of_verify(arguments: str, text: str) -> None:
@@ -113,3 +129,45 @@ def test_bench_runs_what_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("kernels", None, False),
     ]
     assert CliRunner().invoke(app, ["bench", "--quick", "plan"]).exit_code == 2
+
+
+def test_empty_paths_are_refused() -> None:
+    assert "'' does not exist; --data takes files and folders" in fails("--data", "")
+    assert "--out is empty; name a folder" in fails("--out", "")
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_plan_option_that_is_to_come_is_one_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_plan(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("exchange 'zebra' does not exist yet")
+
+    monkeypatch.setattr("spanwise.make_plan", make_plan)
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stderr == "spanwise: exchange 'zebra' does not exist yet\n"
+
+
+def test_a_file_of_too_many_documents_is_refused_at_once(tmp_path: Path) -> None:
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(2**33)
+    assert re.search(
+        r"8,589,934,594 tokens, are 85,899,346 of at most 100 tokens; at most 33,554,432 .* raise --max-doc",
+        fails("--data", str(tmp_path / "sparse"), "--seq-len", "100"),
+    )
+
+
+def test_a_sequence_of_too_many_documents_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 20_000)
+    text = fails("--data", str(tmp_path / "text"), "--seq-len", "10000000", "--max-document", "2")
+    assert "packs about 5,000,000 documents into one sequence" in text and "up to 2,097,152, or raise" in text
+
+
+def test_verify_on_processes_predicts_no_time_of_other_hardware(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spanwise.train import verify
+
+    monkeypatch.setattr(verify, "launch", lambda *_, **__: 0)
+    assert verify.verify(verify.VerifyConfig(ranks=2, seq_len=100)) == 0
+    printed = capsys.readouterr().out
+    assert "predicted" not in printed and "fingerprint" in printed

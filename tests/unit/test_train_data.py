@@ -120,6 +120,30 @@ def test_folders_are_walked_in_order_without_hidden_and_cached_files(tmp_path: P
     assert find_documents([moved]).digest != corpus.digest
 
 
+def test_what_a_run_writes_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("x")
+    out = tmp_path / "runs" / "one"
+    before = find_documents([tmp_path], leave_out=out)
+    out.mkdir(parents=True)
+    (out / "metrics.json").write_text("{}")
+    after = find_documents([tmp_path], leave_out=f"{out}/../one")
+    assert [d.name for d in after.documents] == ["text"]
+    assert after.digest == before.digest
+    with pytest.raises(ValueError, match="is a folder of --data"):
+        find_documents([tmp_path / "runs"], leave_out=tmp_path / "runs")
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    for name in ("data/a", "elsewhere/b", "elsewhere/deep/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "twice").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "data")
+    (tmp_path / "elsewhere" / "itself").symlink_to(tmp_path / "elsewhere" / "itself")
+    assert [d.name for d in find_documents([tmp_path / "data"]).documents] == ["a", "link/b", "link/deep/c"]
+
+
 def test_default_is_the_standard_library() -> None:
     corpus = find_documents()
     names = {d.name for d in corpus.documents}
@@ -144,6 +168,15 @@ def test_bad_paths_are_named_with_a_remedy(tmp_path: Path) -> None:
         DocumentStream([], 0, 1)
     with pytest.raises(ValueError, match="max_document must be at least 1, got 0"):
         DocumentStream(memory_documents([1]), 0, 0)
+
+
+def test_parts_of_a_huge_document_are_exact() -> None:
+    size = 2**50  # times the number of parts it would pass 64 bits
+    stream = DocumentStream([Document(Path("huge"), "huge", size - 2)], 0, 2**36)
+    parts = sorted((start, stop) for _, start, stop in stream.pieces(0, size))
+    assert len(parts) == 2**14
+    assert all(stop - start == 2**36 for start, stop in parts)
+    assert parts[-1][1] == size
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
