@@ -29,7 +29,7 @@ from spanwise.mask import SpanMask
 
 BLOCK_SIZE = 128
 # tokens, heads, head dim, repeats
-SIZES = ((8192, 8, 64, 5), (8192, 8, 128, 5), (32_768, 4, 64, 2), (32_768, 4, 128, 2))
+SIZES = ((8192, 8, 64, 5), (8192, 4, 128, 5), (32_768, 4, 64, 2), (32_768, 2, 128, 2))
 QUICK_SIZES = ((2048, 4, 64, 5),)
 CAUSAL_TARGET, BLOCKS_TARGET, MEMORY_TARGET = 1.2, 1.4, 1.5
 
