@@ -21,6 +21,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+#: Seconds in which a signal that is heard again is the same request: Ctrl-C in a terminal reaches the ranks of torchrun
+#: from the terminal, and once more from torchrun.
+_ECHO = 1.0
+
 #: Seconds that the other ranks get to end by themselves after one failed.
 _GRACE = 5.0
 
@@ -62,15 +66,17 @@ class StopRequest:
 
     def __init__(self, rank: Rank) -> None:
         self._heard = 0
+        self._when = 0.0
         self._file = Path(rank.stop_file) if rank.stop_file else None
         signal.signal(signal.SIGTERM, self._note)
         if self._file is None:  # otherwise the launcher hears Ctrl-C for all
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self._heard:
+        if not self._heard:
+            self._heard, self._when = number, time.monotonic()
+        elif time.monotonic() - self._when > _ECHO:
             os._exit(128 + number)  # asked twice: a rank that waits for another cannot be asked politely
-        self._heard = number
 
     def asked(self) -> int:
         """The signal that asked for it, or 0."""

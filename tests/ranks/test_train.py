@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from spanwise.__main__ import app
+from spanwise.train.data import DocumentStream, find_documents
+from spanwise.train.loop import plan_sequence
 from spanwise.train.start import start
 from tests.ranks.train_runs import metrics, tiny, write_documents
+
+#: Of the run and of the ones that it is compared with.
+SHARED: dict[str, Any] = {"batch_size": 2, "max_document": 60, "held_out": 0.4, "eval_sequences": 3}
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +33,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def three_steps(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """Three steps of two ranks that share each sequence; two sequences a step."""
     out = tmp_path_factory.mktemp("runs") / "three"
-    assert start(tiny(data, ranks=2, batch_size=2, max_document=60, steps=3, prove=3, out=str(out)), None) == 0
+    assert start(tiny(data, ranks=2, steps=3, prove=3, out=str(out), **SHARED), None) == 0
     return out
 
 
-def test_losses_and_gradients_are_those_of_one_device(three_steps: Path) -> None:
+def test_losses_and_gradients_are_those_of_one_device(three_steps: Path, data: str) -> None:
     values = metrics(three_steps)
     assert (values["ranks"], values["steps"], len(values["losses"])) == (2, 3, 3)
     np.testing.assert_allclose(values["losses"], values["reference_losses"], rtol=1e-12)
@@ -37,14 +47,20 @@ def test_losses_and_gradients_are_those_of_one_device(three_steps: Path) -> None
     assert values["proved"] is True
     # Each of two sequences a step: what one rank holds of its 101 tokens, the other receives.
     assert [sum(received) for received in values["recv_tokens"]] == [2 * 101] * 3
-    assert all(1 <= i <= 2 for i in values["imbalance"])
+    config = tiny(data, ranks=2, **SHARED)
+    stream = DocumentStream(find_documents([data]).split(0.4)[0], 0, 60)
+    imbalance = [plan_sequence(config, stream.cu_seqlens(n * 101, 101)).imbalance() for n in range(6)]
+    assert values["imbalance"] == [max(pair) for pair in itertools.pairwise(imbalance)][::2]
+    assert max(values["imbalance"]) > 1
     assert values["eval_losses"][-1]["step"] == 3
 
 
 def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: Path, data: str) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    # dp × cp = 2 × 2, against cp = 3 from the checkpoint of cp = 2; evaluation's last round leaves a dp rank idle.
-    shared = {"batch_size": 2, "max_document": 60, "steps": 5, "prove": 5, "eval_sequences": 3}
+    # dp × cp = 2 × 2, against cp = 3 from the checkpoint of cp = 2. Three sequences are evaluated, which leaves a dp
+    # rank idle in the last round.
+    assert 2 < sum(d.num_tokens for d in find_documents([data]).split(0.4)[1]) / 101 <= 3
+    shared = SHARED | {"steps": 5, "prove": 5}
     assert start(tiny(data, ranks=4, dp=2, out=str(whole), **shared), None) == 0
     shutil.copytree(three_steps, resumed)
     assert (
@@ -71,3 +87,19 @@ def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert result.exit_code == 0, result.output
     printed = capfd.readouterr().out
     assert "attention: verified" in printed and "decoder: verified" in printed
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path, data: str) -> None:
+    sizes = "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden-dim 16 --seq-len 51 --steps 1 --prove 1"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m spanwise train"
+    ended = subprocess.run(
+        [sys.executable, *command.split(), "--data", data, "--out", str(tmp_path), *sizes.split()],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    values = metrics(tmp_path)
+    assert (values["ranks"], values["steps"], values["proved"]) == (2, 1, True)
+    assert ended.stdout.count("step 1/1") == 1  # one rank prints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +17,9 @@ from spanwise.train.launch import Rank, RankFailure, StopRequest, launch, torchr
 def _raises_on_one(rank: Rank) -> int:
     if rank.rank == 1:
         raise KeyError("the first error")
-    time.sleep(0.5)
+    # The launcher's folder holds what rank 1 reports; only then is this the second error, however slow it was.
+    while not Path(rank.init_method.removeprefix("file://")).with_name("rank-1").exists():
+        time.sleep(0.01)
     raise ConnectionError("because rank 1 is gone")
 
 
@@ -50,6 +53,74 @@ def test_the_first_failure_is_shown_with_its_rank() -> None:
     text = str(caught.value)
     assert text.startswith("rank 1 failed:\nTraceback")
     assert "KeyError: 'the first error'" in text and "_raises_on_one" in text
+
+
+def _never_returns(rank: Rank, folder: str) -> int:
+    Path(folder, f"{rank.rank}-{os.getpid()}").touch()
+    time.sleep(100)
+    return 0
+
+
+def _wait_for(count: int, folder: Path) -> list[str]:
+    while len(names := [path.name for path in folder.iterdir()]) < count:
+        time.sleep(0.02)
+    return sorted(names)
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        _wait_for(1, tmp_path)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    started = time.monotonic()
+    assert launch(_never_returns, str(tmp_path), ranks=1) == 130
+    assert time.monotonic() - started < 60
+
+
+def _launches(folder: str) -> None:
+    launch(_never_returns, folder, ranks=1)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = multiprocessing.get_context("spawn").Process(target=_launches, args=(str(tmp_path),))
+    launcher.start()
+    pids = [int(name.split("-")[1]) for name in _wait_for(1, tmp_path)]
+    launcher.kill()
+    launcher.join()
+    deadline = time.monotonic() + 30
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if _runs(pid)] == []
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and no zombie (its parent is gone, and somebody may be slow to reap it)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_signal_forwarded_at_once_is_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    now, ended = [100.0], []
+    monkeypatch.setattr("spanwise.train.launch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        stop = StopRequest(Rank(0, 1, 0, 1, "env://"))
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 0.5
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.asked(), ended) == (signal.SIGINT, [])
+        now[0] += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [128 + signal.SIGTERM]
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
