@@ -243,12 +243,13 @@ def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
 
     Raises:
         ValueError: an unknown name, or an object that is no balancer.
-        NotImplementedError: ``"local"``, which is to come.
     """
-    known = ", ".join(repr(name) for name in _BY_NAME)
+    known = ", ".join(repr(name) for name in (*_BY_NAME, "local"))
     if isinstance(balancer, str):
         if balancer == "local":
-            raise NotImplementedError(f"balancer 'local' does not exist yet; the balancers are {known}")
+            from spanwise.local_balancer import Local  # stands above this room, and loads a compiler
+
+            return Local()
         if balancer not in _BY_NAME:
             raise ValueError(f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks)")
         return _BY_NAME[balancer]
@@ -264,7 +265,6 @@ def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_rank
 
     Raises:
         ValueError: see `resolve`; or the answer is no layout of this problem (the message names the balancer).
-        NotImplementedError: see `resolve`.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")

@@ -399,11 +399,9 @@ def test_resolve():
     mine = HeadTail()
     assert resolve(mine) is mine
     with pytest.raises(
-        ValueError, match="unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt' or an obj"
+        ValueError, match="unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt', 'local' or an obj"
     ):
         resolve("headtail")
-    with pytest.raises(NotImplementedError, match="'local' does not exist yet; the balancers are 'contiguous'"):
-        resolve("local")
     with pytest.raises(ValueError, match=r"got the class PTRR: pass PTRR\(\)"):
         resolve(PTRR)
     with pytest.raises(ValueError, match=r"needs a method assign\(problem, num_ranks\), 7 has none"):

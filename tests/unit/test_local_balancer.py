@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise import local_balancer
-from spanwise.balancers import LPT, LayoutProblem, assign_layout
+from spanwise import local_balancer, make_plan
+from spanwise.balancers import LPT, LayoutProblem, assign_layout, resolve
 from spanwise.local_balancer import Local
 from spanwise.mask import SpanMask
+
+# The layout is the same without numba, but at these sizes it takes a minute.
+compiled_only = pytest.mark.skipif(not hasattr(local_balancer._anneal, "py_func"), reason="needs numba")
 
 
 def packed_documents(seed, seq_len=131_072):
@@ -103,6 +107,91 @@ def test_block_reads_cover_exactly_the_block_table(seed):
             for i in range(offsets[m, q], offsets[m, q + 1]):
                 table[q, low[i] : high[i]] = True
         np.testing.assert_array_equal(table, mask.block_table(7)[0] > 0)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "seed", "most"),
+    [(8, 0, 6_000), (8, 1, 5_100), (8, 2, 12_400), (64, 0, 9_500), (64, 1, 7_500), (64, 2, 13_990)],
+)
+@compiled_only
+def test_traffic_of_packed_documents(num_ranks, seed, most):
+    # Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT receives 23,000 to 34,000.
+    plan = make_plan(SpanMask.documents(packed_documents(seed)), num_ranks, balancer="local")
+    received = plan.needed_tokens()
+    assert plan.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
+    assert received.mean() <= most
+    assert received.max() <= 2.5 * received.mean()
+    assert (plan.layout.tokens_per_rank == 131_072 // num_ranks).all()
+
+
+@compiled_only
+def test_fast_is_a_short_search():
+    for seed in range(3):
+        mask = SpanMask.documents(packed_documents(seed))
+        best, fast = (make_plan(mask, 8, balancer=Local(quality=q)) for q in ("best", "fast"))
+        assert fast.imbalance() <= 1.02
+        assert fast.needed_tokens().mean() <= 2 * best.needed_tokens().mean()
+
+
+@compiled_only
+def test_a_window_stays_contiguous():
+    plan = make_plan(SpanMask.sliding_window(131_072, 4_096), 8, balancer="local")
+    assert plan.imbalance() <= 1.02
+    assert plan.needed_tokens().mean() == 3_584
+
+
+@compiled_only
+def test_a_causal_mask_is_dealt_no_worse_than_head_tail():
+    mask = SpanMask.causal(131_072)
+    plan, head_tail = (make_plan(mask, 8, balancer=b) for b in ("local", "head_tail"))
+    assert plan.needed_tokens().mean() <= head_tail.needed_tokens().mean()
+
+
+@compiled_only
+def test_a_million_tokens():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(0, 1, 650)
+    lengths = np.maximum(64, lengths / lengths.sum() * 2**20).astype(np.int64)
+    lengths[-1] += 2**20 - lengths.sum()
+    plan = make_plan(SpanMask.documents(np.append(0, np.cumsum(lengths))), 64, balancer="local")
+    assert plan.imbalance() <= 1.02
+    assert plan.needed_tokens().mean() <= 8_000
+
+
+def test_the_layout_serves_the_mask_with_the_weight():
+    seq_len = 4096
+    masks = {"documents": SpanMask.documents([0, 3000, 3400, 4096]), "window": SpanMask.sliding_window(seq_len, 256)}
+
+    def received(**weights):
+        plan = make_plan(masks, 4, weights=weights, balancer=Local(max_imbalance=1.1), block_size=64)
+        work = sum(weights[name] * plan.work(name) for name in masks)
+        assert work.max() <= 1.1 * work.mean()
+        return {name: plan.needed_tokens(name).mean() for name in masks}
+
+    assert received(documents=1, window=50)["window"] < received(documents=50, window=1)["window"]
+
+
+def test_batch_rows_get_layouts_of_their_own():
+    rows = [SpanMask.documents([0, 500, 2000]), SpanMask.documents([0, 1500, 1600, 2000])]
+    problem = LayoutProblem({"default": SpanMask.stack(rows)}, block_size=32)
+    owner = Local().assign(problem, 4)
+    assert_rules(owner, problem, 4)
+    for row, mask in zip(owner, rows, strict=True):
+        alone = Local().assign(LayoutProblem({"default": mask}, block_size=32), 4)[0]
+        np.testing.assert_array_equal(row, alone)
+
+
+def test_without_a_compiler_the_layout_is_the_same(monkeypatch):
+    problem = LayoutProblem({"default": SpanMask.documents([0, 130, 700, 1024])}, block_size=32)
+    compiled = Local(quality="fast").assign(problem, 4)
+    for name in ("_hand_over", "_anneal"):
+        function = getattr(local_balancer, name)
+        monkeypatch.setattr(local_balancer, name, getattr(function, "py_func", function))
+    np.testing.assert_array_equal(Local(quality="fast").assign(problem, 4), compiled)
+
+
+def test_resolved_by_name_and_pickled():
+    assert resolve("local") == Local() == pickle.loads(pickle.dumps(Local()))
 
 
 @pytest.mark.parametrize("bad", [{"max_imbalance": 0.9}, {"max_imbalance": math.nan}, {"quality": "good"}])

@@ -224,7 +224,6 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 2.0), ValueError, "num_ranks must be a positive integer, got 2.0"),
         (lambda: make_plan(DOCUMENTS, 2, block_size=0), ValueError, "block_size must be a positive integer"),
         (lambda: make_plan(DOCUMENTS, 2, balancer="best"), ValueError, "best"),
-        (lambda: make_plan(DOCUMENTS, 2, balancer="local"), NotImplementedError, "local"),
         (lambda: make_plan(DOCUMENTS, 2, exchange="ring"), NotImplementedError, "all_gather"),
         (lambda: make_plan(DOCUMENTS, 2, exchange="magic"), ValueError, "unknown exchange 'magic'"),
         (lambda: make_plan(DOCUMENTS, 2, num_q_heads=6, num_kv_heads=4), ValueError, "6 is not a multiple of num_kv"),
