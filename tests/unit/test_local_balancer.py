@@ -130,7 +130,7 @@ def test_fast_is_a_short_search():
         mask = SpanMask.documents(packed_documents(seed))
         best, fast = (make_plan(mask, 8, balancer=Local(quality=q)) for q in ("best", "fast"))
         assert fast.imbalance() <= 1.02
-        assert fast.needed_tokens().mean() <= 2 * best.needed_tokens().mean()
+        assert fast.needed_tokens().mean() <= 1.3 * best.needed_tokens().mean()
 
 
 @compiled_only
