@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from spanwise.kernels._checks import check_problem
 from spanwise.kernels._tiles import Chunk, Tile, plan_tiles
 
-Spans = tuple[torch.Tensor, torch.Tensor]  # first key and last key + 1, [N, R, 1] each
+Spans = tuple[np.ndarray, np.ndarray]  # first key and last key + 1, [N, R, 1] each
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
@@ -130,15 +131,16 @@ class _Engine:
 
     def tiles(self, start: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[int, Tile, Spans]]:
         """Batch row, tile, and the spans of the tile's rows, over the whole problem."""
+        masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
-            for spans in zip(start.numpy(), end.numpy(), strict=True)
+            for spans in masks
         ]
         for b in range(self.k.shape[0]):
-            m = b % len(plans)
-            for tile in plans[m]:
+            first, last = masks[b % len(masks)]
+            for tile in plans[b % len(masks)]:
                 rows = slice(tile.first, tile.stop)
-                yield b, tile, (start[m, :, rows, None], end[m, :, rows, None])
+                yield b, tile, (first[:, rows, None], last[:, rows, None])
 
     def buffer(self, name: str, *shape: int) -> torch.Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""
@@ -189,8 +191,8 @@ class _Engine:
     def _mask(self, scores: torch.Tensor, chunk: Chunk, spans: Spans) -> None:
         by_row = scores.unflatten(1, (self.group, -1))
         for column, k0, k1 in chunk.masked:
-            key = torch.arange(k0, k1, dtype=spans[0].dtype)
-            is_read = ((key >= spans[0]) & (key < spans[1])).any(0)
+            key = np.arange(k0, k1, dtype=spans[0].dtype)
+            is_read = torch.from_numpy(((key >= spans[0]) & (key < spans[1])).any(0))  # numpy's any is the faster one
             # 0 or -inf, added: ten times as fast as masked_fill_ with a mask that broadcasts.
             by_row[..., column : column + k1 - k0] += torch.where(is_read, self.zero, self.no_key)
 
