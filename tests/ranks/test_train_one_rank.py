@@ -305,6 +305,11 @@ def test_a_crash_while_metrics_are_written_leaves_the_old_ones(tmp_path: Path) -
     with pytest.raises(TypeError):
         file.save(force=True)
     assert metrics(tmp_path) == before
+    # A reader that opened the file before keeps the old text whole: it is replaced, not written in place.
+    os.link(tmp_path / "metrics.json", tmp_path / "opened")
+    file.values["data"] = "new"
+    file.save(force=True)
+    assert json.loads((tmp_path / "opened").read_text()) == before != metrics(tmp_path)
 
 
 def test_out_below_the_data_is_resumed(tmp_path: Path, data: str) -> None:
