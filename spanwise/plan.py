@@ -372,8 +372,9 @@ def make_plan(
         mask: a :class:`SpanMask`, a FlexAttention ``BlockMask``, or masks by name that share one layout.
         num_ranks: size of the cp axis.
         weights: layers that use each named mask (default 1 each); what the layout balances.
-        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto" (the layout whose
-            busiest rank has least work; the simplest within 2 %), or an object with ``assign(problem, num_ranks)``.
+        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V to read
+            elsewhere under a bound on the imbalance; pair it with exchange="needed"), "auto" (the layout whose busiest
+            rank has least work; the simplest within 2 %), or an object with ``assign(problem, num_ranks)``.
         exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), or "auto",
             which is "all_gather".
         block_size: tile in tokens that block-wise balancers deal out.
