@@ -25,7 +25,7 @@ from spanwise.mask import SpanMask
 from spanwise.plan import Plan, make_plan
 
 SIZES = ((131_072, 8), (1_048_576, 64))
-BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt")
+BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")
 
 
 def document_offsets(seq_len: int, seed: int) -> np.ndarray:
