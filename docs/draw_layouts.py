@@ -43,9 +43,7 @@ def panel(plan: spanwise.Plan, left: int) -> list[str]:
 
 def main() -> None:
     mask = spanwise.SpanMask.documents(CU_SEQLENS)
-    plans = [
-        spanwise.make_plan(mask, 4, balancer=name, block_size=BLOCK) for name in ("contiguous", "lpt", "local")
-    ]
+    plans = [spanwise.make_plan(mask, 4, balancer=name, block_size=BLOCK) for name in ("contiguous", "lpt", "local")]
     side = 1024 // BLOCK * CELL
     width, height = len(plans) * (side + GAP), side + TOP + 10
     shapes = [shape for i, plan in enumerate(plans) for shape in panel(plan, 10 + i * (side + GAP))]
