@@ -31,10 +31,6 @@ def test_documents_link_to_files_that_exist() -> None:
     assert broken == []
 
 
-def test_readme_has_no_place_left_to_fill() -> None:
-    assert re.findall(r"\b[A-Z]{2,}_?[A-Z]*(?=\n)", (ROOT / "README.md").read_text()) == []
-
-
 def private_torch_names(source: str) -> list[str]:
     """Imports of, and attributes along, names of torch that begin with an underscore."""
     names = []
