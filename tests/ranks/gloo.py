@@ -48,6 +48,10 @@ class RemoteTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
+class NeverConnected(TimeoutError):
+    """No rank has got past the making of the process group."""
+
+
 class GlooPool:
     """Processes that run functions as the ranks of a gloo group; a context manager.
 
@@ -87,9 +91,25 @@ class GlooPool:
         if num_ranks > self.num_ranks:
             raise ValueError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
         shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
+        try:
+            return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), timeout)
+        except NeverConnected:
+            # Rarely gloo's connections between all ranks never come about; `fn` has not run on any rank then.
+            return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), timeout)
+
+    def _call(
+        self,
+        num_ranks: int,
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shape: tuple[int, ...],
+        mesh_dim_names: tuple[str, ...],
+        timeout: float,
+    ) -> list[T]:
         self._start()
         self._calls += 1
-        group = (f"{self._folder.name}/store-{self._calls}", num_ranks, shape, tuple(mesh_dim_names), timeout)
+        group = (f"{self._folder.name}/store-{self._calls}", num_ranks, shape, mesh_dim_names, timeout)
         message = pickle.dumps((group, fn, args, kwargs))
         for _, connection in self._workers[:num_ranks]:
             connection.send_bytes(message)
@@ -105,8 +125,11 @@ class GlooPool:
                 if failures:  # who still waits, waits for a rank that failed
                     self._stop()
                     break
-                stacks = "\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in pending.values())
+                each = [f"rank {rank}:\n{self._stack(rank)}" for rank in pending.values()]
+                stacks = "\n".join(each)
                 self._stop()
+                if len(each) == num_ranks and all("_new_process_group_helper" in stack for stack in each):
+                    raise NeverConnected(f"the ranks did not connect in time\n{stacks}")
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer in time\n{stacks}")
             for connection in ready:
                 rank = pending.pop(connection)
