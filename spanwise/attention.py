@@ -22,7 +22,7 @@ from spanwise import _compat, kernels
 from spanwise.exchange import all_gather, needed
 from spanwise.kernels.merge import merge
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, Stage, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, Stage, check_rank, spread_slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ def _attend(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}")
     local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
-    if local.num_ranks > 1 and rank_on(mesh, local.num_ranks) != local.rank:
-        raise ValueError(f"this is rank {rank_on(mesh, local.num_ranks)}, and the rank plan is rank {local.rank}'s")
+    if local.num_ranks > 1:
+        check_rank(local, mesh)
     if mask not in local.stages:
         raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
     stages = local.stages[mask]

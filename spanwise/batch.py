@@ -18,7 +18,7 @@ from spanwise import _compat
 from spanwise._span_patterns import check_offset_rows
 from spanwise.exchange import all_gather
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, rank_on, spread_slots
+from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
 
 IGNORE_INDEX = -100
 
@@ -110,8 +110,7 @@ def unshard(
         raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
     if local.num_ranks == 1:
         return x
-    if rank_on(mesh, local.num_ranks) != local.rank:
-        raise ValueError(f"this is rank {rank_on(mesh, local.num_ranks)}, and the rank plan is rank {local.rank}'s")
+    check_rank(local, mesh)
     assert mesh is not None
     if local.batched:
         if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Batch rows that the masks distinguish; 1 serves any batch."""
+        """Batch rows that the masks distinguish; 1 serves any batch. The layout has as many, or one for all."""
         return max(mask.batch_size for mask in self.masks.values())
 
     def mask(self, name: str = "default") -> SpanMask:
@@ -109,11 +109,10 @@ class Plan:
     def work(self, mask: str = "default") -> np.ndarray:
         """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``."""
         area = self.mask(mask).area()
-        rows = max(self.batch_size, self.layout.batch_size)
         before = np.zeros((area.shape[0], self.seq_len + 1), dtype=np.int64)
         np.cumsum(area, axis=1, out=before[:, 1:])
         work = np.zeros(self.num_ranks, dtype=np.int64)
-        for row in range(rows):
+        for row in range(self.batch_size):
             total = before[row if area.shape[0] > 1 else 0]
             for rank in range(self.num_ranks):
                 runs = self.runs(rank, row)
@@ -132,11 +131,10 @@ class Plan:
 
     @functools.cached_property
     def _needs(self) -> dict[str, list[list[np.ndarray]]]:
-        rows = max(self.batch_size, self.layout.batch_size)
         needs: dict[str, list[list[np.ndarray]]] = {}
         for name, mask in self.masks.items():
             needs[name] = []
-            for row in range(rows):
+            for row in range(self.batch_size):
                 unbatched = mask.row(row if mask.batch_size > 1 else 0)
                 runs = [self.runs(rank, row) for rank in range(self.num_ranks)]
                 reads = unbatched.keys_read_many(runs)
@@ -160,8 +158,7 @@ class Plan:
         self.mask(mask)
         if self.exchange == "needed":
             return self.needed_tokens(mask)
-        rows = max(self.batch_size, self.layout.batch_size)
-        return rows * (self.seq_len - self.layout.tokens_per_rank)
+        return self.batch_size * (self.seq_len - self.layout.tokens_per_rank)
 
     def recv_bytes(self, mask: str = "default") -> np.ndarray:
         """Bytes of K and V that each rank receives in one forward, int64; with all_gather padding included.
@@ -174,9 +171,8 @@ class Plan:
         token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
         if self.exchange == "needed":
             return self.needed_tokens(mask) * token
-        rows = max(self.batch_size, self.layout.batch_size)
         padded = int(self.layout.tokens_per_rank.max())
-        return np.full(self.num_ranks, rows * (self.num_ranks - 1) * padded * token, dtype=np.int64)
+        return np.full(self.num_ranks, self.batch_size * (self.num_ranks - 1) * padded * token, dtype=np.int64)
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of attention in one step (forward and backward), all masks by weight.

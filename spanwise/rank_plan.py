@@ -336,6 +336,13 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
     return mesh.get_local_rank()
 
 
+def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
+    """``ValueError`` unless `local` is the part of this very rank of ``mesh``."""
+    rank = rank_on(mesh, local.num_ranks)
+    if rank != local.rank:
+        raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
+
+
 def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
     """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all. A collective."""
     device = _compat.comparison_device(group)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from spanwise.bench import plan
 from spanwise.kernels.sdpa import sdpa
 from spanwise.mask import SpanMask
 
@@ -34,15 +35,9 @@ QUICK_SIZES = ((2048, 4, 64, 5),)
 CAUSAL_TARGET, BLOCKS_TARGET, MEMORY_TARGET = 1.2, 1.4, 1.5
 
 
-def document_offsets(seq_len: int, seed: int = 0) -> np.ndarray:
-    """Offsets of documents whose lengths are log-normal around 2,048 tokens (sigma 0.7, at least 16), until full."""
-    rng = np.random.default_rng(seed)
-    lengths: list[int] = []
-    left = seq_len
-    while left:
-        lengths.append(int(min(max(16, rng.lognormal(math.log(2048), 0.7)), left)))
-        left -= lengths[-1]
-    return np.concatenate([[0], np.cumsum(lengths)])
+def document_offsets(seq_len: int) -> np.ndarray:
+    """Offsets of documents of about 2,048 tokens, shorter than those that planning is measured on."""
+    return plan.document_offsets(seq_len, 0, median=2048, sigma=0.7, least=16)
 
 
 def masks(seq_len: int) -> dict[str, SpanMask]:

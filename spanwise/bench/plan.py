@@ -28,13 +28,13 @@ SIZES = ((131_072, 8), (1_048_576, 64))
 BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")
 
 
-def document_offsets(seq_len: int, seed: int) -> np.ndarray:
-    """Offsets of documents whose lengths are log-normal around 4,096 tokens (sigma 1, at least 64), until full."""
+def document_offsets(seq_len: int, seed: int, *, median: int = 4096, sigma: float = 1.0, least: int = 64) -> np.ndarray:
+    """Offsets of documents whose lengths are log-normal, at least `least`, until `seq_len` tokens are full."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     left = seq_len
     while left:
-        lengths.append(int(min(max(64, rng.lognormal(math.log(4096), 1.0)), left)))
+        lengths.append(int(min(max(least, rng.lognormal(math.log(median), sigma)), left)))
         left -= lengths[-1]
     return np.concatenate([[0], np.cumsum(lengths)])
 
