@@ -190,11 +190,12 @@ class Plan:
                 flops = cost.attention_flops(
                     busiest, self.num_q_heads, self.head_dim, self.v_head_dim, backward=backward
                 )
-                parts[part] += weight * self.hardware.attention_seconds(flops)
+                parts[part] += weight * self.hardware.attention_seconds(flops, backward=backward)
             received = float(self.recv_bytes(name).max())
-            parts["gather"] += weight * self.hardware.collective_seconds(received)
-            grad_bytes = received * max(self.itemsize, 4) / self.itemsize
-            parts["reduce_scatter"] += weight * self.hardware.collective_seconds(grad_bytes)
+            shard = received / max(1, self.num_ranks - 1)
+            parts["gather"] += weight * self.hardware.all_gather_seconds(shard, self.num_ranks)
+            grad_shard = shard * max(self.itemsize, 4) / self.itemsize
+            parts["reduce_scatter"] += weight * self.hardware.reduce_scatter_seconds(grad_shard, self.num_ranks)
         return {**parts, "total": sum(parts.values())}
 
     def _require_shape(self, what: str) -> None:
@@ -238,7 +239,7 @@ class Plan:
             "v_head_dim": self.v_head_dim,
             "dtype": self.dtype,
             "itemsize": self.itemsize,
-            "hardware": dataclasses.asdict(self.hardware),
+            "hardware": self.hardware.to_dict(),
             "reason": self.reason,
         }
 
@@ -307,7 +308,7 @@ class Plan:
                 cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
             fields = {f.name for f in dataclasses.fields(Plan)}
             plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
-            plain["hardware"] = cost.Hardware(**header["hardware"])
+            plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
             plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
         except FileNotFoundError:
             raise

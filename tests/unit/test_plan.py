@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import Hardware, Plan, SpanMask, make_plan
+from spanwise.cost import Link
 from spanwise.layout import count_tokens, intersect_runs, subtract_runs
 from spanwise.rank_plan import build
 
@@ -104,7 +105,7 @@ def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it(
         make_plan(DOCUMENTS, **base | {"num_kv_heads": 4}),
         make_plan(DOCUMENTS, **base, dtype="float32"),
         make_plan(DOCUMENTS, **base, cu_seqlens=CU),
-        make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e9, 1e-3)),
+        make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
     ]
     prints = {p.fingerprint for p in others} | {plan.fingerprint}
     assert len(prints) == len(others) + 1
@@ -162,7 +163,7 @@ def test_bytes_and_seconds() -> None:
     assert plan.recv_tokens().tolist() == (100 - tokens).tolist()
     # Shards are padded to the longest: two ranks send 34 tokens of 2 heads with 16 + 24 bf16 numbers.
     assert plan.recv_bytes().tolist() == [2 * 34 * 2 * 40 * 2] * 3
-    hardware = Hardware("toy", attention_flops=1e6, bandwidth=1e5, latency=0.5)
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e6, 1e6, (Link(1e5, 0.5),))
     plan = make_plan(DOCUMENTS, 3, balancer="contiguous", **SHAPE, hardware=hardware, weights={"default": 3})
     parts = plan.predict()
     area = plan.work().max()
@@ -243,7 +244,7 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 2).mask("x"), ValueError, "no mask named 'x'"),
         (lambda: make_plan(DOCUMENTS, 2).runs(2), ValueError, r"rank must be in \[0, 2\), got 2"),
         (lambda: make_plan(DOCUMENTS, 2).local(None), ValueError, "needs their mesh"),
-        (lambda: Hardware("x", 0, 1, 1), ValueError, "attention_flops must be a positive number"),
+        (lambda: Hardware("x", 0, 1, 1, 1, 1, (Link(1, 0),)), ValueError, "attention_flops must be a positive number"),
     ],
 )
 def test_bad_input(call, error: type[Exception], message: str) -> None:
