@@ -1,0 +1,204 @@
+"""Hosts for benchmarks over a slow network: one process each, in a network namespace of its own (Linux, root).
+
+Two hosts share one veth pair, more of them a bridge in a namespace of its own. A token bucket (``tc tbf``, tc-tbf(8))
+at both ends of each veth limits what a host sends and what it receives to the same rate.
+
+The namespaces have no names: each is held by its host's process (the bridge's by a ``cat``), and the kernel removes it,
+with all interfaces in it, when that process ends. The processes end with this one (`prctl(PR_SET_PDEATHSIG)`), so that
+nothing is left behind whatever happens, SIGKILL included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+INTERFACE = "eth0"
+# tbf lets this much through at once after a pause. A packet before segmentation is up to 64 KiB; more than that would
+# make short messages look faster than the link.
+_BURST_KIB = 68
+# How long a packet may wait in the bucket's queue before it is dropped; TCP then slows down.
+_QUEUE_MS = 400
+
+
+def missing() -> str | None:
+    """One line that says what this machine lacks to make hosts, or None."""
+    absent = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if absent or sys.platform != "linux":
+        return f"needs Linux with {', '.join(absent) or 'network namespaces'} (packages iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces, veth pairs and tc queues: run it with sudo"
+    return None
+
+
+class Hosts:
+    """Processes on hosts that are joined by a slow network; a context manager.
+
+    Each runs ``command``, prints ``{"event": "ready"}`` and then answers jobs: one line of JSON on its standard input,
+    answered by any number of ``{"event": "progress", "text": …}`` and one ``{"event": "done"}``.
+
+    Args:
+        num_hosts: 2 or more.
+        rate: bits/s that each host sends, and receives.
+        command: what runs on each host.
+        environment: variables for these processes alone.
+    """
+
+    def __init__(self, num_hosts: int, rate: float, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.num_hosts = num_hosts
+        self.rate = rate
+        self._command = list(command)
+        self._environment = {**os.environ, **environment}
+        self._exit = contextlib.ExitStack()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._buckets: list[tuple[int, str]] = []
+        self._logs: list[Path] = []
+        self._rest: dict[int, bytes] = {}  # of each host, the beginning of a line
+
+    def __enter__(self) -> Hosts:
+        with self._exit as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+            for host in range(self.num_hosts):
+                self._logs.append(folder / f"host-{host}.log")
+                log = stack.enter_context(self._logs[-1].open("w"))
+                self._processes.append(self._start(stack, self._command, log))
+            self._wire(stack)
+            self._collect("ready", 120.0, None)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit.close()
+
+    def run(
+        self, jobs: Sequence[dict[str, Any]], timeout: float, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Give every host its job and wait until all have done it.
+
+        Raises:
+            RuntimeError: a process ended; the text names the host and holds what it wrote to standard error.
+            TimeoutError: not done within ``timeout`` seconds.
+        """
+        for process, job in zip(self._processes, jobs, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        self._collect("done", timeout, progress)
+
+    def set_rate(self, rate: float) -> None:
+        """Change the rate of all links, bits/s."""
+        self.rate = rate
+        for pid, device in self._buckets:
+            self._limit(pid, device)
+
+    def _start(self, stack: contextlib.ExitStack, command: Sequence[str], log: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            ["unshare", "--net", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=self._environment, start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
+        stack.callback(_end, process)
+        own = os.stat("/proc/self/ns/net").st_ino
+        deadline = time.monotonic() + 10
+        while os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:  # unshare keeps its process id
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("unshare --net did not give the process a network namespace")
+            time.sleep(0.005)
+        return process
+
+    def _wire(self, stack: contextlib.ExitStack) -> None:
+        pids = [process.pid for process in self._processes]
+        if self.num_hosts == 2:
+            _ip(pids[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(pids[1]))
+        else:
+            bridge = self._start(stack, ["cat"], subprocess.DEVNULL).pid
+            _ip(bridge, "link", "add", "bridge0", "type", "bridge")
+            _ip(bridge, "link", "set", "bridge0", "up")
+            for host, pid in enumerate(pids):
+                port = f"port{host}"
+                _ip(bridge, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid))
+                _ip(bridge, "link", "set", port, "master", "bridge0", "up")
+                self._buckets.append((bridge, port))
+        for host, pid in enumerate(pids):
+            _ip(pid, "link", "set", "lo", "up")
+            _ip(pid, "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
+            _ip(pid, "link", "set", INTERFACE, "addrgenmode", "none", "up")  # no IPv6: nothing travels unasked
+            self._buckets.append((pid, INTERFACE))
+        self.set_rate(self.rate)
+
+    def _limit(self, pid: int, device: str) -> None:
+        _run(
+            pid, "tc", "qdisc", "replace", "dev", device, "root", "tbf",
+            "rate", f"{self.rate:.0f}bit", "burst", f"{_BURST_KIB}kb", "latency", f"{_QUEUE_MS}ms",
+        )  # fmt: skip
+
+    def _collect(self, event: str, timeout: float, progress: Callable[[str], None] | None) -> None:
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            for host, process in enumerate(self._processes):
+                assert process.stdout is not None
+                selector.register(process.stdout.fileno(), selectors.EVENT_READ, host)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    waiting = sorted(key.data for key in selector.get_map().values())
+                    raise TimeoutError(f"hosts {waiting} were not {event} within {timeout:.0f} s")
+                for key, _ in ready:
+                    # Past Python's buffer, of which `select` knows nothing.
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        raise RuntimeError(self._obituary(key.data))
+                    *lines, self._rest[key.data] = (self._rest.get(key.data, b"") + data).split(b"\n")
+                    for message in map(json.loads, lines):
+                        if message["event"] == event:
+                            selector.unregister(key.fd)
+                        elif progress is not None:
+                            progress(message["text"])
+
+    def _obituary(self, host: int) -> str:
+        code = self._processes[host].wait(10)
+        # The first to fail is not always the first to be noticed: its peers fail when its connections close.
+        time.sleep(1.0)
+        tails = [
+            f"host {other} {'still ran' if process.poll() is None else f'ended with code {process.returncode}'}:\n"
+            + (self._logs[other].read_text()[-4000:] or "nothing on standard error")
+            for other, process in enumerate(self._processes)
+        ]
+        return f"host {host} ended with code {code}\n" + "\n".join(tails)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; survives exec
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _ip(pid: int, *arguments: str) -> None:
+    _run(pid, "ip", *arguments)
+
+
+def _run(pid: int, *command: str) -> None:
+    """Run a command in the network namespace of process ``pid``."""
+    done = subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip() or done.returncode}")

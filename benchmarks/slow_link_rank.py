@@ -1,0 +1,226 @@
+"""One rank of `slow_link.py`: the timed calls, on one host.
+
+Reads jobs as JSON, one a line, from standard input and writes what it measured to the file that the job names. Times
+are readings of the monotonic clock, which all processes of one machine share, so that the caller can take a step from
+the first start to the last end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from slow_link_cases import Scenario, Variant, draw, make_plan
+from slow_link_peers import PEERS, Refused
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import spanwise
+from spanwise import attention, kernels
+from spanwise.kernels.merge import merge
+from spanwise.rank_plan import RankPlan
+
+Call = Callable[[], Any]
+
+
+def main() -> None:
+    say("ready")
+    mesh: DeviceMesh | None = None
+    for line in sys.stdin:
+        job = json.loads(line)
+        torch.set_num_threads(job["threads"])
+        if mesh is None:
+            store = dist.FileStore(job["store"], job["num_ranks"])
+            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
+            mesh = init_device_mesh("cpu", (job["num_ranks"],), mesh_dim_names=("cp",))
+        scenario = Scenario(**job["scenario"])
+        result = measure_peers(scenario, mesh, job) if job["peers"] else measure(scenario, mesh, job)
+        torch.save(result, job["out"])
+        say("done")
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+def say(event: str, **more: str) -> None:
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+def measure(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[str, Any]:
+    """Times and wire bytes of every variant: the step, its kernels alone, its exchange alone."""
+    rank = job["rank"]
+    variants = [Variant(**fields) for fields in job["variants"]]
+    plans = {variant.name: make_plan(scenario, variant) for variant in variants}
+    whole = draw(scenario)
+    # One layout for all variants, so one shard of the data.
+    q, k, v, grad = (next(iter(plans.values())).shard(x, rank, dim=2) for x in whole)
+    del whole
+    calls: dict[str, Call] = {}
+    wire: dict[str, dict[str, list[int]]] = {}
+    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
+    for variant in variants:
+        local = plans[variant.name].local(mesh, "cpu")
+        step = step_call(q, k, v, grad, local, mesh)
+        outputs[variant.name] = step()
+        exchange, wire[variant.name] = exchange_call(k, v, local, mesh)
+        calls[f"step {variant.name}"] = step
+        calls[f"compute {variant.name}"] = compute_call(q, k, v, grad, local, mesh)
+        calls[f"exchange {variant.name}"] = exchange
+        say_once(rank, f"{variant.name}: ran once")
+    times = timed(calls, job["repeats"], rank)
+    return {"times": times, "wire": wire, "outputs": outputs, "threads": torch.get_num_threads()}
+
+
+def measure_peers(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[str, Any]:
+    """Times and wire bytes of the other packages' attention calls, on contiguous shards, beside one variant of ours."""
+    rank, num_ranks = job["rank"], job["num_ranks"]
+    sys.path.append(job["peers"])
+    whole = draw(scenario)
+    variant = Variant(**job["variants"][0])
+    plan = make_plan(scenario, variant)
+    q, k, v, grad = (plan.shard(x, rank, dim=2) for x in whole)
+    step = step_call(q, k, v, grad, plan.local(mesh, "cpu"), mesh)
+    outputs = {variant.name: step()}
+    calls: dict[str, Call] = {variant.name: step}
+    tokens = slice(rank * scenario.seq_len // num_ranks, (rank + 1) * scenario.seq_len // num_ranks)
+    q, k, v, grad = (x[:, :, tokens].contiguous() for x in whole)
+    refused: dict[str, str] = {}
+    wire: dict[str, dict[str, list[int]]] = {}
+    del whole
+    for name in job["peer_names"]:
+        try:
+            attend = PEERS[name](scenario, rank, num_ranks)
+        except Refused as error:
+            refused[name] = str(error)
+            continue
+
+        def call(attend: Callable[..., torch.Tensor] = attend) -> tuple[torch.Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = attend(*leaves)
+            return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+        before = counters()
+        try:
+            outputs[name] = call()
+        except Exception as error:
+            # An error on one rank alone would leave the others waiting; the caller's time limit ends that.
+            refused[name] = f"{type(error).__name__}: {error}"
+            say_once(rank, traceback.format_exc())
+            continue
+        dist.barrier()
+        wire[name] = {"both": (counters() - before).tolist()}
+        calls[name] = call
+        say_once(rank, f"{name}: ran once")
+    times = timed(calls, job["repeats"], rank)
+    return {"times": times, "wire": wire, "outputs": outputs, "refused": refused}
+
+
+def step_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, local: RankPlan, mesh: DeviceMesh
+) -> Call:
+    """Forward and backward of the public call; returns out, dq, dk, dv."""
+
+    def call() -> tuple[torch.Tensor, ...]:
+        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = spanwise.context_parallel_attention(leaf_q, leaf_k, leaf_v, local, mesh, kernel="sdpa")
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    return call
+
+
+def kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """K and V of every stage, own tokens first: the very exchange that a step runs, with nothing computed between."""
+    pieces = attention._kv_pieces(k, v, local.stages["default"], local, mesh)
+    return [x for piece in pieces for x in piece]
+
+
+def compute_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, local: RankPlan, mesh: DeviceMesh
+) -> Call:
+    """Forward and backward of the kernels and merges of a step whose K/V pieces are already there."""
+    pieces = [x.detach() for x in kv_pieces(k, v, local, mesh)]
+    stages = local.stages["default"]
+
+    def call() -> None:
+        leaves = [x.detach().requires_grad_() for x in (q, *pieces)]
+        parts = [
+            kernels.attend("sdpa", leaves[0], k_piece, v_piece, stage, local.tokens, scale=scale)
+            for k_piece, v_piece, stage in zip(leaves[1::2], leaves[2::2], stages, strict=True)
+        ]
+        out, _ = merge(parts)
+        torch.autograd.grad(out, leaves, grad)
+
+    scale = q.shape[-1] ** -0.5
+    return call
+
+
+def exchange_call(
+    k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh
+) -> tuple[Call, dict[str, list[int]]]:
+    """The exchange of a step without its kernels, forward and backward, and the bytes [received, sent] of each."""
+    grads: list[torch.Tensor] = []
+
+    def forward() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        leaves = [x.detach().requires_grad_() for x in (k, v)]
+        return leaves, kv_pieces(leaves[0], leaves[1], local, mesh)[2:]
+
+    def call() -> None:
+        leaves, pieces = forward()
+        if pieces:
+            torch.autograd.grad(pieces, leaves, grads)
+
+    dist.barrier()
+    marks = [counters()]
+    leaves, pieces = forward()
+    dist.barrier()
+    marks.append(counters())
+    grads += [torch.ones_like(x) for x in pieces]
+    if pieces:
+        torch.autograd.grad(pieces, leaves, grads)
+    dist.barrier()
+    marks.append(counters())
+    return call, {"forward": (marks[1] - marks[0]).tolist(), "backward": (marks[2] - marks[1]).tolist()}
+
+
+def timed(calls: dict[str, Call], repeats: int, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of every call, `repeats` rounds over all of them after one that warms up, from a common start."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names = list(calls)
+    gc.collect()
+    gc.disable()
+    for repeat in range(repeats + 1):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            begin = time.monotonic()
+            calls[name]()
+            end = time.monotonic()
+            if repeat:
+                times[name].append((begin, end))
+        gc.collect()
+        say_once(rank, f"round {repeat} of {repeats}")
+    gc.enable()
+    return times
+
+
+def counters() -> np.ndarray:
+    """Bytes received and sent by the host's interface so far: int64 ``[2]``, frames with all their headers."""
+    with open("/proc/self/net/dev") as file:  # of this network namespace, wherever /sys is mounted
+        fields = next(line for line in file if line.strip().startswith(os.environ["GLOO_SOCKET_IFNAME"])).split()
+    return np.array([int(fields[1]), int(fields[9])])
+
+
+def say_once(rank: int, text: str) -> None:
+    if rank == 0:
+        say("progress", text=text)
+
+
+if __name__ == "__main__":
+    main()
