@@ -62,6 +62,9 @@ class Hardware:
         memory: bytes of the rank's memory.
         links: levels of the network, innermost first; only the last has ``ranks=None``.
         kernel_seconds: fixed seconds of one call of the attention kernel.
+        edge_pairs: (query, key) pairs that the kernel computes for each query beyond those that the mask shows, because
+            the mask's edge cuts through tiles. It lies among the rank's own keys, nearly always: a rank with
+            ``tokens`` queries computes ``area + edge_pairs * tokens`` pairs in its local stage, ``area`` in others.
         wire: ``((collective, factor), …)``: bytes that the backend moves over those that are needed; 1 if not listed.
         source: where the figures come from.
     """
@@ -74,6 +77,7 @@ class Hardware:
     memory: int
     links: tuple[Link, ...]
     kernel_seconds: float = 0.0
+    edge_pairs: float = 0.0
     wire: tuple[tuple[str, float], ...] = ()
     source: str = ""
 
@@ -81,6 +85,7 @@ class Hardware:
         for field in ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory"):
             _check_number(self, field)
         _check_number(self, "kernel_seconds", zero=True)
+        _check_number(self, "edge_pairs", zero=True)
         object.__setattr__(self, "memory", int(self.memory))
         object.__setattr__(self, "links", tuple(self.links))
         sizes = [link.ranks for link in self.links]
@@ -217,17 +222,76 @@ def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:
     object.__setattr__(owner, field, float(value))
 
 
-# Data sheet of the H100 SXM: 989.4 TFLOP/s dense bf16 and 900 GB/s NVLink in both directions together, so 450 GB/s
-# each way. That attention reaches half of the matmul peak and a collective starts in 20 µs are assumptions, not
-# measurements; they only decide ties between layouts, and `Hardware(...)` replaces them.
+# Presets: figures of data sheets, and what is assumed where a data sheet says nothing. Measured figures of a machine
+# come from `spanwise.calibrate`.
+
+# Assumed, not measured: share of the data sheet's peak that a large matrix product and a large collective reach,
+# seconds before the first byte inside a host and between hosts, seconds to launch a kernel.
+_MATMUL_SHARE, _LINK_SHARE = 0.75, 0.8
+_HOST_LATENCY, _NETWORK_LATENCY, _LAUNCH = 20e-6, 40e-6, 20e-6
+
+# H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 900 GB/s in both directions together. DGX
+# H100: eight GPUs behind NVSwitch, a 400 Gb/s ConnectX-7 for each. Attention: FlexAttention is a Triton kernel, and
+# FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608) measures Triton's at 378 TFLOP/s in bf16 (head dim 128,
+# causal, 16k tokens). It has no Triton backward; FlashAttention-2's there, 322 TFLOP/s, is assumed for it. Tiles of
+# 128 tokens: on a causal diagonal half a tile a query is computed in vain.
 H100 = Hardware(
     "H100 SXM, nominal",
-    attention_flops=0.5 * 989.4e12,
-    attention_backward_flops=0.5 * 989.4e12,
-    matmul_flops=989.4e12,
+    attention_flops=378e12,
+    attention_backward_flops=322e12,
+    matmul_flops=_MATMUL_SHARE * 989.4e12,
     memory_bandwidth=3.35e12,
     memory=80_000_000_000,
-    links=(Link(450e9, 20e-6, ranks=8), Link(50e9, 20e-6)),
+    links=(Link(_LINK_SHARE * 450e9, _HOST_LATENCY, ranks=8), Link(_LINK_SHARE * 50e9, _NETWORK_LATENCY)),
+    kernel_seconds=_LAUNCH,
+    edge_pairs=64,
+    source="data sheets of H100 SXM5 and DGX H100; attention from arXiv:2407.08608; efficiencies and latencies assumed",
+)
+
+# H200 SXM data sheet: the H100's compute, NVLink and network, with 141 GB at 4.8 TB/s.
+H200 = dataclasses.replace(
+    H100,
+    name="H200 SXM, nominal",
+    memory_bandwidth=4.8e12,
+    memory=141_000_000_000,
+    source="data sheets of H200 SXM and DGX H200; attention from arXiv:2407.08608; efficiencies and latencies assumed",
+)
+
+# HGX and DGX B200: 2.25 PFLOP/s dense bf16, 180 GB at 8 TB/s, NVLink 1.8 TB/s in both directions together, and by the
+# DGX B200 user guide a 400 Gb/s ConnectX-7 for each of eight GPUs. Attention: FlashAttention-4's 1605 TFLOP/s in bf16
+# is up to 2.7 times Triton's forward (together.ai/blog/flashattention-4), so 594; the backward is assumed to be
+# slower by as much as on the H100.
+B200 = Hardware(
+    "B200, nominal",
+    attention_flops=1605e12 / 2.7,
+    attention_backward_flops=1605e12 / 2.7 * 322 / 378,
+    matmul_flops=_MATMUL_SHARE * 2250e12,
+    memory_bandwidth=8e12,
+    memory=180_000_000_000,
+    links=(Link(_LINK_SHARE * 900e9, _HOST_LATENCY, ranks=8), Link(_LINK_SHARE * 50e9, _NETWORK_LATENCY)),
+    kernel_seconds=_LAUNCH,
+    edge_pairs=64,
+    source="HGX B200 data sheet, DGX B200 user guide, together.ai/blog/flashattention-4; the rest assumed as for H100",
+)
+
+# A host of two EPYC 9654 (96 cores, 2.4 GHz base, 12 channels of DDR5-4800: 460.8 GB/s a socket), 8 cores a rank, so
+# 24 ranks that share a 100 Gb/s network card, float32. Peak of a core: two 256-bit fused multiply-adds a cycle, 32
+# FLOP. Assumed: 768 GB a socket; attention at 65 % of the peak and 100 pairs at each query's edge, as the kernel
+# "sdpa" reaches on one Zen 4 core; gloo at 1 GB/s a rank inside the host and 0.2 ms before the first byte. Its
+# reduce-scatter is an all-reduce, which moves everything twice.
+_CPU_PEAK = 8 * 32 * 2.4e9
+CPU_HOST = Hardware(
+    "CPU host, 8 cores a rank, nominal",
+    attention_flops=0.65 * _CPU_PEAK,
+    attention_backward_flops=0.65 * _CPU_PEAK,
+    matmul_flops=_MATMUL_SHARE * _CPU_PEAK,
+    memory_bandwidth=460.8e9 / 12,
+    memory=64_000_000_000,
+    links=(Link(1e9, 2e-4, ranks=24), Link(_LINK_SHARE * 12.5e9 / 24, 2e-4)),
+    kernel_seconds=1e-3,
+    edge_pairs=100,
+    wire=(("reduce_scatter", 2.0),),
+    source="EPYC 9654 data sheet; host, network and efficiencies assumed",
 )
 
 
