@@ -110,3 +110,13 @@ def index_with_scalars() -> AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The group that functional collectives know under ``name``."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store through which the ranks of ``group`` found each other; its keys are this group's own."""
+    return dist.distributed_c10d._get_process_group_store(group)
