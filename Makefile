@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: '$(PYTHON)' cannot make virtual environments (on Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing spanwise and its development tools into $(VENV)"
-	$(BIN)/python -m pip install $(if $(CI),-qq) --disable-pip-version-check -c constraints.txt -e '.[dev,search]'
+	$(BIN)/python -m pip install $(if $(CI),-qq) --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and gradients against one device

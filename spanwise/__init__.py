@@ -7,7 +7,8 @@ from spanwise.cost import Hardware
 from spanwise.layout import Layout
 from spanwise.mask import SpanMask
 from spanwise.parallel import ContextParallel
-from spanwise.plan import Plan, make_plan
+from spanwise.plan import Plan
+from spanwise.planner import make_plan
 from spanwise.ptrr import ptrr_schedule
 from spanwise.rank_plan import RankPlan
 from spanwise.verify import VerifyReport, verify

@@ -117,8 +117,8 @@ def _attend(
 ) -> tuple[torch.Tensor, Aux]:
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
-        options: dict[str, Any] = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
-        return _with_dtensors(q, k, v, plan, mesh, request, sinks, options)
+        given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
+        return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
     if not isinstance(plan, (Plan, RankPlan)):
         raise ValueError(
             f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
@@ -138,17 +138,17 @@ def _attend(
     _check_shapes(q, k, v, local, stages[0].rows, sinks)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
-    options = dict(scale=scale, score_mod=score_mod, softcap=softcap)
+    options: dict[str, Any] = dict(scale=scale, score_mod=score_mod, softcap=softcap)
     tokens = local.tokens
     batch = q.shape[0]
     if stages[0].flat:
-        if score_mod is not None:
-            raise ValueError(
-                "exchange 'needed' with a mask or layout for each batch row cannot tell a score_mod the batch row; use "
-                "make_plan(exchange='all_gather')"
-            )
         q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
-        tokens = tokens.expand(batch, -1).reshape(1, -1)
+        tokens = tokens.expand(batch, -1)
+        if score_mod is not None:
+            # The kernel sees one row: each query's position carries which row it really is.
+            tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
+            options["score_mod"] = score_mod = _for_flat_rows(score_mod, local.seq_len)
+        tokens = tokens.reshape(1, -1)
     # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
     # waiting.
     kernels.check(kernel, q, k, v, stages[0], score_mod=score_mod, max_logit=request.max_logit)
@@ -186,33 +186,45 @@ def _kv_pieces(
     v_heads, v_dim = v.shape[1], v.shape[3]
     # K and V of a token side by side: one collective moves both, whatever their head dims.
     kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
-    take, route = stages[1].take, stages[1].route
-    if route is not None:
+
+    def apart(piece_BKF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k_flat, v_flat = piece_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
+        return (
+            k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
+            v_flat.unflatten(-1, (v_heads, v_dim)).transpose(1, 2),
+        )
+
+    routes = [stage.route for stage in stages if stage.route is not None]
+    if routes:
         # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
-        pending = needed.start(kv_BTF.transpose(0, 1).flatten(1), route, name)
+        pieces: list[Any] = needed.start(kv_BTF.transpose(0, 1).flatten(1), routes, name)
         del kv_BTF
         yield k, v
-        piece_BKF = needed.wait(pending, route, name).unflatten(1, (batch, -1)).transpose(0, 1)
-    else:
-        assert take is not None
-        kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
-        gather = all_gather.start(kv_RF, local.num_ranks, name)
-        del kv_BTF, kv_RF  # the collective holds what it still needs
-        yield k, v
-        gathered_PRF = all_gather.wait(gather, local.num_ranks, name)
-        del gather
-        piece_BKF = gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
-        del gathered_PRF  # or it would stay for as long as the caller works on the piece
-    k_flat, v_flat = piece_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
-    yield (
-        k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
-        v_flat.unflatten(-1, (v_heads, v_dim)).transpose(1, 2),
-    )
+        for i, route in enumerate(routes):
+            arrived = needed.wait(pieces[i], route, name)
+            pieces[i] = None  # or the buffer would stay for as long as the caller works on the piece
+            yield apart(arrived.unflatten(1, (batch, -1)).transpose(0, 1))
+        return
+    take = stages[1].take
+    assert take is not None
+    kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
+    gather = all_gather.start(kv_RF, local.num_ranks, name)
+    del kv_BTF, kv_RF  # the collective holds what it still needs
+    yield k, v
+    gathered_PRF = all_gather.wait(gather, local.num_ranks, name)
+    del gather
+    piece_BKF = gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
+    del gathered_PRF
+    yield apart(piece_BKF)
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _for_flat_rows(score_mod: Callable[..., Any], seq_len: int) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, q_idx // seq_len, h, q_idx % seq_len, kv_idx)
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,6 +145,25 @@ class Layout:
         ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
         return np.column_stack([ranks, self._rows[row]])
 
+    def owners_of(self, runs: Int64Array, row: int = 0) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Whose the tokens of some runs are.
+
+        Args:
+            runs: int64 ``[n, 2]``, in any order.
+
+        Returns:
+            Three int64 ``[m]``: index of the run, a rank that has some of its tokens in one stretch, and how many.
+        """
+        pieces = self.pieces(row)
+        rank, start, stop = pieces[np.argsort(pieces[:, 1], kind="stable")].T
+        first = np.searchsorted(start, runs[:, 0], side="right") - 1
+        last = np.searchsorted(start, runs[:, 1], side="left")
+        count = np.where(runs[:, 0] < runs[:, 1], last - first, 0)
+        run = np.repeat(np.arange(len(runs)), count)
+        piece = ragged_arange(np.stack([first, first + count], axis=1))
+        tokens = np.minimum(stop[piece], runs[run, 1]) - np.maximum(start[piece], runs[run, 0])
+        return run, rank[piece], tokens
+
     def rearrange_indices(self) -> torch.Tensor:
         """Positions of rank 0's tokens, then rank 1's, …: int64 ``[batch_size, seq_len]`` on the CPU.
 
@@ -235,6 +254,15 @@ def _where(runs: Int64Array, other: Int64Array, inside: bool) -> Int64Array:
     first = keep & ~np.concatenate([[False], keep[:-1]])
     last = keep & ~np.concatenate([keep[1:], [False]])
     return np.stack([left[first], right[last]], axis=1)
+
+
+def merge_tokens(tokens: Int64Array) -> Int64Array:
+    """The runs int64 ``[n, 2]`` of ascending tokens: the inverse of :func:`ragged_arange`."""
+    if len(tokens) == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    first = np.flatnonzero(np.diff(tokens, prepend=tokens[0] - 2) != 1)
+    last = np.append(first[1:], len(tokens)) - 1
+    return np.stack([tokens[first], tokens[last] + 1], axis=1)
 
 
 def count_tokens(runs: Int64Array) -> int:

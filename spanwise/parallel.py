@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from spanwise.attention import context_parallel_attention
 from spanwise.mask import SpanMask
-from spanwise.plan import Plan, make_plan
+from spanwise.plan import Plan
+from spanwise.planner import make_plan
 from spanwise.rank_plan import RankPlan, build
 
 ATTENTION_TYPES = {"flex": "block_mask", "sdpa": "attn_mask", "varlen": "plan"}

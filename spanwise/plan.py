@@ -1,8 +1,8 @@
 """Plan: which rank holds which tokens, what each must fetch, and what that costs.
 
-Planning is pure and global. `make_plan` computes every rank's part on the host from masks and numbers alone; no
-process group is read, so it runs in a data-loader worker and gives the same plan everywhere. `plan.fingerprint`
-proves it. The torch side, this rank's tensors, is built by `plan.local` (`spanwise.rank_plan`).
+A plan is data: masks, a layout and how K/V travel. What follows from these for every rank is counted here, exactly, on
+the host; no process group is read, and `plan.fingerprint` proves that all ranks hold the same. `planner` makes plans,
+`plan_file` reads and writes them, `predict` prices them, and `plan.local` (`rank_plan`) builds one rank's tensors.
 
     mask -> balancer -> layout -> Plan -> plan.local(mesh, device) -> shard, exchange, kernels
 """
@@ -14,14 +14,12 @@ import functools
 import hashlib
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spanwise import balancers, cost
+from spanwise import _span_areas, cost, pieces, predict
 from spanwise.layout import Layout, count_tokens, subtract_runs
 from spanwise.mask import SpanMask
 
@@ -30,19 +28,34 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from spanwise.rank_plan import RankPlan
+    from spanwise.timeline import Timeline
 
 EXCHANGES = ("all_gather", "needed")
-_DESIGNED_EXCHANGES = ("ring", "ulysses")
-_FORMAT = 1
-# What "auto" compares. All of them move the same bytes under all_gather, so that the busiest rank decides; within this
-# fraction the earlier, simpler layout is kept.
-_AUTO_BALANCERS = ("contiguous", "head_tail", "lpt")
-_AUTO_TOLERANCE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way that "auto" considered.
+
+    Attributes:
+        balancer, exchange, stages: as the plan's.
+        imbalance: busiest over mean work, all masks by weight.
+        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight.
+        seconds: what `Plan.predict` gives for it.
+    """
+
+    balancer: str
+    exchange: str
+    stages: int
+    imbalance: float
+    recv_mean: float
+    recv_max: float
+    seconds: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The part of every rank. Made by :func:`make_plan`; immutable, picklable, equal when fingerprints are equal.
+    """The part of every rank. Made by `make_plan`; immutable, picklable, equal when fingerprints are equal.
 
     Attributes:
         masks: mask by name, all over the same tokens.
@@ -51,13 +64,16 @@ class Plan:
         block_size: tile in tokens.
         balancer: what dealt out the tokens.
         exchange: how K/V travel.
+        stages: pieces in which the K/V of other ranks are asked to arrive; `num_pieces` says how many a mask gets.
+        keep_kv: whether received K/V are kept for the backward, or fetched again.
         weights: layers that use each mask; what the layout balances.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, or None if not given.
         dtype: name of the K/V dtype.
         itemsize: bytes of one K/V element.
         hardware: rates that `predict` uses.
         cu_seqlens: document offsets of each batch row, or None.
-        reason: why this layout was chosen.
+        reason: why this layout and this exchange were chosen.
+        candidates: what "auto" compared; empty if nothing was left to it.
     """
 
     masks: dict[str, SpanMask]
@@ -66,6 +82,8 @@ class Plan:
     block_size: int
     balancer: str
     exchange: str
+    stages: int
+    keep_kv: bool
     weights: dict[str, float]
     num_q_heads: int | None
     num_kv_heads: int | None
@@ -76,6 +94,7 @@ class Plan:
     hardware: cost.Hardware
     cu_seqlens: tuple[np.ndarray, ...] | None
     reason: str
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def seq_len(self) -> int:
@@ -150,15 +169,66 @@ class Plan:
         rows = self._needs[mask]
         return np.array([sum(count_tokens(row[rank]) for row in rows) for rank in range(self.num_ranks)], np.int64)
 
-    def recv_tokens(self, mask: str = "default") -> np.ndarray:
-        """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
+    def local_work(self, mask: str = "default") -> np.ndarray:
+        """The part of `work` whose keys a rank holds itself; int64 ``[num_ranks]``."""
+        self.mask(mask)
+        return self._local_work[mask]
 
-        With the all_gather exchange that is every token of the other ranks, with "needed" those that it reads.
+    @functools.cached_property
+    def _local_work(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, mask in self.masks.items():
+            area = np.zeros(self.num_ranks, dtype=np.int64)
+            for row in range(self.batch_size):
+                mask_row, layout_row = (row if x.batch_size > 1 else 0 for x in (mask, self.layout))
+                pieces = self.layout.pieces(layout_row)
+                area += _span_areas.local_area(mask.start[mask_row], mask.end[mask_row], pieces, self.num_ranks)
+            found[name] = area
+        return found
+
+    def traffic(self, mask: str = "default") -> np.ndarray:
+        """K/V tokens that each rank gets from each other one in a forward; int64 ``[receivers, senders]``.
+
+        With the all_gather exchange that is every token of the other ranks, with "needed" those that the receiver
+        reads; summed over batch rows.
         """
         self.mask(mask)
         if self.exchange == "needed":
-            return self.needed_tokens(mask)
-        return self.batch_size * (self.seq_len - self.layout.tokens_per_rank)
+            return self._needed_traffic[mask]
+        every = np.tile(self.batch_size * self.layout.tokens_per_rank, (self.num_ranks, 1))
+        np.fill_diagonal(every, 0)
+        return every
+
+    @functools.cached_property
+    def _needed_traffic(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, rows in self._needs.items():
+            traffic = np.zeros((self.num_ranks, self.num_ranks), dtype=np.int64)
+            for row, needs in enumerate(rows):
+                receiver = np.repeat(np.arange(self.num_ranks), [len(runs) for runs in needs])
+                run, sender, tokens = self.layout.owners_of(
+                    np.concatenate(needs), row if self.layout.batch_size > 1 else 0
+                )
+                np.add.at(traffic, (receiver[run], sender), tokens)
+            found[name] = traffic
+        return found
+
+    def num_pieces(self, mask: str = "default") -> int:
+        """Pieces in which the K/V of other ranks arrive: at most `stages`, none where nobody reads anything elsewhere.
+
+        A piece is at least one block for some pair of ranks; an all_gather is one piece.
+        """
+        self.mask(mask)
+        if self.exchange == "needed":
+            return pieces.num_pieces(self._needed_traffic[mask], self.stages, self.block_size)
+        return min(1, self.num_ranks - 1)
+
+    def recv_tokens(self, mask: str = "default") -> np.ndarray:
+        """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
+
+        The sums of `traffic` by receiver.
+        """
+        return self.traffic(mask).sum(axis=1)
 
     def recv_bytes(self, mask: str = "default") -> np.ndarray:
         """Bytes of K and V that each rank receives in one forward, int64; with all_gather padding included.
@@ -167,41 +237,59 @@ class Plan:
         """
         self.mask(mask)
         self._require_shape("recv_bytes()")
-        assert self.num_kv_heads is not None and self.head_dim is not None and self.v_head_dim is not None
-        token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
+        _, kv_heads, qk_dim, v_dim = self.attention_shape
+        token = kv_heads * (qk_dim + v_dim) * self.itemsize
         if self.exchange == "needed":
-            return self.needed_tokens(mask) * token
+            return self.recv_tokens(mask) * token
         padded = int(self.layout.tokens_per_rank.max())
         return np.full(self.num_ranks, self.batch_size * (self.num_ranks - 1) * padded * token, dtype=np.int64)
 
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of one element of dK/dV on their way home: they travel in float32 at least."""
+        return max(self.itemsize, 4)
+
     def predict(self) -> dict[str, float]:
-        """Predicted seconds of attention in one step (forward and backward), all masks by weight.
+        """Predicted seconds of attention in one step (forward and backward), all masks by weight, on `hardware`.
 
         Returns:
-            ``compute_forward``, ``compute_backward`` (busiest rank), ``gather``, ``reduce_scatter`` (gradients travel
-            in float32 at least) and ``total``, their sum: nothing is taken for hidden.
+            ``compute_forward``, ``compute_backward``: of the busiest rank. ``exchange_forward``, ``exchange_backward``:
+            of the collectives. ``exposed_forward``, ``exposed_backward``: what a pass takes longer than the busiest
+            rank computes. ``total``: of both passes, as simulated by :meth:`timeline`.
+
+        Raises:
+            ValueError: the plan was made without ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
         """
         self._require_shape("predict()")
-        assert self.num_q_heads is not None and self.head_dim is not None and self.v_head_dim is not None
-        parts = dict.fromkeys(("compute_forward", "compute_backward", "gather", "reduce_scatter"), 0.0)
-        for name, weight in self.weights.items():
-            busiest = float(self.work(name).max())
-            for part, backward in (("compute_forward", False), ("compute_backward", True)):
-                flops = cost.attention_flops(
-                    busiest, self.num_q_heads, self.head_dim, self.v_head_dim, backward=backward
-                )
-                parts[part] += weight * self.hardware.attention_seconds(flops, backward=backward)
-            received = float(self.recv_bytes(name).max())
-            shard = received / max(1, self.num_ranks - 1)
-            parts["gather"] += weight * self.hardware.all_gather_seconds(shard, self.num_ranks)
-            grad_shard = shard * max(self.itemsize, 4) / self.itemsize
-            parts["reduce_scatter"] += weight * self.hardware.reduce_scatter_seconds(grad_shard, self.num_ranks)
-        return {**parts, "total": sum(parts.values())}
+        return predict.predict(self)
+
+    def timeline(self, mask: str = "default") -> Timeline:
+        """When each rank computes and K/V travel in one layer that uses ``mask``, as predicted; needs what `predict`
+        needs."""
+        self.mask(mask)
+        self._require_shape("timeline()")
+        return predict.simulate(self, mask)
+
+    @property
+    def attention_shape(self) -> tuple[int, int, int, int]:
+        """num_q_heads, num_kv_heads, head_dim, v_head_dim."""
+        shape = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        assert None not in shape  # as _require_shape made sure
+        return shape  # type: ignore[return-value]
 
     def _require_shape(self, what: str) -> None:
         missing = [n for n in ("num_q_heads", "num_kv_heads", "head_dim") if getattr(self, n) is None]
         if missing:
             raise ValueError(f"{what} needs {', '.join(missing)}: pass them to make_plan")
+
+    def replace(self, **changes: Any) -> Plan:
+        """The plan with other fields; what was counted of masks and layout is kept unless one of these changes."""
+        other = dataclasses.replace(self, **changes)
+        if not changes.keys() & {"masks", "layout", "num_ranks"}:
+            for name in ("_needs", "_local_work", "_needed_traffic", "causal"):
+                if name in self.__dict__:
+                    other.__dict__[name] = self.__dict__[name]
+        return other
 
     # Identity, text, files.
 
@@ -209,7 +297,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Hex digest of everything that must agree across ranks."""
         digest = hashlib.blake2b(digest_size=16)
-        header = {key: value for key, value in self._header().items() if key != "reason"}
+        header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
         digest.update(json.dumps(header, sort_keys=True).encode())
         digest.update(self.layout.digest())
         for name in sorted(self.masks):
@@ -225,13 +313,15 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def _header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
+        """Everything but arrays, as JSON holds it."""
         return {
-            "format": _FORMAT,
             "num_ranks": self.num_ranks,
             "block_size": self.block_size,
             "balancer": self.balancer,
             "exchange": self.exchange,
+            "stages": self.stages,
+            "keep_kv": self.keep_kv,
             "weights": self.weights,
             "num_q_heads": self.num_q_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -241,6 +331,7 @@ class Plan:
             "itemsize": self.itemsize,
             "hardware": self.hardware.to_dict(),
             "reason": self.reason,
+            "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
         }
 
     def explain(self) -> str:
@@ -248,7 +339,8 @@ class Plan:
         tokens = self.layout.tokens_per_rank
         lines = [
             f"{self.seq_len:,} tokens on {self.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",
-            f"balancer {self.balancer}, exchange {self.exchange}, blocks of {self.block_size} tokens",
+            f"balancer {self.balancer}, exchange {self.exchange} in {self.stages} or fewer pieces, blocks of "
+            f"{self.block_size} tokens",
             f"why: {self.reason}",
         ]
         for name in self.masks:
@@ -260,6 +352,11 @@ class Plan:
         if self.num_q_heads and self.num_kv_heads and self.head_dim:
             parts = ", ".join(f"{part} {seconds * 1e3:.3f} ms" for part, seconds in self.predict().items())
             lines.append(f"predicted on {self.hardware.name}: {parts}")
+        for tried in self.candidates:
+            lines.append(
+                f"considered {tried.balancer}, {tried.exchange}, pieces {tried.stages}: imbalance "
+                f"{tried.imbalance:.3f}, receives {tried.recv_mean:,.0f} tokens, {tried.seconds['total'] * 1e3:.3f} ms"
+            )
         lines.append(f"fingerprint {self.fingerprint}")
         return "\n".join(lines)
 
@@ -271,55 +368,16 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` (numpy's npz; no pickled code)."""
-        arrays: dict[str, np.ndarray] = {}
-        for i, name in enumerate(self.masks):
-            arrays[f"mask{i}_start"], arrays[f"mask{i}_end"] = self.masks[name].start, self.masks[name].end
-        for row in range(self.layout.batch_size):
-            for rank in range(self.num_ranks):
-                arrays[f"runs{row}_{rank}"] = self.layout.runs(rank, row)
-        for row, cu in enumerate(self.cu_seqlens or ()):
-            arrays[f"cu_seqlens{row}"] = cu
-        header = self._header() | {
-            "masks": list(self.masks),
-            "kv_len": self.seq_len,
-            "layout_rows": self.layout.batch_size,
-            "cu_rows": len(self.cu_seqlens or ()),
-            "fingerprint": self.fingerprint,
-        }
-        with open(path, "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, header=np.array(json.dumps(header)), **arrays)
+        from spanwise import plan_file
+
+        plan_file.save(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan that :meth:`save` wrote; ``ValueError`` if the file is not one, or was altered."""
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
-                header = json.loads(str(data["header"]))
-                if header["format"] != _FORMAT:
-                    raise ValueError(
-                        f"{os.fspath(path)} has plan format {header['format']}, this version reads {_FORMAT}"
-                    )
-                masks = {
-                    name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
-                    for i, name in enumerate(header["masks"])
-                }
-                ranks = range(header["num_ranks"])
-                rows = [[data[f"runs{row}_{rank}"] for rank in ranks] for row in range(header["layout_rows"])]
-                cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
-            fields = {f.name for f in dataclasses.fields(Plan)}
-            plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
-            plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
-            plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
-        except FileNotFoundError:
-            raise
-        except (KeyError, OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {error}") from error
-        if plan.fingerprint != header["fingerprint"]:
-            raise ValueError(
-                f"{os.fspath(path)} was altered or damaged: its fingerprint is {header['fingerprint']}, "
-                f"its contents give {plan.fingerprint}"
-            )
-        return plan
+        from spanwise import plan_file
+
+        return plan_file.load(path)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is cached can be computed again, and a rank's tensors have no place in a message between processes.
@@ -345,128 +403,3 @@ class Plan:
         from spanwise import batch
 
         return batch.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim)
-
-
-def make_plan(
-    mask: SpanMask | Mapping[str, Any] | Any,
-    num_ranks: int,
-    *,
-    weights: Mapping[str, float] | None = None,
-    balancer: str | balancers.LoadBalancer = "auto",
-    exchange: str = "auto",
-    block_size: int = 128,
-    num_q_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    v_head_dim: int | None = None,
-    dtype: Any = "bfloat16",
-    hardware: cost.Hardware | None = None,
-    cu_seqlens: Any = None,
-) -> Plan:
-    """Plan context parallelism of one sequence length over ``num_ranks`` ranks. Pure: no process group is read.
-
-    Args:
-        mask: a :class:`SpanMask`, a FlexAttention ``BlockMask``, or masks by name that share one layout.
-        num_ranks: size of the cp axis.
-        weights: layers that use each named mask (default 1 each); what the layout balances.
-        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V to read
-            elsewhere under a bound on the imbalance; pair it with exchange="needed"), "auto" (the layout whose busiest
-            rank has least work; the simplest within 2 %), or an object with ``assign(problem, num_ranks)``.
-        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), or "auto",
-            which is "all_gather".
-        block_size: tile in tokens that block-wise balancers deal out.
-        num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape; needed only to speak of bytes and seconds
-            (``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``).
-        dtype: K/V dtype, a ``torch.dtype`` or its name.
-        hardware: rates for :meth:`Plan.predict`.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
-            "per_document_head_tail", and the default of :func:`spanwise.shard_batch`.
-
-    Raises:
-        ValueError: masks that differ in length or batch size or are not square, unknown names, bad numbers.
-        NotImplementedError: an exchange or balancer that does not exist yet.
-    """
-    masks = _as_masks(mask)
-    if exchange in _DESIGNED_EXCHANGES:
-        raise NotImplementedError(f"exchange {exchange!r} does not exist yet; {list(EXCHANGES)} do")
-    if exchange not in (*EXCHANGES, "auto"):
-        raise ValueError(f"unknown exchange {exchange!r}; choose one of {[*EXCHANGES, 'auto']}")
-    for name, value in (
-        ("num_ranks", num_ranks),
-        ("block_size", block_size),
-        ("num_q_heads", num_q_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("v_head_dim", v_head_dim),
-    ):
-        if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    num_q_heads, num_kv_heads, head_dim, v_head_dim = (
-        None if value is None else int(value)
-        for value in (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
-    )
-    if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
-        raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
-    weight_of = {name: float(weight) for name, weight in (problem.weights or {}).items()}
-    dtype_name, itemsize = _dtype(dtype)
-    candidates = _AUTO_BALANCERS if isinstance(balancer, str) and balancer == "auto" else (balancer,)
-    best: Plan | None = None
-    busiest: dict[str, float] = {}
-    for candidate in candidates:
-        label = candidate if isinstance(candidate, str) else type(candidate).__name__
-        plan = Plan(
-            masks=masks,
-            layout=balancers.assign_layout(candidate, problem, int(num_ranks)),
-            num_ranks=int(num_ranks),
-            block_size=int(block_size),
-            balancer=label,
-            exchange="all_gather" if exchange == "auto" else exchange,
-            weights=weight_of,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype_name,
-            itemsize=itemsize,
-            hardware=hardware or cost.H100,
-            cu_seqlens=problem.cu_seqlens_rows,
-            reason="chosen by the caller",
-        )
-        if len(candidates) == 1:
-            return plan
-        total: np.ndarray = sum(weight_of[name] * plan.work(name) for name in masks)  # type: ignore[assignment]
-        busiest[label] = float(total.max() / max(total.mean(), 1e-30))
-        if best is None or busiest[label] < busiest[best.balancer] - _AUTO_TOLERANCE:
-            best = plan
-        if busiest[best.balancer] <= 1 + _AUTO_TOLERANCE:
-            break
-    assert best is not None
-    tried = ", ".join(f"{label} {value:.3f}" for label, value in busiest.items())
-    return dataclasses.replace(best, reason=f"imbalance of the candidates: {tried}")
-
-
-def _as_masks(mask: Any) -> dict[str, SpanMask]:
-    named = dict(mask) if isinstance(mask, Mapping) else {"default": mask}
-    if not named:
-        raise ValueError("make_plan needs at least one mask, got an empty mapping")
-    masks: dict[str, SpanMask] = {}
-    for name, value in named.items():
-        if isinstance(value, SpanMask):
-            masks[name] = value
-        elif hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
-            masks[name] = SpanMask.from_block_mask(value)
-        else:
-            raise ValueError(
-                f"mask {name!r} is a {type(value).__name__}; make_plan takes a SpanMask or a BlockMask. A dense "
-                f"mask or a mask_mod becomes one with SpanMask.from_mask_mod"
-            )
-    return masks
-
-
-def _dtype(dtype: Any) -> tuple[str, int]:
-    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-    name = str(dtype).removeprefix("torch.")
-    if name not in sizes:
-        raise ValueError(f"dtype must be one of {sorted(sizes)} or the torch dtype of that name, got {dtype!r}")
-    return name, sizes[name]

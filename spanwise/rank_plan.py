@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
 from spanwise.exchange.needed import Route
-from spanwise.layout import count_tokens, intersect_runs, ragged_arange
+from spanwise.layout import count_tokens, intersect_runs, merge_tokens, ragged_arange
 from spanwise.mask import SpanMask
+from spanwise.pieces import piece_of
 from spanwise.plan import Plan
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class RankPlan:
         tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
         restore: int64 ``[B, seq_len]``, where each token lies in gathered, padded shards, as `Stage.take` counts.
         padded: ``[padded shard length, 0]``; only its shape means something.
-        stages: for each mask the local stage, then the remote one, if anything comes from elsewhere.
+        stages: for each mask the local stage, then the remote ones, if anything comes from elsewhere.
         rank, num_ranks: plain numbers.
         batched: whether every batch row has a layout of its own.
         causal: names of the masks that are the plain causal mask.
@@ -153,9 +154,9 @@ def _gathered_stages(
 def _needed_stages(
     plan: Plan, name: str, rank: int, slots: np.ndarray, device: torch.device, flex_tables: bool
 ) -> tuple[Stage, ...]:
-    """Own tokens, then those that this rank reads elsewhere. Where batch rows differ they follow one another.
+    """Own tokens, then those that this rank reads elsewhere, in pieces.
 
-    What is received differs between batch rows, so that side by side they would not be rectangular.
+    Batch rows that differ follow one another: what they receive differs too, and side by side is not rectangular.
     """
     mask, layout = plan.mask(name), plan.layout
     rows = max(mask.batch_size, layout.batch_size)
@@ -170,32 +171,52 @@ def _needed_stages(
         return Stage(**tensors, take=None, route=route, rows=rows, flat=rows > 1)
 
     local_stage = stage(own, 0, None)
-    if not plan.needed_tokens(name).any():
+    num_pieces = plan.num_pieces(name)
+    if num_pieces == 0:
         return (local_stage,)  # nobody reads anything elsewhere, and every rank knows
     needs = [plan.needs(rank, name, row) for row in range(rows)]
-    # Rows arrive by sending rank, then batch row, then token; the stage wants them by batch row, then token.
-    layout_rows = [row if layout.batch_size > 1 else 0 for row in range(rows)]
-    wanted = [ragged_arange(runs) for runs in needs]
-    sender = np.concatenate([slots[layout_rows[row], t] for row, t in enumerate(wanted)]) // (
-        layout.batch_size * int(layout.tokens_per_rank.max())
-    )
-    order = np.empty(len(sender), dtype=np.int64)
-    order[np.argsort(sender, kind="stable")] = np.arange(len(sender))
-    send: list[np.ndarray] = []
-    send_sizes = []
+    wanted = np.concatenate([ragged_arange(runs) for runs in needs])
+    row_of = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
+    # The slot of a token says who owns it.
+    sender = slots[row_of % layout.batch_size, wanted] // (layout.batch_size * int(layout.tokens_per_rank.max()))
+    recv_piece = _pieces_received(sender, rank, num_pieces, plan.block_size)
+    send = []
     for other in range(plan.num_ranks):
         read = [intersect_runs(plan.needs(other, name, row), own[row]) for row in range(rows)]
         at = [_positions(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
-        send += at
-        send_sizes.append(sum(len(x) for x in at))
-    spare = _spare_keys(len(order), flex_tables)
-    route = Route(
-        send=_compat.mark_dynamic(_on_device(np.concatenate(send), device), 0),
-        order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
-        send_sizes=tuple(_size(n, device) for n in send_sizes),
-        recv_sizes=tuple(_size(n, device) for n in np.bincount(sender, minlength=plan.num_ranks).tolist()),
-    )
-    return local_stage, stage(needs, spare, route)
+        send.append(np.concatenate(at))
+    send_piece = [
+        piece_of(np.arange(len(at)), len(at), num_pieces, plan.block_size, other - rank)
+        for other, at in enumerate(send)
+    ]
+    stages = [local_stage]
+    for i in range(num_pieces):
+        mine = recv_piece == i
+        keys = [merge_tokens(wanted[mine & (row_of == row)]) for row in range(rows)]
+        # Rows arrive by sending rank, then batch row, then token; the stage wants them by batch row, then token.
+        order = np.empty(np.count_nonzero(mine), dtype=np.int64)
+        order[np.argsort(sender[mine], kind="stable")] = np.arange(len(order))
+        sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
+        spare = _spare_keys(len(order), flex_tables)
+        route = Route(
+            send=_compat.mark_dynamic(_on_device(np.concatenate(sent), device), 0),
+            order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
+            send_sizes=tuple(_size(len(at), device) for at in sent),
+            recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_ranks).tolist()),
+        )
+        stages.append(stage(keys, spare, route))
+    return tuple(stages)
+
+
+def _pieces_received(sender: np.ndarray, rank: int, num_pieces: int, block_size: int) -> np.ndarray:
+    """In which piece each token comes to `rank`; each sender's tokens are in the order in which it counts them."""
+    by_sender = np.argsort(sender, kind="stable")
+    count = np.bincount(sender)
+    position = np.arange(len(sender)) - np.repeat(np.cumsum(count) - count, count)
+    each = sender[by_sender]
+    piece = np.empty(len(sender), dtype=np.int64)
+    piece[by_sender] = piece_of(position, count[each], num_pieces, block_size, rank - each)
+    return piece
 
 
 def _size(rows: int, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from spanwise import rank_plan
 from spanwise.mask import SpanMask
-from spanwise.plan import Plan, make_plan
+from spanwise.plan import Plan
+from spanwise.planner import make_plan
 
 SIZES = ((131_072, 8), (1_048_576, 64))
 BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")

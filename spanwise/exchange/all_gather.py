@@ -18,15 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from spanwise import _compat
+from spanwise.exchange._gradients import anchor, returned
 
 
 class Pending(NamedTuple):
-    """A gather under way.
-
-    ``data_PR_F`` is not readable before :func:`wait`. ``anchor_R_F`` occupies no memory: it carries the gradient from
-    the wait back to the start. Its dtype is the one in which gradients are summed, since autograd would cast (so read)
-    a gradient of another dtype before it has arrived.
-    """
+    """A gather under way. ``data_PR_F`` is not readable before :func:`wait`."""
 
     data_PR_F: torch.Tensor
     anchor_R_F: torch.Tensor
@@ -37,10 +33,8 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x_R_F: torch.Tensor, num_ranks: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.dtype = x_R_F.dtype
         data = _compat.start_all_gather(x_R_F, num_ranks, name)
-        sum_dtype = torch.promote_types(x_R_F.dtype, torch.float32)
-        anchor = torch.zeros((), dtype=sum_dtype, device=x_R_F.device).expand(x_R_F.shape)
         ctx.mark_non_differentiable(data)
-        return data, anchor
+        return data, anchor(x_R_F.shape, x_R_F)
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -57,9 +51,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
         pending = _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name)
-        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-            _compat.wait(pending)  # anomaly mode looks for nan in what a backward returns, so reads it
-        return None, pending, None, None
+        return None, returned(pending), None, None
 
 
 def start(x_R_F: torch.Tensor, num_ranks: int, name: str) -> Pending:

@@ -1,7 +1,13 @@
-"""Only the K/V rows that the mask reads, by an uneven all-to-all; the gradients come home the same way.
+"""Only the K/V rows that the mask reads, by uneven all-to-alls; the gradients come home the same way.
 
-Start and wait are two autograd functions, as in `all_gather`, so that local attention stands between them in both
-directions. What each pair of ranks exchanges follows from the plan, which every rank has whole: no sizes travel.
+The rows travel in one or several pieces. All pieces are started before the caller computes anything, and waited for one
+by one, so that each is computed on while the next ones travel; the backward is the mirror image:
+
+    forward    start 1 … n | local attention | wait 1 | attention 1 | … | wait n | attention n
+    backward   attention n | start n | attention n-1 | start n-1 | … | local attention | wait n … 1, sum
+
+Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the local backward before
+the waits. What each pair of ranks exchanges follows from the plan, which every rank has whole: no sizes travel.
 """
 
 # R rows of a shard, S rows sent (a row may go to several ranks), N rows received, F features of a row
@@ -9,16 +15,18 @@ directions. What each pair of ranks exchanges follows from the plan, which every
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from spanwise import _compat
+from spanwise.exchange._gradients import anchor, returned
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Which rows one rank sends and receives in one exchange; a pytree of tensors.
+    """Which rows one rank sends and receives in one piece; a pytree of tensors.
 
     Attributes:
         send: int64 ``[S]``, rows of the shard, those for rank 0 first, then those for rank 1, …
@@ -32,71 +40,77 @@ class Route:
     send_sizes: tuple[torch.Tensor, ...]
     recv_sizes: tuple[torch.Tensor, ...]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Rows sent to rank 0, 1, …, then rows received from them."""
+        return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
+
 
 _compat.register_pytree_dataclass(Route)
 
 
 class Pending(NamedTuple):
-    """An exchange under way: see `all_gather.Pending`. The anchor has the shape of the rows sent."""
+    """A piece under way. ``data_NF`` is not readable before :func:`wait`; the anchor has the shape of the rows sent."""
 
     data_NF: torch.Tensor
     anchor_SF: torch.Tensor
 
 
 class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_RF: torch.Tensor, send: torch.Tensor, send_sizes: list[int], recv_sizes: list[int], name: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(send)
-        ctx.num_rows, ctx.dtype = x_RF.shape[0], x_RF.dtype
-        sent_SF = x_RF.index_select(0, send)
-        data = _compat.start_all_to_all(sent_SF, recv_sizes, send_sizes, name)
-        sum_dtype = torch.promote_types(x_RF.dtype, torch.float32)
-        anchor = torch.zeros((), dtype=sum_dtype, device=x_RF.device).expand(sent_SF.shape)
-        ctx.mark_non_differentiable(data)
-        return data, anchor
+    """Starts all pieces; its backward waits for the gradients of all."""
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (send,) = ctx.saved_tensors
-        grad_SF = _compat.wait(grad_pending)
-        # A row that went to several ranks gets several gradients: summed in float32, cast once.
-        total = grad_SF.new_zeros(ctx.num_rows, grad_SF.shape[1]).index_add_(0, send, grad_SF)
-        return total.to(ctx.dtype), None, None, None, None
+    def forward(
+        ctx: Any, x_RF: torch.Tensor, sizes: list[int], name: str, *sends: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*sends)
+        ctx.num_rows, ctx.dtype = x_RF.shape[0], x_RF.dtype
+        num_ranks = len(sizes) // (2 * len(sends))
+        data, anchors = [], []
+        for i, send in enumerate(sends):
+            sent_SF = x_RF.index_select(0, send)
+            send_sizes, recv_sizes = _halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
+            data.append(_compat.start_all_to_all(sent_SF, recv_sizes, send_sizes, name))
+            anchors.append(anchor(sent_SF.shape, x_RF))
+        ctx.mark_non_differentiable(*data)
+        return (*data, *anchors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        sends = ctx.saved_tensors
+        pending = grads[len(sends) :]
+        # A row that went to several ranks gets several gradients: summed in float32 at least, cast once.
+        total = pending[0].new_zeros(ctx.num_rows, pending[0].shape[1])
+        for send, grad_SF in zip(reversed(sends), reversed(pending), strict=True):  # in the order of their departure
+            total.index_add_(0, send, _compat.wait(grad_SF))
+        return total.to(ctx.dtype), None, None, *(None for _ in sends)
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        data_NF: torch.Tensor,
-        anchor_SF: torch.Tensor,
-        send_sizes: list[int],
-        recv_sizes: list[int],
-        name: str,
-    ) -> torch.Tensor:
-        ctx.send_sizes, ctx.recv_sizes, ctx.name, ctx.sum_dtype = send_sizes, recv_sizes, name, anchor_SF.dtype
+    def forward(ctx: Any, data_NF: torch.Tensor, anchor_SF: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
+        ctx.sizes, ctx.name, ctx.sum_dtype = sizes, name, anchor_SF.dtype
         return _compat.wait(data_NF)
 
     @staticmethod
-    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
-        pending = _compat.start_all_to_all(grad_NF.to(ctx.sum_dtype), ctx.send_sizes, ctx.recv_sizes, ctx.name)
-        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-            _compat.wait(pending)  # anomaly mode looks for nan in what a backward returns, so reads it
-        return None, pending, None, None, None
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        send_sizes, recv_sizes = _halves(ctx.sizes)
+        pending = _compat.start_all_to_all(grad_NF.to(ctx.sum_dtype), send_sizes, recv_sizes, ctx.name)
+        return None, returned(pending), None, None
 
 
-def _sizes(sizes: tuple[torch.Tensor, ...]) -> list[int]:
-    return [x.shape[0] for x in sizes]
+def _halves(sizes: list[int]) -> tuple[list[int], list[int]]:
+    return sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
 
 
-def start(x_RF: torch.Tensor, route: Route, name: str) -> Pending:
-    """Start sending the rows of `x_RF` that other ranks read."""
-    return Pending(*_Start.apply(x_RF, route.send, _sizes(route.send_sizes), _sizes(route.recv_sizes), name))
+def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str) -> list[Pending]:
+    """Start sending the rows of `x_RF` that other ranks read, piece after piece."""
+    sizes = [n for route in routes for n in route.sizes]
+    started = _Start.apply(x_RF, sizes, name, *(route.send for route in routes))
+    return [Pending(*pair) for pair in zip(started[: len(routes)], started[len(routes) :], strict=True)]
 
 
 def wait(pending: Pending, route: Route, name: str) -> torch.Tensor:
-    """Wait for the rows; returns the stage's keys in order, ``[keys, F]``."""
-    arrived_NF = _Wait.apply(*pending, _sizes(route.send_sizes), _sizes(route.recv_sizes), name)
+    """Wait for one piece; returns the stage's keys in order, ``[keys, F]``."""
+    arrived_NF = _Wait.apply(*pending, route.sizes, name)
     return torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1)).index_select(0, route.order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.ranks.harness import run_ranks
 
 LENGTH = 67  # divides by nothing
 CU_SEQLENS = [0, 1, 2, 19, 19, 40, 67]  # documents of length 1 and 0
-EXCHANGES = ["all_gather", "needed"]
+EXCHANGES = [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 1}, {"exchange": "needed", "stages": 3}]
 BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
 
 
@@ -62,69 +63,67 @@ def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tenso
             assert error <= tolerance, f"rank {rank} {name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", sorted(masks()))
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
 )
 def test_matches_one_device(
-    exchange: str, num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float
+    exchange: dict[str, Any], num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     mask = masks()[name]
     problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
-    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", exchange=exchange, block_size=8)
+    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange, block_size=8)
     check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("num_ranks", [3, 4])
-def test_every_balancer(exchange: str, balancer: str, num_ranks: int) -> None:
+def test_every_balancer(exchange: dict[str, Any], balancer: str, num_ranks: int) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
     problem = make_problem(mask.dense())
-    plan = spanwise.make_plan(
-        mask, num_ranks, balancer=balancer, exchange=exchange, block_size=8, cu_seqlens=CU_SEQLENS
-    )
+    plan = spanwise.make_plan(mask, num_ranks, balancer=balancer, **exchange, block_size=8, cu_seqlens=CU_SEQLENS)
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_batch_rows_with_masks_of_their_own(exchange: str, balancer: str) -> None:
+def test_batch_rows_with_masks_of_their_own(exchange: dict[str, Any], balancer: str) -> None:
     rows = [SpanMask.documents(CU_SEQLENS), SpanMask.documents([0, 40, 67]), SpanMask.sliding_window(LENGTH, 5)]
     mask = SpanMask.stack(rows)
     problem = make_problem(mask.dense(), batch=3)
     offsets = [CU_SEQLENS, [0, 40, 67], [0, 67]]
-    plan = spanwise.make_plan(mask, 4, balancer=balancer, exchange=exchange, block_size=8, cu_seqlens=offsets)
+    plan = spanwise.make_plan(mask, 4, balancer=balancer, **exchange, block_size=8, cu_seqlens=offsets)
     for kernel in ("reference", "sdpa"):
         check(problem, plan, run(problem, plan, kernel), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_mask_for_a_whole_batch(exchange: str) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+def test_one_mask_for_a_whole_batch(exchange: dict[str, Any]) -> None:
     mask = SpanMask.causal(LENGTH)
     problem = make_problem(mask.dense(), batch=3)
-    plan = spanwise.make_plan(mask, 4, exchange=exchange, block_size=8)
+    plan = spanwise.make_plan(mask, 4, **exchange, block_size=8)
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize(("heads", "tolerance"), [((4, 4), 2.5e-2), ((4, 1), 3.5e-2)])
-def test_bfloat16(exchange: str, heads: tuple[int, int], tolerance: float) -> None:
+def test_bfloat16(exchange: dict[str, Any], heads: tuple[int, int], tolerance: float) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
     problem = make_problem(mask.dense(), heads=heads, dims=(16, 16), dtype=torch.bfloat16)
-    plan = spanwise.make_plan(mask, 4, exchange=exchange, block_size=8)
+    plan = spanwise.make_plan(mask, 4, **exchange, block_size=8)
     for kernel in ("reference", "sdpa"):
         check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_gradients_are_summed_in_float32(exchange: str) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+def test_gradients_are_summed_in_float32(exchange: dict[str, Any]) -> None:
     """One key that all of eight ranks read: dv is a sum whose terms bfloat16 would lose one by one."""
     ranks = 8
     mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
-    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", exchange=exchange, block_size=1)
+    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", **exchange, block_size=1)
     # In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel.
     grads = torch.tensor([0.0, 256.0] + [1.0] * (ranks - 2))
 
@@ -138,11 +137,11 @@ def test_gradients_are_summed_in_float32(exchange: str) -> None:
     assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_without_tokens(exchange: str) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+def test_ranks_without_tokens(exchange: dict[str, Any]) -> None:
     mask = SpanMask.causal(3)
     problem = make_problem(mask.dense())
-    plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange=exchange, block_size=1)
+    plan = spanwise.make_plan(mask, 4, balancer="contiguous", **exchange, block_size=1)
     assert plan.layout.tokens_per_rank.min() == 0
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
@@ -166,14 +165,16 @@ def test_several_masks_share_a_layout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("batched", [False, True])
-def test_bytes_on_the_wire(monkeypatch: pytest.MonkeyPatch, exchange: str, dtype: torch.dtype, batched: bool) -> None:
+def test_bytes_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch, exchange: dict[str, Any], dtype: torch.dtype, batched: bool
+) -> None:
     """What a rank receives from others in a forward is what the plan says, to the byte."""
     documents = SpanMask.documents(CU_SEQLENS)
     mask = SpanMask.stack([documents, SpanMask.sliding_window(LENGTH, 5)]) if batched else documents
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    plan = spanwise.make_plan(mask, 3, balancer="lpt", exchange=exchange, block_size=8, dtype=dtype, **shape)
+    plan = spanwise.make_plan(mask, 3, balancer="lpt", **exchange, block_size=8, dtype=dtype, **shape)
     problem = make_problem(mask.dense(), batch=mask.batch_size, dims=(8, 6), dtype=dtype)
     received = [0, 0, 0]
     ranks = threading.local()

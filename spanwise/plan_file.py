@@ -1,0 +1,71 @@
+"""Plans as files: numpy's npz, arrays and one JSON header, no pickled code. Behind `Plan.save` and `Plan.load`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zipfile
+import zlib
+
+import numpy as np
+
+from spanwise import cost
+from spanwise.layout import Layout
+from spanwise.mask import SpanMask
+from spanwise.plan import Candidate, Plan
+
+FORMAT = 2
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to ``path``."""
+    arrays: dict[str, np.ndarray] = {}
+    for i, mask in enumerate(plan.masks.values()):
+        arrays[f"mask{i}_start"], arrays[f"mask{i}_end"] = mask.start, mask.end
+    for row in range(plan.layout.batch_size):
+        for rank in range(plan.num_ranks):
+            arrays[f"runs{row}_{rank}"] = plan.layout.runs(rank, row)
+    for row, cu in enumerate(plan.cu_seqlens or ()):
+        arrays[f"cu_seqlens{row}"] = cu
+    header = plan.header() | {
+        "format": FORMAT,
+        "masks": list(plan.masks),
+        "kv_len": plan.seq_len,
+        "layout_rows": plan.layout.batch_size,
+        "cu_rows": len(plan.cu_seqlens or ()),
+        "fingerprint": plan.fingerprint,
+    }
+    with open(path, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, header=np.array(json.dumps(header)), **arrays)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not one, or was altered."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
+            header = json.loads(str(data["header"]))
+            if header["format"] != FORMAT:
+                raise ValueError(f"{os.fspath(path)} has plan format {header['format']}, this version reads {FORMAT}")
+            masks = {
+                name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
+                for i, name in enumerate(header["masks"])
+            }
+            ranks = range(header["num_ranks"])
+            rows = [[data[f"runs{row}_{rank}"] for rank in ranks] for row in range(header["layout_rows"])]
+            cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
+        fields = {f.name for f in dataclasses.fields(Plan)}
+        plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
+        plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
+        plain["candidates"] = tuple(Candidate(**candidate) for candidate in header["candidates"])
+        plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
+    except FileNotFoundError:
+        raise
+    except (KeyError, OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {error}") from error
+    if plan.fingerprint != header["fingerprint"]:
+        raise ValueError(
+            f"{os.fspath(path)} was altered or damaged: its fingerprint is {header['fingerprint']}, "
+            f"its contents give {plan.fingerprint}"
+        )
+    return plan
