@@ -1,0 +1,220 @@
+"""A peer that is gone or late is an error that names it and the collective, on every rank that is left, in time."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from spanwise import _compat
+from spanwise.exchange import failure
+
+TIMEOUT = 3.0  # seconds, of the process groups
+NEVER = 50.0  # a timeout that no test reaches
+GRACE = 2.0  # `failure.GRACE` in the processes here, shortened
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its result or error, or an exit code if it did not get so far."""
+
+    result: Any = None
+    error: BaseException | None = None
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+class World:
+    """Processes that run ``fn(rank, mesh, *args)`` as the ranks of a gloo group, and may die."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        mesh_shape: tuple[int, ...] = (4,),
+        names: tuple[str, ...] = ("cp",),
+        timeout: float = TIMEOUT,
+        store_in_rank_0: bool = False,
+    ) -> None:
+        # The processes of a forkserver start in milliseconds once it has imported torch.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.ranks.test_lost_peer"])
+        self._folder = tempfile.TemporaryDirectory()
+        if not store_in_rank_0:  # as under torchrun, where the agent hosts it
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            (Path(self._folder.name) / "port").write_text(str(self._store.port))
+        self._ranks = []
+        for rank in range(math.prod(mesh_shape)):
+            ours, theirs = context.Pipe(duplex=False)
+            group = (self._folder.name, rank, mesh_shape, names, timeout, store_in_rank_0)
+            process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def outcomes(self) -> list[Outcome]:
+        """How each rank ended; then all processes are ended."""
+        outcomes = []
+        for process, ours in self._ranks:
+            try:
+                outcomes.append(Outcome(*ours.recv()) if ours.poll(60) else Outcome())
+            except EOFError:
+                process.join(5)
+                outcomes.append(Outcome(exit_code=process.exitcode))
+        for process, ours in self._ranks:
+            process.kill()
+            process.join()
+            ours.close()
+        self._folder.cleanup()
+        return outcomes
+
+
+def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    folder, rank, mesh_shape, names, timeout, store_in_rank_0 = group
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    failure.GRACE = GRACE
+    hosts = store_in_rank_0 and rank == 0
+    port = Path(folder) / "port"
+    while not hosts and not (port.exists() and port.read_text()):
+        time.sleep(0.01)
+    at = 0 if hosts else int(port.read_text())
+    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=60))
+    if hosts:
+        port.write_text(str(store.port))
+    num_ranks = math.prod(mesh_shape)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        answer = (fn(rank, mesh, *args), None)
+    except failure.ExchangeError as error:
+        answer = (None, error)
+    connection.send((*answer, None, time.monotonic() - began))
+    if store_in_rank_0 and rank == 0:
+        return
+    time.sleep(60)  # a rank whose process ended would release the others; the test ends it
+
+
+def lose(how: str) -> None:
+    """What becomes of a lost rank."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raised":
+        raise SystemExit(1)  # as an error of the model would, but quietly
+    if how == "late":
+        time.sleep(TIMEOUT + GRACE - 0.5)  # is back before the others give it up
+    if how == "stuck":
+        time.sleep(TIMEOUT + GRACE + 3.0)
+
+
+COLLECTIVES = {
+    "all-gather": lambda x, n, name: (_compat.start_all_gather, x, n, name),
+    "reduce-scatter": lambda x, n, name: (_compat.start_reduce_scatter, x, n, name),
+    "all-to-all": lambda x, n, name: (_compat.start_all_to_all, x, [2] * n, [2] * n, name),
+}
+
+
+def collective(mesh: DeviceMesh, kind: str, what: str = "") -> torch.Tensor:
+    what = what or f"{kind} of K/V"
+    group = mesh.get_group("cp")
+    name = _compat.group_name(group)
+    x = torch.ones(2 * group.size(), 100_000)
+    return failure.wait(failure.start(what, name, *COLLECTIVES[kind](x, group.size(), name)), what, name)
+
+
+def one_is_lost(rank: int, mesh: DeviceMesh, kind: str, how: str, lost: int) -> float:
+    collective(mesh, kind)
+    if rank == lost:
+        lose(how)
+    return float(collective(mesh, kind).sum())
+
+
+def check(outcome: Outcome, what: str, lost: tuple[int, ...], within: float) -> str:
+    assert isinstance(outcome.error, failure.ExchangeError), outcome
+    text = str(outcome.error)
+    assert outcome.error.lost == lost, text
+    assert outcome.error.what == what
+    assert what in text
+    assert outcome.seconds < within
+    return text
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_process_that_ends_is_named_by_all_others(how: str) -> None:
+    # A timeout out of reach: ranks that do not talk to the lost one learn of it from those that do.
+    worlds = {kind: World(one_is_lost, kind, how, 3, timeout=NEVER) for kind in COLLECTIVES}
+    for kind, world in worlds.items():
+        outcomes = world.outcomes()
+        for rank, outcome in enumerate(outcomes[:3]):
+            text = check(outcome, f"{kind} of K/V", (3,), within=10)
+            assert f"failed on rank {rank} of 4" in text
+            assert "lost: rank 3, connection closed from there" in text
+        assert outcomes[3].exit_code == (-signal.SIGKILL if how == "killed" else 1)
+
+
+def test_a_stuck_rank_is_named() -> None:
+    worlds = {kind: World(one_is_lost, kind, "stuck", 1) for kind in COLLECTIVES}
+    for kind, world in worlds.items():
+        outcomes = world.outcomes()
+        for rank in (0, 2, 3):
+            text = check(outcomes[rank], f"{kind} of K/V", (1,), within=TIMEOUT + 10)
+            assert f"lost: rank 1, no word within {GRACE} s" in text
+        # It wakes up later, and finds that the others were there.
+        text = check(outcomes[1], f"{kind} of K/V", (), within=TIMEOUT + 15)
+        assert "rank 1 came last and had waited 0.0 s" in text
+
+
+def test_a_late_rank_is_named() -> None:
+    for rank, outcome in enumerate(World(one_is_lost, "all-to-all", "late", 1).outcomes()):
+        text = check(outcome, "all-to-all of K/V", (), within=TIMEOUT + 10)
+        assert "rank 1 came last and had waited 0.0 s" in text
+        assert "Timed out" in text, rank
+
+
+def waits_and_dies(rank: int, mesh: DeviceMesh) -> None:
+    collective(mesh, "all-to-all")
+    if rank == 2:  # while it waits
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 0:
+        time.sleep(2.0)
+    collective(mesh, "all-to-all", "all-to-all of dK/dV")
+
+
+def test_a_process_that_ends_while_all_wait() -> None:
+    outcomes = World(waits_and_dies, timeout=NEVER).outcomes()
+    for rank in (0, 1, 3):
+        check(outcomes[rank], "all-to-all of dK/dV", (2,), within=10)
+
+
+def test_ranks_of_a_sub_mesh() -> None:
+    outcomes = World(one_is_lost, "all-gather", "killed", 3, mesh_shape=(2, 2), names=("dp", "cp")).outcomes()
+    assert [outcome.result for outcome in outcomes[:2]] == [4 * 2 * 100_000.0] * 2
+    text = check(outcomes[2], "all-gather of K/V", (1,), within=TIMEOUT + 10)
+    assert outcomes[2].error.lost_global == (3,)
+    assert "failed on rank 0 (global rank 2) of 2" in text
+    assert "mesh_cp" in text
+    assert "lost: rank 1 (global rank 3)" in text
+
+
+def test_the_host_of_the_store_is_lost() -> None:
+    outcomes = World(one_is_lost, "all-to-all", "killed", 0, store_in_rank_0=True, timeout=NEVER).outcomes()
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, failure.ExchangeError), outcome
+        assert 0 in outcome.error.lost
+        assert "the group's store is gone, for its host (usually rank 0) has ended" in str(outcome.error)
+        assert outcome.seconds < 10
