@@ -112,10 +112,10 @@ class Hardware:
 
     # Compute.
 
-    def attention_seconds(self, flops: float, *, backward: bool) -> float:
+    def attention_seconds(self, flops: float | np.ndarray, *, backward: bool) -> Any:
         """Seconds of one call of the attention kernel with ``flops`` operations; no operations, no call."""
         rate = self.attention_backward_flops if backward else self.attention_flops
-        return self.kernel_seconds + flops / rate if flops else 0.0
+        return np.where(np.asarray(flops) > 0, self.kernel_seconds + flops / rate, 0.0)[()]
 
     def copy_seconds(self, num_bytes: float) -> float:
         """Seconds to copy ``num_bytes`` within the rank's memory: each is read and written."""

@@ -127,16 +127,24 @@ class Plan:
 
     def work(self, mask: str = "default") -> np.ndarray:
         """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``."""
-        area = self.mask(mask).area()
-        before = np.zeros((area.shape[0], self.seq_len + 1), dtype=np.int64)
-        np.cumsum(area, axis=1, out=before[:, 1:])
-        work = np.zeros(self.num_ranks, dtype=np.int64)
-        for row in range(self.batch_size):
-            total = before[row if area.shape[0] > 1 else 0]
-            for rank in range(self.num_ranks):
-                runs = self.runs(rank, row)
-                work[rank] += int((total[runs[:, 1]] - total[runs[:, 0]]).sum())
-        return work
+        self.mask(mask)
+        return self._work[mask]
+
+    @functools.cached_property
+    def _work(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, mask in self.masks.items():
+            area = mask.area()
+            before = np.zeros((area.shape[0], self.seq_len + 1), dtype=np.int64)
+            np.cumsum(area, axis=1, out=before[:, 1:])
+            work = np.zeros(self.num_ranks, dtype=np.int64)
+            for row in range(self.batch_size):
+                total = before[row if area.shape[0] > 1 else 0]
+                rank, start, stop = self.layout.pieces(row if self.layout.batch_size > 1 else 0).T
+                np.add.at(work, rank, total[stop] - total[start])
+            work.setflags(write=False)
+            found[name] = work
+        return found
 
     def imbalance(self, mask: str = "default") -> float:
         """Largest over mean work of the ranks; 1.0 is perfect, and what an empty mask has."""
@@ -183,6 +191,7 @@ class Plan:
                 mask_row, layout_row = (row if x.batch_size > 1 else 0 for x in (mask, self.layout))
                 pieces = self.layout.pieces(layout_row)
                 area += _span_areas.local_area(mask.start[mask_row], mask.end[mask_row], pieces, self.num_ranks)
+            area.setflags(write=False)
             found[name] = area
         return found
 
@@ -210,6 +219,7 @@ class Plan:
                     np.concatenate(needs), row if self.layout.batch_size > 1 else 0
                 )
                 np.add.at(traffic, (receiver[run], sender), tokens)
+            traffic.setflags(write=False)
             found[name] = traffic
         return found
 
@@ -282,11 +292,16 @@ class Plan:
         if missing:
             raise ValueError(f"{what} needs {', '.join(missing)}: pass them to make_plan")
 
+    def counted(self) -> Plan:
+        """This plan, after everything was counted that its variants share."""
+        _ = self._work, self._local_work, self._needed_traffic
+        return self
+
     def replace(self, **changes: Any) -> Plan:
         """The plan with other fields; what was counted of masks and layout is kept unless one of these changes."""
         other = dataclasses.replace(self, **changes)
         if not changes.keys() & {"masks", "layout", "num_ranks"}:
-            for name in ("_needs", "_local_work", "_needed_traffic", "causal"):
+            for name in ("_work", "_needs", "_local_work", "_needed_traffic", "causal"):
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
         return other

@@ -146,7 +146,7 @@ def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
     if exchange in ("all_gather", "auto") and stages in (None, 1):
         ways.append(plan)
     if exchange in ("needed", "auto"):
-        needed = plan.replace(exchange="needed", stages=_STAGES[-1] if stages is None else int(stages))
+        needed = plan.counted().replace(exchange="needed", stages=_STAGES[-1] if stages is None else int(stages))
         # More pieces than there are blocks to send are no other way.
         most = max(needed.num_pieces(name) for name in needed.masks)
         counts = [n for n in _STAGES if n <= max(1, most)] if stages is None else [int(stages)]

@@ -50,8 +50,8 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     work, own = plan.work(mask).astype(np.float64), plan.local_work(mask).astype(np.float64)
 
     def attention(area: Float64, *, backward: bool) -> Float64:
-        flops = [cost.attention_flops(float(x), heads, qk_dim, v_dim, backward=backward) for x in area.ravel()]
-        return np.array([hardware.attention_seconds(x, backward=backward) for x in flops]).reshape(area.shape)
+        a_pair = cost.attention_flops(1.0, heads, qk_dim, v_dim, backward=backward)
+        return hardware.attention_seconds(area * a_pair, backward=backward)
 
     def copy(num_bytes: Float64) -> Float64:
         return np.asarray(hardware.copy_seconds(1.0) * num_bytes)
@@ -71,7 +71,9 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
         to_go = [hardware.all_gather_seconds(shard * kv_bytes, plan.num_ranks)] * pieces
         to_come = [hardware.reduce_scatter_seconds(shard * grad_bytes, plan.num_ranks)] * pieces
     share = received / np.maximum(received.sum(axis=1, keepdims=True), 1.0)
-    area = np.concatenate([own[:, None], (work - own)[:, None] * share], axis=1)
+    # At the mask's edge the kernel computes more pairs than the mask shows.
+    edge = np.where(own > 0, hardware.edge_pairs * tokens, 0.0)
+    area = np.concatenate([(own + edge)[:, None], (work - own)[:, None] * share], axis=1)
     merged = copy((pieces + 1) * out_bytes * tokens) * bool(pieces)
 
     # K and V side by side, and the rows that go; then each piece padded and put in order, and the parts merged.
