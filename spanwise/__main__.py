@@ -1,4 +1,4 @@
-"""The command line: ``spanwise train``, ``spanwise verify``, ``spanwise bench``.
+"""The command line: ``spanwise train``, ``spanwise plan``, ``spanwise verify``, ``spanwise bench``.
 
 Options are parsed here and nothing else happens here; torch is imported by what a command starts, so that ``--help``
 answers at once.
@@ -189,6 +189,54 @@ def verify(
     except RankFailure as error:
         _fail(str(error), 1)
     raise typer.Exit(status)
+
+
+@app.command()
+def plan(
+    documents: Annotated[
+        str | None, typer.Option(help="JSON or CSV file of document lengths, or of cu_seqlens; a sequence's documents.")
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Key or column of --documents that holds the lengths.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Files and folders, every file one document, as train takes them.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens at which packed documents are cut; alone: one document of that length.")
+    ] = None,
+    sequence: Annotated[int, typer.Option(help="Which of the packed sequences to plan, from 0.")] = 0,
+    window: Annotated[
+        str | None, typer.Option(metavar="LEFT[,RIGHT]", help="Tokens that a row reads to each side.")
+    ] = None,
+    window_layers: Annotated[
+        int | None, typer.Option(help="Layers that use --window; the others read whole documents. Default: all.")
+    ] = None,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional", help="Rows read what follows them, too.")] = False,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 32,
+    kv_heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 8,
+    head_dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 128,
+    dtype: Annotated[str, typer.Option(help="Of K and V.", rich_help_panel=_MODEL)] = "bfloat16",
+    layers: Annotated[int, typer.Option(help="Attention layers of a step.", rich_help_panel=_MODEL)] = 1,
+    ranks: Annotated[
+        int | None, typer.Option(help="Size of the cp axis. Default: what --compare-ranks recommends, else 8.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
+    balancer: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
+    exchange: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens that are dealt out together.")] = 128,
+    compare_ranks: Annotated[
+        str | None, typer.Option(metavar="2,4,8,…", help="Also compare sizes of the cp axis, and recommend one.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="File for the report: drawings and all figures, one page.")] = None,
+    json: Annotated[str | None, typer.Option(help="File for all figures.")] = None,
+) -> None:
+    """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
+    options = {**locals(), "data": tuple(data or ())}
+    from spanwise import plan_command
+
+    try:
+        plan_command.run(plan_command.PlanOptions(**options))
+    except (ValueError, NotImplementedError) as error:
+        _fail(str(error), 2)
 
 
 bench = typer.Typer(help="Measure, print a table, and write JSON.", rich_markup_mode=None)

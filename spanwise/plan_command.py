@@ -1,0 +1,262 @@
+"""What ``spanwise plan`` runs: document lengths -> masks -> plans -> text, HTML and JSON.
+
+Plans are made exactly as a training step makes them, without a process group or an accelerator; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanwise import cost
+from spanwise.mask import SpanMask
+from spanwise.plan import Plan
+from spanwise.planner import make_plan
+from spanwise.report import text
+from spanwise.report.compare import compare
+from spanwise.report.figures import Source, figures
+from spanwise.report.lengths import read_lengths
+from spanwise.train.data import DocumentStream, find_documents
+
+#: Tokens of a sequence at most: masks and reports keep some arrays of one entry a token.
+SEQ_LIMIT = 2**26
+
+_PRESETS = ("h100", "h200", "b200", "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The options of ``spanwise plan``, by the names they have there.
+
+    Attributes:
+        documents: file of document lengths; see :func:`spanwise.report.lengths.read_lengths`.
+        column: its key or column.
+        data: files and folders, every file one document, as ``spanwise train --data`` takes them.
+        seq_len: tokens of a sequence. Documents are laid end to end and cut there, as ``spanwise train`` does; without
+            documents, one document of that length.
+        sequence: which of the sequences is planned, from 0.
+        window: ``LEFT`` or ``LEFT,RIGHT`` in tokens.
+        window_layers: layers that use the window; the others read the whole document. Default: all.
+        bidirectional: rows also read what follows them.
+        layers: attention layers, for the seconds of a step.
+        ranks: size of the cp axis. Default: what the comparison recommends, else 8.
+        hardware: name of a preset, or a file of ``spanwise calibrate``.
+        compare_ranks: sizes of the cp axis to compare, "2,4,8".
+        html, json: files to write.
+    """
+
+    documents: str | None = None
+    column: str | None = None
+    data: tuple[str, ...] = ()
+    seq_len: int | None = None
+    sequence: int = 0
+    window: str | None = None
+    window_layers: int | None = None
+    bidirectional: bool = False
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    layers: int = 1
+    ranks: int | None = None
+    hardware: str = "h100"
+    balancer: str = "auto"
+    exchange: str = "auto"
+    block_size: int = 128
+    compare_ranks: str | None = None
+    html: str | None = None
+    json: str | None = None
+
+    def command(self) -> str:
+        """The command line that gives these options, for a shell; what is written where is left out."""
+        words = ["spanwise", "plan"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("html", "json") or value == field.default:
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            for one in value if isinstance(value, tuple) else (value,):
+                words += [flag] if one is True else [flag, str(one)]
+        return shlex.join(words)
+
+
+def run(options: PlanOptions) -> dict[str, Any]:
+    """Plan, print the summary, write what was asked for; returns the figures.
+
+    Raises:
+        ValueError: an option or an input file is wrong, or an output cannot be written.
+        NotImplementedError: a balancer or exchange that does not exist yet.
+    """
+    for name in ("layers", "heads", "kv_heads", "head_dim", "block_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    hardware = load_hardware(options.hardware)
+    degrees = parse_ranks(options.compare_ranks) if options.compare_ranks is not None else ()
+    cu_seqlens, source = choose_sequence(options)
+    masks, weights = build_masks(options, cu_seqlens)
+
+    def plan_for(num_ranks: int) -> Plan:
+        return make_plan(
+            masks,
+            num_ranks,
+            weights=weights,
+            balancer=options.balancer,
+            exchange=options.exchange,
+            block_size=options.block_size,
+            num_q_heads=options.heads,
+            num_kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            dtype=options.dtype,
+            hardware=hardware,
+            cu_seqlens=cu_seqlens,
+        )
+
+    comparison = compare(plan_for, degrees) if degrees else None
+    ranks = options.ranks if options.ranks is not None else comparison.best if comparison else 8
+    result = figures(plan_for(ranks), source, options.command(), comparison)
+    text.show(result)
+    for path, write in ((options.json, _write_json), (options.html, _write_html)):
+        if path is not None:
+            try:
+                write(Path(path), result)
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
+            text.wrote(path)
+    return result.as_dict()
+
+
+def load_hardware(name: str) -> cost.Hardware:
+    """A preset by name, else what the file ``name`` holds."""
+    if name.lower() in _PRESETS:
+        return {"h100": cost.H100, "h200": cost.H200, "b200": cost.B200, "cpu": cost.CPU_HOST}[name.lower()]
+    try:
+        return cost.Hardware.load(name)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read --hardware {name!r}: {error.strerror or error}; name a file that spanwise calibrate wrote, "
+            f"or one of {', '.join(_PRESETS)}"
+        ) from error
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """ "2,4,8" as ascending numbers."""
+    try:
+        ranks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        ranks = []
+    if not ranks or ranks[0] < 1:
+        raise ValueError(f"--compare-ranks takes numbers of ranks such as 2,4,8, got {text!r}")
+    return tuple(ranks)
+
+
+def parse_window(text: str, bidirectional: bool) -> tuple[int, int]:
+    """ "LEFT" or "LEFT,RIGHT" in tokens."""
+    try:
+        left, right = (int(part) for part in (text if "," in text else f"{text},0").split(","))
+    except ValueError:
+        left = right = -1
+    if left < 0 or right < 0:
+        raise ValueError(f"--window takes LEFT or LEFT,RIGHT, tokens of at least 0, got {text!r}")
+    if right and not bidirectional:
+        raise ValueError(
+            f"--window {text}: no causal row reads a key to its right; add --bidirectional, or leave RIGHT out"
+        )
+    return left, right
+
+
+def build_masks(options: PlanOptions, cu_seqlens: np.ndarray) -> tuple[dict[str, SpanMask], dict[str, float]]:
+    """Masks by name, and the layers that use each. A single mask is called "default", as in :func:`make_plan`."""
+    causal = not options.bidirectional
+    windowed = options.window_layers if options.window_layers is not None else options.layers
+    if options.window is None:
+        if options.window_layers is not None:
+            raise ValueError(f"--window-layers {windowed} needs --window: how far do these layers read?")
+        return {"default": SpanMask.documents(cu_seqlens, causal=causal)}, {"default": options.layers}
+    if not 0 < windowed <= options.layers:
+        raise ValueError(f"--window-layers must be between 1 and --layers {options.layers}, got {windowed}")
+    window = parse_window(options.window, options.bidirectional)
+    near = SpanMask.documents(cu_seqlens, causal=causal, window=window)
+    if windowed == options.layers:
+        return {"default": near}, {"default": options.layers}
+    whole = SpanMask.documents(cu_seqlens, causal=causal)
+    return {"window": near, "whole": whole}, {"window": windowed, "whole": options.layers - windowed}
+
+
+def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:
+    """Document offsets ``[num_docs + 1]`` of the sequence to plan, and where it comes from."""
+    length, index = options.seq_len, options.sequence
+    if length is not None and not 1 <= length <= SEQ_LIMIT:
+        raise ValueError(f"--seq-len must be between 1 and {SEQ_LIMIT:,} tokens, got {length:,}")
+    if options.documents is not None and options.data:
+        raise ValueError("--documents and --data both say which documents there are; give one of them")
+    if options.column is not None and options.documents is None:
+        raise ValueError(f"--column {options.column} names a part of a --documents file; there is none")
+    count: int | None
+    if options.documents is not None:
+        rows = read_lengths(options.documents, options.column)
+        origin = options.documents
+        if length is None:
+            count, how = len(rows), "the documents of the file in their order"
+            cu = _offsets(rows[_in_range(index, count, origin)])
+        elif len(rows) > 1:
+            raise ValueError(
+                f"{origin} holds {len(rows)} sequences that are packed already, and --seq-len would pack them again; "
+                f"leave --seq-len out and choose one with --sequence, or write one list of lengths"
+            )
+        else:
+            offsets = _offsets(rows[0])
+            count = -(-int(offsets[-1]) // length)
+            how = f"documents in the order of the file, laid end to end and cut every {length:,} tokens"
+            begin = _in_range(index, count, f"{origin} with --seq-len {length}") * length
+            end = min(begin + length, int(offsets[-1]))
+            cu = np.unique(np.concatenate(([begin, end], offsets[(offsets > begin) & (offsets < end)]))) - begin
+    elif options.data:
+        corpus = find_documents(options.data)
+        origin = f"{', '.join(options.data)}: {corpus.describe()}"
+        if length is None:
+            count, how = 1, "every file one document, in the order of their names"
+            cu = _offsets(np.array([document.num_tokens for document in corpus.documents], dtype=np.int64))
+            _in_range(index, count, "--data without --seq-len")
+        else:
+            stream = DocumentStream(corpus.documents, 0, length)
+            count = -(-stream.epoch_tokens // length)
+            how = f"every file one document, shuffled (seed 0) and cut every {length:,} tokens, as spanwise train packs"
+            cu = stream.cu_seqlens(_in_range(index, count, f"an epoch of --seq-len {length}") * length, length)
+    elif length is not None:
+        origin, count, how = "--seq-len alone", 1, "one document"
+        cu = np.array([0, length])
+        _in_range(index, count, "--seq-len alone")
+    else:
+        raise ValueError(
+            "nothing to plan: name document lengths with --documents, files with --data, or give --seq-len"
+        )
+    if int(cu[-1]) > SEQ_LIMIT:
+        raise ValueError(
+            f"a sequence of {int(cu[-1]):,} tokens is more than one plan takes ({SEQ_LIMIT:,}); cut it with --seq-len"
+        )
+    return cu.astype(np.int64), Source(origin, how, index, count)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(lengths)))
+
+
+def _in_range(index: int, count: int, where: str) -> int:
+    if not 0 <= index < count:
+        raise ValueError(f"--sequence {index} does not exist: {where} gives {count:,}, counted from 0")
+    return index
+
+
+def _write_json(path: Path, result: Any) -> None:
+    path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _write_html(path: Path, result: Any) -> None:
+    from spanwise.report.html import render
+
+    path.write_text(render(result), encoding="utf-8")

@@ -1,0 +1,84 @@
+"""One self-contained HTML page of a plan: the figures, the drawings, and how they came about. No network, no libraries.
+
+The page may load nothing: its content security policy says so to the browser.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from spanwise.report import charts, text, units
+from spanwise.report.figures import Figures, MaskFigures
+from spanwise.report.svg import RANK_COLORS, Drawing
+
+
+def render(result: Figures) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        seconds=units.seconds, bytes=units.num_bytes, pairs=units.pairs, count=lambda n: f"{n:,.0f}", times=units.times
+    )
+    template = environment.from_string(
+        resources.files("spanwise.report").joinpath("plan.html.jinja").read_text("utf-8")
+    )
+    plan = result.plan
+    return template.render(
+        result=result,
+        plan=plan,
+        heading=text.heading(result),
+        colors=RANK_COLORS,
+        style=Markup(resources.files("spanwise.report").joinpath("plan.css").read_text("utf-8")),
+        script=Markup(resources.files("spanwise.report").joinpath("plan.js").read_text("utf-8")),
+        masks=[_mask(result, mask) for mask in result.masks],
+        candidates=[(one, text.is_chosen(result, one)) for one in text.ranked(result)],
+        layers=sum(plan.weights.values()),
+        documents=_documents(result),
+        chosen=units.way(plan.balancer, plan.exchange, max(plan.num_pieces(name) for name in plan.masks)),
+        link_names=[
+            f"{units.num_bytes(link.bandwidth)}/s, {units.seconds(link.latency)}"
+            + (f" among {link.ranks} ranks" if link.ranks else "")
+            for link in plan.hardware.links
+        ],
+    )
+
+
+def _svg(drawing: Drawing) -> Markup:
+    return Markup(str(drawing))  # its texts are escaped one by one
+
+
+def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
+    plan = result.plan
+    gathered = float((plan.seq_len - plan.layout.tokens_per_rank).mean())
+    whole, closer = charts.partition(mask.name, plan.mask(mask.name), plan.layout)
+    return {
+        "figures": mask,
+        "title": f"Mask “{mask.name}”" if len(result.masks) > 1 else "Mask",
+        "share": float(mask.recv_tokens.mean()) / gathered if gathered else 0.0,
+        "gathered": gathered,
+        "local_share": float(mask.local.sum()) / mask.pairs if mask.pairs else 1.0,
+        "filled": mask.pairs / plan.seq_len**2,
+        "pieces": plan.num_pieces(mask.name),
+        "partition": _svg(whole),
+        "closer": closer and _svg(closer),
+        "work": _svg(charts.work(mask.name, mask)),
+        "received": _svg(charts.received(mask.name, mask)),
+        "traffic": _svg(charts.traffic(mask.name, mask)),
+        "timeline": _svg(charts.timeline(mask.name, mask, plan.timeline(mask.name).forward.seconds)),
+    }
+
+
+def _documents(result: Figures) -> Markup | None:
+    if len(result.lengths) < 2:
+        return None
+    plan = result.plan
+    ends = np.concatenate(([0], np.cumsum(result.lengths)))
+    area = sum(weight * plan.mask(name).area()[0] for name, weight in plan.weights.items())
+    below = np.concatenate(([0], np.cumsum(area)))
+    return _svg(charts.documents(result.lengths, np.diff(below[ends])))
