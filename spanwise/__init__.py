@@ -3,7 +3,8 @@
 from spanwise.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.balancers import LayoutProblem, LoadBalancer
 from spanwise.batch import cross_entropy, roll, shard, shard_batch, unshard
-from spanwise.cost import Hardware
+from spanwise.cost import B200, CPU_HOST, H100, H200, Hardware, Link
+from spanwise.exchange.failure import ExchangeError
 from spanwise.layout import Layout
 from spanwise.mask import SpanMask
 from spanwise.parallel import ContextParallel
@@ -16,10 +17,16 @@ from spanwise.verify import VerifyReport, verify
 __all__ = [
     "Aux",
     "AuxRequest",
+    "B200",
+    "CPU_HOST",
     "ContextParallel",
+    "ExchangeError",
+    "H100",
+    "H200",
     "Hardware",
     "Layout",
     "LayoutProblem",
+    "Link",
     "LoadBalancer",
     "Plan",
     "RankPlan",

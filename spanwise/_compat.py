@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 # The functional collectives by their operators: a graph sees start and wait as nodes of their own. The Python wrappers
@@ -45,17 +44,6 @@ def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Wait for a started collective."""
     return _ops.wait_tensor(x)
-
-
-def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
-    """All-reduce over every axis of ``mesh``, without autograd.
-
-    Axis after axis, so that a sliced or a multi-dimensional mesh needs no group of its own.
-    """
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            x = wait(start_all_reduce(x, op, group_name(mesh.get_group(axis))))
-    return x
 
 
 def comparison_device(group: dist.ProcessGroup) -> torch.device:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spanwise import _compat, kernels
-from spanwise.exchange import all_gather, needed
+from spanwise import kernels
+from spanwise.exchange import failure
 from spanwise.kernels.merge import merge
+from spanwise.kv_pieces import kv_pieces
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, Stage, check_rank, spread_slots
+from spanwise.rank_plan import RankPlan, Stage, check_rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def context_parallel_attention(
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
             a kernel or option that does not go with the device or with another option.
+        spanwise.ExchangeError: a collective failed; it names the lost ranks. In compiled code torch's error surfaces.
     """
     out, aux = _attend(
         q, k, v, plan, mesh, return_aux or AuxRequest(),
@@ -152,13 +154,18 @@ def _attend(
     # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
     # waiting.
     kernels.check(kernel, q, k, v, stages[0], score_mod=score_mod, max_logit=request.max_logit)
-    pieces = _kv_pieces(k, v, stages, local, mesh)
     parts = []
     max_logits = []
-    for stage, (k_piece, v_piece) in zip(stages, pieces, strict=True):
-        parts.append(kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options))
+    for stage, piece in zip(stages, kv_pieces(k, v, stages, local, mesh, mask), strict=True):
+
+        def attend(
+            k_piece: torch.Tensor, v_piece: torch.Tensor, stage: Stage = stage
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options)
+
+        parts.append(piece.attended(attend))
         if request.max_logit:
-            max_logits.append(kernels.max_logit(kernel, q.detach(), k_piece.detach(), stage, tokens, **options))
+            max_logits.append(kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options))
     out, lse = merge(parts)
     if stages[0].flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
@@ -166,56 +173,8 @@ def _attend(
         out, lse = _with_sinks(out, lse, sinks)
     max_logit = torch.stack(max_logits).amax(dim=0) if max_logits else None
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
-        max_logit = _compat.all_reduce(max_logit, "max", mesh)
+        max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
-
-
-def _kv_pieces(
-    k: torch.Tensor, v: torch.Tensor, stages: tuple[Stage, ...], local: RankPlan, mesh: DeviceMesh | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """K/V of each stage, one after the other: own tokens at once, others when they have arrived.
-
-    A generator, so that what the caller computes between two pieces runs while the next one travels.
-    """
-    if len(stages) == 1:
-        yield k, v
-        return
-    assert mesh is not None
-    name = _compat.group_name(mesh.get_group())
-    batch, k_heads, _, k_dim = k.shape
-    v_heads, v_dim = v.shape[1], v.shape[3]
-    # K and V of a token side by side: one collective moves both, whatever their head dims.
-    kv_BTF = torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
-
-    def apart(piece_BKF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k_flat, v_flat = piece_BKF.split([k_heads * k_dim, v_heads * v_dim], dim=-1)
-        return (
-            k_flat.unflatten(-1, (k_heads, k_dim)).transpose(1, 2),
-            v_flat.unflatten(-1, (v_heads, v_dim)).transpose(1, 2),
-        )
-
-    routes = [stage.route for stage in stages if stage.route is not None]
-    if routes:
-        # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
-        pieces: list[Any] = needed.start(kv_BTF.transpose(0, 1).flatten(1), routes, name)
-        del kv_BTF
-        yield k, v
-        for i, route in enumerate(routes):
-            arrived = needed.wait(pieces[i], route, name)
-            pieces[i] = None  # or the buffer would stay for as long as the caller works on the piece
-            yield apart(arrived.unflatten(1, (batch, -1)).transpose(0, 1))
-        return
-    take = stages[1].take
-    assert take is not None
-    kv_RF = all_gather.pad_tokens(kv_BTF, local.padded.shape[0]).flatten(0, 1)
-    gather = all_gather.start(kv_RF, local.num_ranks, name)
-    del kv_BTF, kv_RF  # the collective holds what it still needs
-    yield k, v
-    gathered_PRF = all_gather.wait(gather, local.num_ranks, name)
-    del gather
-    piece_BKF = gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
-    del gathered_PRF
-    yield apart(piece_BKF)
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:

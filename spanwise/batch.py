@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
 from spanwise._span_patterns import check_offset_rows
-from spanwise.exchange import all_gather
+from spanwise.exchange import all_gather, failure
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
 
@@ -133,13 +133,17 @@ def unshard(
 
 def _gather_rows(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> torch.Tensor:
     """All ranks' rows ``[B, seq_len, F]`` in the original order."""
-    name = _compat.group_name(mesh.get_group())
+    name, label = _compat.group_name(mesh.get_group()), "shards (unshard, roll)"
     batch = x_BTF.shape[0]
     rows_RF = all_gather.pad_tokens(x_BTF, local.padded.shape[0]).flatten(0, 1)
     if x_BTF.is_floating_point():
-        gathered = all_gather.wait(all_gather.start(rows_RF, local.num_ranks, name), local.num_ranks, name)
+        gathered = all_gather.wait(
+            all_gather.start(rows_RF, local.num_ranks, name, label), local.num_ranks, name, label
+        )
     else:
-        gathered = _compat.wait(_compat.start_all_gather(rows_RF, local.num_ranks, name))
+        what = f"all-gather of {label}"
+        pending = failure.start(what, name, _compat.start_all_gather, rows_RF, local.num_ranks, name)
+        gathered = failure.wait(pending, what, name)
     return gathered.index_select(0, spread_slots(local, local.restore, batch).flatten()).unflatten(0, (batch, -1))
 
 
@@ -295,7 +299,7 @@ class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
         ctx.scale = (1 if mesh is None else mesh.size()) / count
-        return (total.clone() if mesh is None else _compat.all_reduce(total, "sum", mesh)) / count
+        return (total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")) / count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -329,7 +333,7 @@ def cross_entropy(
     total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     if num_valid is None:
         count = (labels != IGNORE_INDEX).sum()
-        count = count if mesh is None else _compat.all_reduce(count, "sum", mesh)
+        count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
     else:
         if isinstance(num_valid, (int, float)) and not (math.isfinite(num_valid) and num_valid >= 0):
             raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")

@@ -49,5 +49,9 @@ def piece_tokens(traffic: Int64, num_pieces: int, block_size: int) -> Int64:
 
 
 def num_pieces(traffic: Int64, stages: int, block_size: int) -> int:
-    """Pieces that are not empty on all ranks when `stages` are asked for; 0 if nothing travels."""
-    return int(min(stages, -(-int(traffic.max(initial=0)) // block_size)))
+    """`stages` if some pair has a block for each; else one piece, or none if nothing travels.
+
+    Few possible numbers, for each of them is a graph of its own to torch.compile.
+    """
+    blocks = -(-int(traffic.max(initial=0)) // block_size)
+    return stages if blocks >= stages else min(blocks, 1)

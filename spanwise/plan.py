@@ -64,7 +64,7 @@ class Plan:
         block_size: tile in tokens.
         balancer: what dealt out the tokens.
         exchange: how K/V travel.
-        stages: pieces in which the K/V of other ranks are asked to arrive; `num_pieces` says how many a mask gets.
+        stages: pieces in which the K/V of other ranks shall arrive; `num_pieces` says how many a mask gets.
         keep_kv: whether received K/V are kept for the backward, or fetched again.
         weights: layers that use each mask; what the layout balances.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, or None if not given.
@@ -224,9 +224,8 @@ class Plan:
         return found
 
     def num_pieces(self, mask: str = "default") -> int:
-        """Pieces in which the K/V of other ranks arrive: at most `stages`, none where nobody reads anything elsewhere.
-
-        A piece is at least one block for some pair of ranks; an all_gather is one piece.
+        """Pieces in which the K/V of other ranks arrive: `stages`, or one where that would be less than a block for
+        every pair of ranks; none where nobody reads anything elsewhere. An all_gather is one piece.
         """
         self.mask(mask)
         if self.exchange == "needed":
@@ -354,7 +353,7 @@ class Plan:
         tokens = self.layout.tokens_per_rank
         lines = [
             f"{self.seq_len:,} tokens on {self.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",
-            f"balancer {self.balancer}, exchange {self.exchange} in {self.stages} or fewer pieces, blocks of "
+            f"balancer {self.balancer}, exchange {self.exchange}, pieces {self.stages}, blocks of "
             f"{self.block_size} tokens",
             f"why: {self.reason}",
         ]

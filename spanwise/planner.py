@@ -58,7 +58,7 @@ def make_plan(
         balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V to read
             elsewhere under a bound on the imbalance), an object with ``assign(problem, num_ranks)``, or "auto".
         exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), or "auto".
-        stages: most pieces in which "needed" brings the K/V, each computed while the next travels; None: 1, 2 or 4,
+        stages: pieces in which "needed" brings the K/V, each computed while the next travels; None: 1, 2 or 4,
             whichever is predicted to be fastest. An all_gather is one piece.
         keep_kv: keep received K/V for the backward; False: drop them after the forward and fetch them again.
         quality: of the "local" search, "best" or "fast" (a quarter of the time).

@@ -86,7 +86,7 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     backward[:, 1:] += copy(2 * grad_bytes * received)
     backward[:, -1] += 2 * merged
     unpack = copy(2 * grad_bytes * sent + kv_bytes * tokens * bool(pieces))
-    again = np.zeros(pieces) if plan.keep_kv else np.array(to_go)
+    again = None if plan.keep_kv else np.array(to_go)
     return timeline.Timeline(
         timeline.forward(pack, forward, np.array(to_go)),
         timeline.backward(backward, np.array(to_come), unpack, again),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
+from spanwise.exchange import failure
 from spanwise.exchange.needed import Route
 from spanwise.layout import count_tokens, intersect_runs, merge_tokens, ragged_arange
 from spanwise.mask import SpanMask
@@ -67,6 +68,7 @@ class RankPlan:
         stages: for each mask the local stage, then the remote ones, if anything comes from elsewhere.
         rank, num_ranks: plain numbers.
         batched: whether every batch row has a layout of its own.
+        keep_kv: whether received K/V are kept for the backward, or fetched again.
         causal: names of the masks that are the plain causal mask.
     """
 
@@ -77,6 +79,7 @@ class RankPlan:
     rank: int
     num_ranks: int
     batched: bool
+    keep_kv: bool
     causal: tuple[str, ...]
 
     @property
@@ -85,7 +88,7 @@ class RankPlan:
 
 
 _compat.register_pytree_dataclass(Stage, static=("rows", "flat"))
-_compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched", "causal"))
+_compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched", "keep_kv", "causal"))
 
 
 def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tables: bool = False) -> RankPlan:
@@ -120,6 +123,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         rank=rank,
         num_ranks=num_ranks,
         batched=rows > 1,
+        keep_kv=plan.keep_kv,
         causal=plan.causal,
     )
 
@@ -368,7 +372,9 @@ def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
     """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all. A collective."""
     device = _compat.comparison_device(group)
     mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
-    everyone = _compat.wait(_compat.start_all_gather(mine, group.size(), _compat.group_name(group)))
+    what, name = "all-gather of plan fingerprints", _compat.group_name(group)
+    pending = failure.start(what, name, _compat.start_all_gather, mine, group.size(), name)
+    everyone = failure.wait(pending, what, name)
     prints = [bytes(row).hex() for row in everyone.view(group.size(), -1).tolist()]
     if len(set(prints)) > 1:
         held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))

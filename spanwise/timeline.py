@@ -4,7 +4,7 @@ Each rank has one compute stream, in order. All ranks share one exchange stream,
 when every rank has started it and the one before is through. Numbers only; `predict` fills them in from a plan.
 
     forward    pack · local · piece 1 (waits for its arrival) · … · piece n
-    backward   piece n · (its gradients depart) · … · piece 1 · local · unpack (waits for the last gradients)
+    backward   piece n · (its gradients depart) · … · piece 1 · local · sum (waits for the last gradients)
 """
 
 # P ranks, n remote pieces
@@ -115,34 +115,42 @@ def forward(pack: Float64, attention: Float64, exchange: Float64) -> Pass:
     return Pass(names, start, end, tuple(f"K/V, piece {i}" for i in pieces), through - exchange, through)
 
 
-def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Float64) -> Pass:
+def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Float64 | None = None) -> Pass:
     """Simulates a backward.
 
     Args:
         attention: ``[P, n + 1]`` seconds of the backward of the local part and of each piece, in forward order.
         exchange: ``[n]`` seconds of the collective that brings each piece's gradients home.
         unpack: ``[P]`` seconds to sum them.
-        refetch: ``[n]`` seconds of each piece's K/V collective if it is fetched again, else zeros.
+        refetch: ``[n]`` seconds of each piece's K/V collective if it is fetched again: the next piece departs when
+            this one's turn begins.
     """
     num_pieces = len(exchange)
-    fetched = float(refetch.sum())  # before anything else: the recomputation has nothing to hide behind
-    compute = np.concatenate([attention[:, :0:-1], attention[:, :1], unpack[:, None]], axis=1)
-    start, end = _in_order(compute, np.full(compute.shape, fetched))
-    depart, through = np.empty(num_pieces), np.empty(num_pieces)
-    done = fetched
-    for i in range(num_pieces):
-        depart[i] = max(done, end[:, i].max())
-        done = through[i] = depart[i] + exchange[num_pieces - 1 - i]
-    last = np.maximum(start[:, -1], done)
-    start[:, -1], end[:, -1] = last, last + unpack
-    pieces = range(num_pieces, 0, -1)
-    names = (*(f"attention backward, piece {i}" for i in pieces), "local attention backward", "sum gradients")
-    exchanges = [f"dK/dV, piece {i}" for i in pieces]
-    if fetched:
-        exchanges = [f"K/V again, piece {i}" for i in reversed(pieces)] + exchanges
-        again = np.cumsum(refetch)
-        depart, through = np.concatenate([again - refetch, depart]), np.concatenate([again, through])
-    return Pass(names, start, end, tuple(exchanges), depart, through)
+    order = [*range(num_pieces - 1, -1, -1), -1]  # of the compute; -1 is the local part
+    stream: list[tuple[str, float, float]] = []
+    arrived = [0.0] * num_pieces
+
+    def send(name: str, ready: float, seconds: float) -> float:
+        begin = max(ready, stream[-1][2] if stream else 0.0)
+        stream.append((name, begin, begin + seconds))
+        return begin + seconds
+
+    start, end = np.empty((len(attention), num_pieces + 2)), np.empty((len(attention), num_pieces + 2))
+    now = np.zeros(len(attention))
+    for turn, i in enumerate(order):
+        if refetch is not None and i >= 0:
+            for j in (i, i - 1) if turn == 0 else (i - 1,):
+                if j >= 0:
+                    arrived[j] = send(f"K/V again, piece {j + 1}", float(now.max()), float(refetch[j]))
+        start[:, turn] = np.maximum(now, arrived[i] if i >= 0 else 0.0)
+        now = end[:, turn] = start[:, turn] + attention[:, i + 1]
+        if i >= 0:
+            send(f"dK/dV, piece {i + 1}", float(now.max()), float(exchange[i]))
+    start[:, -1] = np.maximum(now, stream[-1][2] if stream else 0.0)
+    end[:, -1] = start[:, -1] + unpack
+    names = (*(f"attention backward, piece {i + 1}" for i in order[:-1]), "local attention backward", "sum gradients")
+    exchange_names, begin, through = zip(*stream, strict=True) if stream else ((), (), ())
+    return Pass(names, start, end, tuple(exchange_names), np.array(begin), np.array(through))
 
 
 def _in_order(compute: Float64, earliest: Float64) -> tuple[Float64, Float64]:

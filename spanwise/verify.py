@@ -18,9 +18,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spanwise import _compat
 from spanwise.attention import context_parallel_attention
 from spanwise.batch import shard, unshard
+from spanwise.exchange import failure
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, build
 
@@ -152,7 +152,11 @@ def verify(
         for (name, _, _), grad, want in zip(named, grads, wanted, strict=False):
             errors[f"d{name}"] = _error(grad, shard(local, mesh, want, sequence_dim), want, mesh)
         for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
-            total = grad.double() if mesh is None else _compat.all_reduce(grad.double(), "sum", mesh)
+            total = (
+                grad.double()
+                if mesh is None
+                else failure.all_reduce(grad.double(), "sum", mesh, "a parameter's gradient")
+            )
             errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
 
     # Leaks.
@@ -223,7 +227,7 @@ def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: 
     # A nan must not disappear in the maximum over ranks.
     worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
     if mesh is not None:
-        worst = _compat.all_reduce(worst, "max", mesh)
+        worst = failure.all_reduce(worst, "max", mesh, "an error")
     return float(worst / scale)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spanwise import _compat
+from spanwise.exchange import failure
 from spanwise.exchange._gradients import anchor, returned
 
 
@@ -30,38 +31,50 @@ class Pending(NamedTuple):
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_R_F: torch.Tensor, num_ranks: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.dtype = x_R_F.dtype
-        data = _compat.start_all_gather(x_R_F, num_ranks, name)
+    def forward(
+        ctx: Any, x_R_F: torch.Tensor, num_ranks: int, name: str, label: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.dtype, ctx.name, ctx.label = x_R_F.dtype, name, label
+        data = failure.start(f"all-gather of {label}", name, _compat.start_all_gather, x_R_F, num_ranks, name)
         ctx.mark_non_differentiable(data)
         return data, anchor(x_R_F.shape, x_R_F)
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _compat.wait(grad_pending).to(ctx.dtype), None, None
+    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad_R_F = failure.wait(grad_pending, f"reduce-scatter of gradients, {ctx.label}", ctx.name)
+        return grad_R_F.to(ctx.dtype), None, None, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, data_PR_F: torch.Tensor, anchor_R_F: torch.Tensor, num_ranks: int, name: str) -> torch.Tensor:
-        ctx.num_ranks, ctx.name, ctx.sum_dtype = num_ranks, name, anchor_R_F.dtype
-        return _compat.wait(data_PR_F)
+    def forward(
+        ctx: Any, data_PR_F: torch.Tensor, anchor_R_F: torch.Tensor, num_ranks: int, name: str, label: str
+    ) -> torch.Tensor:
+        ctx.num_ranks, ctx.name, ctx.label, ctx.sum_dtype = num_ranks, name, label, anchor_R_F.dtype
+        return failure.wait(data_PR_F, f"all-gather of {label}", name)
 
     @staticmethod
-    def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
         # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
-        pending = _compat.start_reduce_scatter(grad_PR_F.to(ctx.sum_dtype), ctx.num_ranks, ctx.name)
-        return None, returned(pending), None, None
+        what = f"reduce-scatter of gradients, {ctx.label}"
+        sent_PR_F = grad_PR_F.to(ctx.sum_dtype)
+        pending = failure.start(what, ctx.name, _compat.start_reduce_scatter, sent_PR_F, ctx.num_ranks, ctx.name)
+        return None, returned(pending), None, None, None
 
 
-def start(x_R_F: torch.Tensor, num_ranks: int, name: str) -> Pending:
-    """Start gathering ``x_R_F``; every rank passes the same number of rows."""
-    return Pending(*_Start.apply(x_R_F, num_ranks, name))
+def start(x_R_F: torch.Tensor, num_ranks: int, name: str, label: str) -> Pending:
+    """Start gathering ``x_R_F``; every rank passes the same number of rows.
+
+    Args:
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+    """
+    return Pending(*_Start.apply(x_R_F, num_ranks, name, label))
 
 
-def wait(pending: Pending, num_ranks: int, name: str) -> torch.Tensor:
+def wait(pending: Pending, num_ranks: int, name: str, label: str) -> torch.Tensor:
     """Wait for the gather; returns rank 0's rows, then rank 1's, … as ``[P * R, F]``."""
-    return _Wait.apply(pending.data_PR_F, pending.anchor_R_F, num_ranks, name)
+    return _Wait.apply(pending.data_PR_F, pending.anchor_R_F, num_ranks, name, label)
 
 
 def pad_tokens(x_BTF: torch.Tensor, length: int) -> torch.Tensor:

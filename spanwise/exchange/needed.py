@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spanwise import _compat
+from spanwise.exchange import failure
 from spanwise.exchange._gradients import anchor, returned
 
 
@@ -61,16 +62,17 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RF: torch.Tensor, sizes: list[int], name: str, *sends: torch.Tensor
+        ctx: Any, x_RF: torch.Tensor, sizes: list[int], name: str, label: str, *sends: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*sends)
-        ctx.num_rows, ctx.dtype = x_RF.shape[0], x_RF.dtype
+        ctx.num_rows, ctx.dtype, ctx.name, ctx.label = x_RF.shape[0], x_RF.dtype, name, label
         num_ranks = len(sizes) // (2 * len(sends))
         data, anchors = [], []
         for i, send in enumerate(sends):
             sent_SF = x_RF.index_select(0, send)
             send_sizes, recv_sizes = _halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
-            data.append(_compat.start_all_to_all(sent_SF, recv_sizes, send_sizes, name))
+            what = f"all-to-all of {label}"
+            data.append(failure.start(what, name, _compat.start_all_to_all, sent_SF, recv_sizes, send_sizes, name))
             anchors.append(anchor(sent_SF.shape, x_RF))
         ctx.mark_non_differentiable(*data)
         return (*data, *anchors)
@@ -82,35 +84,45 @@ class _Start(torch.autograd.Function):
         # A row that went to several ranks gets several gradients: summed in float32 at least, cast once.
         total = pending[0].new_zeros(ctx.num_rows, pending[0].shape[1])
         for send, grad_SF in zip(reversed(sends), reversed(pending), strict=True):  # in the order of their departure
-            total.index_add_(0, send, _compat.wait(grad_SF))
-        return total.to(ctx.dtype), None, None, *(None for _ in sends)
+            arrived_SF = failure.wait(grad_SF, f"all-to-all of gradients, {ctx.label}", ctx.name)
+            total.index_add_(0, send, arrived_SF)
+        return total.to(ctx.dtype), None, None, None, *(None for _ in sends)
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, data_NF: torch.Tensor, anchor_SF: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
-        ctx.sizes, ctx.name, ctx.sum_dtype = sizes, name, anchor_SF.dtype
-        return _compat.wait(data_NF)
+    def forward(
+        ctx: Any, data_NF: torch.Tensor, anchor_SF: torch.Tensor, sizes: list[int], name: str, label: str
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.name, ctx.label, ctx.sum_dtype = sizes, name, label, anchor_SF.dtype
+        return failure.wait(data_NF, f"all-to-all of {label}", name)
 
     @staticmethod
-    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
         send_sizes, recv_sizes = _halves(ctx.sizes)
-        pending = _compat.start_all_to_all(grad_NF.to(ctx.sum_dtype), send_sizes, recv_sizes, ctx.name)
-        return None, returned(pending), None, None
+        what = f"all-to-all of gradients, {ctx.label}"
+        sent_NF = grad_NF.to(ctx.sum_dtype)
+        pending = failure.start(what, ctx.name, _compat.start_all_to_all, sent_NF, send_sizes, recv_sizes, ctx.name)
+        return None, returned(pending), None, None, None
 
 
 def _halves(sizes: list[int]) -> tuple[list[int], list[int]]:
     return sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
 
 
-def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str) -> list[Pending]:
-    """Start sending the rows of `x_RF` that other ranks read, piece after piece."""
+def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) -> list[Pending]:
+    """Start sending the rows of `x_RF` that other ranks read, piece after piece.
+
+    Args:
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+    """
     sizes = [n for route in routes for n in route.sizes]
-    started = _Start.apply(x_RF, sizes, name, *(route.send for route in routes))
+    started = _Start.apply(x_RF, sizes, name, label, *(route.send for route in routes))
     return [Pending(*pair) for pair in zip(started[: len(routes)], started[len(routes) :], strict=True)]
 
 
-def wait(pending: Pending, route: Route, name: str) -> torch.Tensor:
+def wait(pending: Pending, route: Route, name: str, label: str) -> torch.Tensor:
     """Wait for one piece; returns the stage's keys in order, ``[keys, F]``."""
-    arrived_NF = _Wait.apply(*pending, route.sizes, name)
+    arrived_NF = _Wait.apply(*pending, route.sizes, name, label)
     return torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1)).index_select(0, route.order)

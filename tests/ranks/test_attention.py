@@ -17,7 +17,13 @@ from tests.ranks.harness import run_ranks
 
 LENGTH = 67  # divides by nothing
 CU_SEQLENS = [0, 1, 2, 19, 19, 40, 67]  # documents of length 1 and 0
-EXCHANGES = [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 1}, {"exchange": "needed", "stages": 3}]
+EXCHANGES = [
+    {"exchange": "all_gather"},
+    {"exchange": "all_gather", "keep_kv": False},
+    {"exchange": "needed", "stages": 1},
+    {"exchange": "needed", "stages": 3},
+    {"exchange": "needed", "stages": 3, "keep_kv": False},
+]
 BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
 
 

@@ -1,0 +1,88 @@
+"""K/V that are not kept for the backward but fetched again.
+
+The kernel saves the pieces it read for its backward. `Again.forgetting` puts saved-tensor hooks around a kernel call,
+which keep a note instead of a piece; the backward fetches what the note asks for. Every rank fetches at the same places
+of its backward, in the same order, whether its kernel reads the piece or not: an autograd function behind each kernel
+call starts the fetch, and that of the piece which comes next, so that it travels beside the attention of this one.
+
+Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
+"""
+
+# F features of a token, B batch, K keys of a piece
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+# Starts the collective of a piece; what it returns waits for it and gives the piece [B, K, F].
+Fetch = Callable[[], Callable[[], torch.Tensor]]
+
+
+class Again:
+    """The pieces of one attention call, to be fetched in its backward.
+
+    Args:
+        fetches: for each piece in forward order.
+    """
+
+    def __init__(self, fetches: list[Fetch]) -> None:
+        self._fetches = fetches
+        self._under_way: dict[int, Callable[[], torch.Tensor]] = {}
+        self._arrived: dict[int, torch.Tensor] = {}
+
+    def forgetting(self, i: int, piece: torch.Tensor) -> AbstractContextManager[Any]:
+        """Within it, autograd keeps no tensor that lies in ``piece``, which is the ``i``-th."""
+        storage = piece.untyped_storage().data_ptr()
+
+        def pack(x: torch.Tensor) -> Any:
+            if x.numel() == 0 or x.untyped_storage().data_ptr() != storage:
+                return x
+            return x.size(), x.stride(), x.storage_offset()
+
+        def unpack(note: Any) -> torch.Tensor:
+            return note if isinstance(note, torch.Tensor) else self._take(i).as_strided(*note)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def remind(self, i: int, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel's results; their backward, which comes before the kernel's, fetches piece ``i``; -1 is none."""
+        return _Remind.apply(out, lse, self, i)
+
+    def start(self, i: int) -> None:
+        """Start fetching piece ``i`` and the one that the backward needs next."""
+        self._arrived.clear()  # the pieces before have been computed
+        with torch.no_grad():
+            for j in (i, i - 1):
+                if j >= 0 and j not in self._under_way:
+                    self._under_way[j] = self._fetches[j]()
+
+    def _take(self, i: int) -> torch.Tensor:
+        if i not in self._arrived:
+            with torch.no_grad():
+                self._arrived[i] = self._under_way.pop(i)()
+        return self._arrived[i]
+
+    def finish(self, i: int) -> None:
+        """Wait for piece ``i`` where no kernel did: a rank without queries, say."""
+        if i in self._under_way:
+            with torch.no_grad():
+                self._under_way.pop(i)()
+
+
+class _Remind(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, lse: torch.Tensor, again: Again, i: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.again, ctx.i = again, i
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+        ctx.again.finish(ctx.i + 1)
+        ctx.again.start(ctx.i)
+        return grad_out, grad_lse, None, None

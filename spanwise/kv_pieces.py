@@ -1,0 +1,147 @@
+"""K/V of each stage as one rank's attention takes them: its own at once, pieces from elsewhere as they arrive.
+
+Stands between the exchanges, which move rows, and `attention`, which wants keys and values by head.
+"""
+
+# B batch, H heads, T tokens of this rank, D head dim, R rows (batch row, token) of a padded shard, K keys of a piece,
+# F features of a token: K and V side by side
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _compat
+from spanwise.exchange import all_gather, needed
+from spanwise.exchange.again import Again
+from spanwise.rank_plan import RankPlan, Stage, spread_slots
+
+Arriving = Callable[[], torch.Tensor]  # waits for a piece and returns it, [B, K, F]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Keys and values of one stage.
+
+    Attributes:
+        k, v: ``[B, Hkv, K, D]``.
+        index: of the piece among those from elsewhere; -1 for the rank's own.
+        data: what k and v are views of; None for the rank's own.
+        again: who fetches the pieces again in the backward; None if they are kept.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    index: int = -1
+    data: torch.Tensor | None = None
+    again: Again | None = None
+
+    def attended(
+        self, attend: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``attend(k, v)``, the kernel's out and lse, without keeping a piece that is fetched again."""
+        if self.again is None:
+            return attend(self.k, self.v)
+        hooks: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.data is not None:
+            hooks = self.again.forgetting(self.index, self.data)
+        with hooks:
+            out, lse = attend(self.k, self.v)
+        return self.again.remind(self.index, out, lse)
+
+
+def kv_pieces(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stages: tuple[Stage, ...],
+    local: RankPlan,
+    mesh: DeviceMesh | None,
+    mask: str,
+) -> Iterator[Piece]:
+    """The piece of each stage, in order. A generator: what is computed between two pieces runs while others travel.
+
+    Args:
+        k, v: ``[B, Hkv, T, D]``, the rank's own.
+        mask: name of the mask, for errors.
+
+    Raises:
+        spanwise.ExchangeError: a collective failed.
+        ValueError: pieces are to be fetched again, and this is compiled code.
+    """
+    if len(stages) == 1:
+        yield Piece(k, v)
+        return
+    assert mesh is not None
+    if not local.keep_kv and torch.compiler.is_compiling():
+        raise ValueError(
+            "a plan with keep_kv=False is for eager code: in a compiled graph, selective activation checkpointing "
+            "decides what is kept; make the plan with keep_kv=True"
+        )
+    name = _compat.group_name(mesh.get_group())
+    fetch = _needed_pieces if stages[1].route is not None else _gathered_piece
+    again = None
+    if not local.keep_kv:
+        own, label = (k.detach(), v.detach()), f"K/V again for the backward, mask {mask!r}"
+        again = Again(
+            [
+                functools.partial(_only, fetch, *own, stages[i : i + 1], local, name, label)
+                for i in range(1, len(stages))
+            ]
+        )
+    arriving = fetch(k, v, stages[1:], local, name, f"K/V, mask {mask!r}")
+    yield Piece(k, v, again=again)
+    for i, arrived in enumerate(arriving):
+        data_BKF = arrived()
+        k_flat, v_flat = data_BKF.split([k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]], dim=-1)
+        k_piece = k_flat.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
+        v_piece = v_flat.unflatten(-1, (v.shape[1], v.shape[3])).transpose(1, 2)
+        yield Piece(k_piece, v_piece, i, data_BKF, again)
+
+
+def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """K and V of a token side by side, ``[B, T, F]``: one collective moves both, whatever their head dims."""
+    return torch.cat([k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1)
+
+
+def _needed_pieces(
+    k: torch.Tensor, v: torch.Tensor, stages: tuple[Stage, ...], local: RankPlan, name: str, label: str
+) -> list[Arriving]:
+    """Start the exchange of all pieces."""
+    batch = k.shape[0]
+    routes = [stage.route for stage in stages if stage.route is not None]
+    # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
+    pending: list[Any] = needed.start(_side_by_side(k, v).transpose(0, 1).flatten(1), routes, name, label)
+
+    def arrived(i: int) -> torch.Tensor:
+        one, pending[i] = pending[i], None  # or the buffer would stay for as long as the caller works on the piece
+        return needed.wait(one, routes[i], name, label).unflatten(1, (batch, -1)).transpose(0, 1)
+
+    return [functools.partial(arrived, i) for i in range(len(routes))]
+
+
+def _gathered_piece(
+    k: torch.Tensor, v: torch.Tensor, stages: tuple[Stage, ...], local: RankPlan, name: str, label: str
+) -> list[Arriving]:
+    """Start the gather."""
+    batch, take = k.shape[0], stages[0].take
+    assert take is not None
+    kv_RF = all_gather.pad_tokens(_side_by_side(k, v), local.padded.shape[0]).flatten(0, 1)
+    pending: list[Any] = [all_gather.start(kv_RF, local.num_ranks, name, label)]
+
+    def arrived() -> torch.Tensor:
+        gathered_PRF = all_gather.wait(pending.pop(), local.num_ranks, name, label)
+        return gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
+
+    return [arrived]
+
+
+def _only(fetch: Callable[..., list[Arriving]], *args: Any) -> Arriving:
+    (arriving,) = fetch(*args)
+    return arriving

@@ -1,0 +1,170 @@
+"""K/V in several pieces: what travels in each, in which order things happen, and pieces that are fetched again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import spanwise
+from spanwise import SpanMask, _compat, rank_plan
+from spanwise.exchange import needed
+from spanwise.pieces import piece_of, piece_tokens
+from tests.oracle import make_problem
+from tests.ranks.harness import run_ranks
+
+LENGTH = 230
+MASK = SpanMask.documents([0, 1, 70, 70, 180, LENGTH])
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 5])
+def test_pieces_partition_each_pair(num_pieces: int) -> None:
+    rng = np.random.default_rng(num_pieces)
+    traffic = rng.integers(0, 90, (6, 6)) * (rng.random((6, 6)) < 0.7)
+    tokens = piece_tokens(traffic, num_pieces, 8)
+    assert (tokens.sum(axis=0) == traffic).all()
+    for receiver in range(6):
+        for sender in range(6):
+            count = int(traffic[receiver, sender])
+            piece = piece_of(np.arange(count), count, num_pieces, 8, receiver - sender)
+            assert np.bincount(piece, minlength=num_pieces).tolist() == tokens[:, receiver, sender].tolist()
+            if count >= 8 * num_pieces:  # parts of whole blocks, as equal as they come
+                assert tokens[:, receiver, sender].max() - tokens[:, receiver, sender].min() <= 2 * 8
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+@pytest.mark.parametrize("batched", [False, True])
+def test_routes_carry_what_the_plan_says(stages: int, batched: bool) -> None:
+    mask = SpanMask.stack([MASK, SpanMask.sliding_window(LENGTH, 50)]) if batched else MASK
+    plan = spanwise.make_plan(mask, 4, balancer="lpt", exchange="needed", stages=stages, block_size=8)
+    locals_ = [rank_plan.build(plan, rank) for rank in range(4)]
+    pieces = plan.num_pieces()
+    assert pieces == (stages if stages <= 3 else pieces) and pieces in (1, stages)
+    expected = piece_tokens(plan.traffic(), pieces, 8)
+    for rank, local in enumerate(locals_):
+        assert len(local.stages["default"]) == 1 + pieces
+        for i, stage in enumerate(local.stages["default"][1:]):
+            assert stage.route.sizes[4:] == expected[i, rank].tolist()  # received
+            assert stage.route.sizes[:4] == expected[i, :, rank].tolist()  # sent
+    assert (plan.traffic().sum(axis=1) == plan.recv_tokens()).all()
+    assert (plan.recv_tokens() == plan.needed_tokens()).all()
+
+
+def test_a_piece_is_a_block_at_least() -> None:
+    plan = spanwise.make_plan(MASK, 4, balancer="contiguous", exchange="needed", stages=64, block_size=64)
+    assert plan.num_pieces() == 1 and plan.recv_tokens().any()
+    nothing = spanwise.make_plan(
+        SpanMask.documents([0, 64, 128]), 2, balancer="contiguous", exchange="needed", stages=4
+    )
+    assert nothing.num_pieces() == 0 and not nothing.traffic().any()
+
+
+def step(plan: spanwise.Plan, before_backward: Any = None) -> None:
+    problem = make_problem(MASK.dense(), heads=(2, 1), dims=(8, 8), dtype=torch.float32)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        out = spanwise.context_parallel_attention(*leaves, plan, mesh, kernel="sdpa")
+        if before_backward is not None:
+            before_backward(rank)
+        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
+
+    run_ranks(plan.num_ranks, on_rank)
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, keep_kv: bool) -> None:
+    """The order of starts, waits and kernels on rank 0, forward and backward."""
+    plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange="needed", stages=3, block_size=8, keep_kv=keep_kv)
+    assert plan.num_pieces() == 3
+    events: list[str] = []
+    is_rank_0 = lambda: torch.distributed.get_rank() == 0  # noqa: E731
+    start, wait = _compat.start_all_to_all, _compat.wait
+    started: dict[int, str] = {}
+
+    def recorded_start(x: torch.Tensor, recv: list[int], send: list[int], name: str) -> torch.Tensor:
+        result = start(x, recv, send, name)
+        if is_rank_0():
+            label = f"{len(started)}"
+            started[result.data_ptr()] = label
+            events.append(f"start {label}")
+        return result
+
+    def recorded_wait(x: torch.Tensor) -> torch.Tensor:
+        if is_rank_0() and x.data_ptr() in started:
+            events.append(f"wait {started[x.data_ptr()]}")
+        return wait(x)
+
+    monkeypatch.setattr(_compat, "start_all_to_all", recorded_start)
+    monkeypatch.setattr(_compat, "wait", recorded_wait)
+    step(plan, lambda rank: events.append("backward") if rank == 0 else None)
+    forward, back = events[: events.index("backward")], events[events.index("backward") + 1 :]
+    assert forward == ["start 0", "start 1", "start 2", "wait 0", "wait 1", "wait 2"]
+    if keep_kv:  # gradients leave piece by piece, last first, and are waited for at the end
+        assert back == ["start 3", "start 4", "start 5", "wait 3", "wait 4", "wait 5"]
+    else:  # the next piece is on its way before this one is waited for
+        assert back == [
+            "start 3", "start 4", "wait 3", "start 5",  # pieces 3 and 2 again; gradients of piece 3
+            "start 6", "wait 4", "start 7", "wait 6", "start 8",
+            "wait 5", "wait 7", "wait 8",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exchange: str, keep_kv: bool) -> None:
+    plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange=exchange, block_size=8, keep_kv=keep_kv)
+    pieces: dict[int, list[weakref.ref]] = {0: [], 1: []}
+    from spanwise import kv_pieces
+
+    name = "_needed_pieces" if exchange == "needed" else "_gathered_piece"
+    fetch = getattr(kv_pieces, name)
+
+    def recorded(*args: Any) -> list[Any]:
+        def arrive(arriving: Any) -> torch.Tensor:
+            piece = arriving()
+            pieces[torch.distributed.get_rank()].append(weakref.ref(piece.untyped_storage()))
+            return piece
+
+        return [lambda one=one: arrive(one) for one in fetch(*args)]
+
+    monkeypatch.setattr(kv_pieces, name, recorded)
+    alive: dict[int, list[bool]] = {}
+
+    def look(rank: int) -> None:
+        alive[rank] = [ref() is not None for ref in pieces[rank]]
+
+    step(plan, look)
+    assert alive[0] and set(alive[0]) == {keep_kv} and set(alive[1]) == {keep_kv}
+    assert len(pieces[0]) == len(alive[0]) * (1 if keep_kv else 2)  # once more in the backward
+
+
+def test_fetching_again_needs_eager_code() -> None:
+    plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange="needed", block_size=8, keep_kv=False)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        local = plan.local(mesh, "cpu")
+        q = torch.randn(1, 1, local.tokens.shape[1], 8)
+        attend = torch.compile(spanwise.context_parallel_attention, backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match="keep_kv=False is for eager code"):
+            attend(q, q, q, local, mesh)
+
+    run_ranks(2, on_rank)
+
+
+def test_stages_are_checked() -> None:
+    for stages in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="stages must be a positive integer or None"):
+            spanwise.make_plan(MASK, 2, stages=stages)
+    with pytest.raises(ValueError, match="an all_gather brings K/V in one piece, got stages=2"):
+        spanwise.make_plan(MASK, 2, exchange="all_gather", stages=2)
+
+
+def test_route_is_a_pytree_without_numbers() -> None:
+    plan = spanwise.make_plan(MASK, 3, balancer="lpt", exchange="needed", stages=2, block_size=8)
+    route = rank_plan.build(plan, 1).stages["default"][1].route
+    assert isinstance(route, needed.Route) and all(isinstance(x, int) for x in route.sizes)
+    assert _compat.tree_map(lambda x: x, route).sizes == route.sizes
