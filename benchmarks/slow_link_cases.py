@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import torch
 
 import spanwise
 from spanwise.bench.plan import document_offsets
+from spanwise.cost import Hardware
 from spanwise.mask import SpanMask
 
 HEADS, HEAD_DIM = 8, 64
+# Bytes of K and V of one token, float32.
+ITEMSIZE = HEADS * 2 * HEAD_DIM * 4
+RESULTS = ("out", "dq", "dk", "dv")
+Results = tuple[torch.Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,20 +61,19 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to bring K/V: the exchange, and in how many pieces what is needed arrives."""
+    """One way to bring K/V: the exchange, and in how many pieces what is needed arrives; None: the plan's choice."""
 
     name: str
     exchange: str
     stages: int | None = None
 
 
-def make_plan(scenario: Scenario, variant: Variant, hardware: Any = None) -> spanwise.Plan:
+def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -> spanwise.Plan:
     """The plan of one variant; the layout is the same for all variants of a scenario."""
-    stages = {} if variant.stages is None else {"stages": variant.stages}
     return spanwise.make_plan(
         scenario.mask(), scenario.num_hosts, balancer=scenario.balancer, exchange=variant.exchange,
         num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32,
-        hardware=hardware, cu_seqlens=scenario.offsets(), **stages,
+        stages=variant.stages, hardware=hardware, cu_seqlens=scenario.offsets(),
     )  # fmt: skip
 
 
@@ -81,7 +84,7 @@ def draw(scenario: Scenario) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator) for _ in range(4))
 
 
-def reference(scenario: Scenario, chunk: int = 512) -> tuple[torch.Tensor, ...]:
+def reference(scenario: Scenario, chunk: int = 512) -> Results:
     """out, dq, dk, dv of the whole sequence in float64 on one device, free of spanwise's kernels.
 
     Dense attention, `chunk` query rows at a time over the keys between the first and the last that any of them reads.

@@ -10,22 +10,24 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from slow_link_cases import Scenario, Variant, draw, make_plan
+from slow_link_cases import HEAD_DIM, HEADS, Scenario, Variant, draw, make_plan
 from slow_link_peers import PEERS, Refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise import attention, kernels
+from spanwise import kernels
+from spanwise.cost import Hardware
 from spanwise.kernels.merge import merge
+from spanwise.kv_pieces import kv_pieces
 from spanwise.rank_plan import RankPlan
 
 Call = Callable[[], Any]
@@ -41,12 +43,21 @@ def main() -> None:
             store = dist.FileStore(job["store"], job["num_ranks"])
             dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
             mesh = init_device_mesh("cpu", (job["num_ranks"],), mesh_dim_names=("cp",))
-        scenario = Scenario(**job["scenario"])
-        result = measure_peers(scenario, mesh, job) if job["peers"] else measure(scenario, mesh, job)
-        torch.save(result, job["out"])
+        torch.save(answer(job, mesh), job["out"])
         say("done")
     if mesh is not None:
         dist.destroy_process_group()
+
+
+def answer(job: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    if "calibrate" in job:
+        from spanwise.calibrate import calibrate
+
+        # All hosts have the machine's name: one process a host has to be said.
+        hardware = calibrate(mesh, num_q_heads=HEADS, head_dim=HEAD_DIM, host_size=1)
+        return {"hardware": hardware.to_dict()}
+    scenario = Scenario(**job["scenario"])
+    return measure_peer(scenario, mesh, job) if "peer" in job else measure(scenario, mesh, job)
 
 
 def say(event: str, **more: str) -> None:
@@ -57,7 +68,8 @@ def measure(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[s
     """Times and wire bytes of every variant: the step, its kernels alone, its exchange alone."""
     rank = job["rank"]
     variants = [Variant(**fields) for fields in job["variants"]]
-    plans = {variant.name: make_plan(scenario, variant) for variant in variants}
+    hardware = None if job["hardware"] is None else Hardware.from_dict(job["hardware"])
+    plans = {variant.name: make_plan(scenario, variant, hardware) for variant in variants}
     whole = draw(scenario)
     # One layout for all variants, so one shard of the data.
     q, k, v, grad = (next(iter(plans.values())).shard(x, rank, dim=2) for x in whole)
@@ -78,48 +90,41 @@ def measure(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[s
     return {"times": times, "wire": wire, "outputs": outputs, "threads": torch.get_num_threads()}
 
 
-def measure_peers(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[str, Any]:
-    """Times and wire bytes of the other packages' attention calls, on contiguous shards, beside one variant of ours."""
-    rank, num_ranks = job["rank"], job["num_ranks"]
-    sys.path.append(job["peers"])
+def measure_peer(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[str, Any]:
+    """Times and wire bytes of another package's attention call, beside one variant of ours.
+
+    Whatever the call raises ends this process: ranks that it leaves waiting end with the hosts.
+    """
+    rank = job["rank"]
+    sys.path.append(job["site"])
+    # Dense kernels at these lengths may take more memory than there is; an error is better than a killed neighbour.
+    resource.setrlimit(resource.RLIMIT_DATA, (job["memory"], job["memory"]))
+    try:
+        peer = PEERS[job["peer"]](scenario, rank)
+    except Refused as error:
+        return {"refused": str(error)}
     whole = draw(scenario)
     variant = Variant(**job["variants"][0])
-    plan = make_plan(scenario, variant)
+    plan = make_plan(scenario, variant, None)
     q, k, v, grad = (plan.shard(x, rank, dim=2) for x in whole)
     step = step_call(q, k, v, grad, plan.local(mesh, "cpu"), mesh)
-    outputs = {variant.name: step()}
-    calls: dict[str, Call] = {variant.name: step}
-    tokens = slice(rank * scenario.seq_len // num_ranks, (rank + 1) * scenario.seq_len // num_ranks)
-    q, k, v, grad = (x[:, :, tokens].contiguous() for x in whole)
-    refused: dict[str, str] = {}
-    wire: dict[str, dict[str, list[int]]] = {}
+    peer_q, peer_k, peer_v, peer_grad = (x[:, :, peer.tokens].contiguous() for x in whole)
     del whole
-    for name in job["peer_names"]:
-        try:
-            attend = PEERS[name](scenario, rank, num_ranks)
-        except Refused as error:
-            refused[name] = str(error)
-            continue
 
-        def call(attend: Callable[..., torch.Tensor] = attend) -> tuple[torch.Tensor, ...]:
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = attend(*leaves)
-            return out.detach(), *torch.autograd.grad(out, leaves, grad)
+    def call() -> tuple[torch.Tensor, ...]:
+        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (peer_q, peer_k, peer_v)]
+        out = peer.attend(leaf_q, leaf_k, leaf_v)
+        return out.detach(), *torch.autograd.grad(out, leaves, peer_grad)
 
-        before = counters()
-        try:
-            outputs[name] = call()
-        except Exception as error:
-            # An error on one rank alone would leave the others waiting; the caller's time limit ends that.
-            refused[name] = f"{type(error).__name__}: {error}"
-            say_once(rank, traceback.format_exc())
-            continue
-        dist.barrier()
-        wire[name] = {"both": (counters() - before).tolist()}
-        calls[name] = call
-        say_once(rank, f"{name}: ran once")
-    times = timed(calls, job["repeats"], rank)
-    return {"times": times, "wire": wire, "outputs": outputs, "refused": refused}
+    step()
+    dist.barrier()
+    before = counters()
+    outputs = call()
+    dist.barrier()
+    wire = (counters() - before).tolist()
+    say_once(rank, f"{job['peer']}: ran once")
+    times = timed({variant.name: step, "peer": call}, job["repeats"], rank)
+    return {"times": times, "wire": wire, "outputs": outputs, "tokens": peer.tokens}
 
 
 def step_call(
@@ -135,17 +140,17 @@ def step_call(
     return call
 
 
-def kv_pieces(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> list[torch.Tensor]:
+def exchanged(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> list[torch.Tensor]:
     """K and V of every stage, own tokens first: the very exchange that a step runs, with nothing computed between."""
-    pieces = attention._kv_pieces(k, v, local.stages["default"], local, mesh)
-    return [x for piece in pieces for x in piece]
+    pieces = kv_pieces(k, v, local.stages["default"], local, mesh, "default")
+    return [x for piece in pieces for x in (piece.k, piece.v)]
 
 
 def compute_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, local: RankPlan, mesh: DeviceMesh
 ) -> Call:
     """Forward and backward of the kernels and merges of a step whose K/V pieces are already there."""
-    pieces = [x.detach() for x in kv_pieces(k, v, local, mesh)]
+    pieces = [x.detach() for x in exchanged(k, v, local, mesh)]
     stages = local.stages["default"]
 
     def call() -> None:
@@ -169,7 +174,7 @@ def exchange_call(
 
     def forward() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         leaves = [x.detach().requires_grad_() for x in (k, v)]
-        return leaves, kv_pieces(leaves[0], leaves[1], local, mesh)[2:]
+        return leaves, exchanged(leaves[0], leaves[1], local, mesh)[2:]
 
     def call() -> None:
         leaves, pieces = forward()
