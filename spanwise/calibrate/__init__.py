@@ -1,0 +1,179 @@
+"""Measures what the planner prices with: this machine's rates, and the links of a process group.
+
+    every rank measures at the same time -> one number for all (slowest rank) -> fit -> `cost.Hardware` -> file
+
+All ranks do the same thing at the same time, because that is how a step runs: cores, memory and network cards are
+shared. Each time is the median of several calls and then the largest over the ranks, so that all ranks fit the same
+numbers and return the same `Hardware`. `spanwise.cost` says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import kernels
+from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
+from spanwise.calibrate.fit import Sample, fit_attention
+from spanwise.calibrate.links import SMALLEST, measure_links
+from spanwise.calibrate.ranks import Ranks
+from spanwise.cost import Hardware, Link
+
+#: ``(documents, tokens of each)``: short documents and long, small shards and large, so that rate, edge and fixed
+#: seconds can be told apart.
+_PROBLEMS = ((16, 128), (8, 512), (1, 2048), (4, 1024), (3, 1365), (2, 2048), (8, 1024))
+#: An accelerator would be done with those before it is warm: documents that many times longer.
+_LONGER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The figures, what was timed for them, and the seconds that all of it took."""
+
+    hardware: Hardware
+    samples: tuple[Sample, ...]
+    seconds: float
+
+
+def calibrate(mesh: DeviceMesh | None, **options: Any) -> Hardware:
+    """The rates of this machine and the links of ``mesh``, the same on every rank; see :func:`measure`."""
+    return measure(mesh, **options).hardware
+
+
+def measure(
+    mesh: DeviceMesh | None,
+    *,
+    device: torch.device | str = "cpu",
+    kernel: str = "auto",
+    num_q_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    host_size: int | None = None,
+    problems: Sequence[tuple[int, int]] | None = None,
+    largest: int = 1 << 26,
+    repeats: int = 5,
+    name: str | None = None,
+) -> Calibration:
+    """Measure this machine and the links of a process group. A collective call.
+
+    Args:
+        mesh: 1-D mesh of the ranks that will work together; None for one rank alone, which has no links: its
+            `Hardware` then has the memory's bandwidth for one.
+        device: where the ranks compute; ranks on one accelerator each.
+        kernel, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype: the attention that is to be predicted.
+        host_size: ranks of a host, where host names do not tell; consecutive ranks share one. 1 and the mesh's size
+            both mean one level.
+        problems: packed documents that attention is timed on, ``(documents, tokens of each)``; default: seven of 2,048
+            to 8,192 tokens, eight times longer on an accelerator.
+        largest: bytes that a rank receives in the largest collective. A sweep ends earlier where one call takes half a
+            second.
+        repeats: timed calls of each kind; one more comes before them.
+        name: of the hardware; default: processor or accelerator, and number of ranks.
+
+    Raises:
+        ValueError: hosts of different sizes or scattered over the ranks, bad numbers, what the kernel refuses, times
+            that do not grow with the work.
+    """
+    begin = time.perf_counter()
+    ranks = Ranks(mesh, torch.device(device))
+    if problems is None:
+        problems = [(n, length * (1 if ranks.device.type == "cpu" else _LONGER)) for n, length in _PROBLEMS]
+    if repeats < 1 or largest < 4 * SMALLEST or not problems:
+        raise ValueError(
+            f"calibration needs repeats of 1 or more, largest of {4 * SMALLEST} bytes or more, and problems; got "
+            f"repeats={repeats}, largest={largest}, problems={problems}"
+        )
+    hosts = ranks.host_size(host_size)
+    kernel = kernels.resolve(kernel, ranks.device)
+    heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
+    matmul, copy = matmul_rate(ranks, dtype, repeats), copy_rate(ranks, repeats)
+    calls, seconds = time_attention(ranks, kernel, heads, dtype, problems, repeats)
+    matmul, copy, memory = ranks.agree([matmul, copy, _memory(ranks, hosts)], largest=False)
+    rates, attention = fit_attention(calls, seconds)
+    links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
+    source = (
+        f"measured by spanwise calibrate, torch {torch.__version__}, {ranks.size} ranks of "
+        f"{torch.get_num_threads()} threads: kernel {kernel}, {heads[0]} and {heads[1]} heads of {heads[2]} and "
+        f"{heads[3]}, {str(dtype).removeprefix('torch.')}{'' if links else '; one rank, no link'}"
+    )
+    hardware = Hardware(
+        name=name or f"{_device_name(ranks.device)}, {ranks.size} ranks",
+        **rates,
+        matmul_flops=matmul,
+        memory_bandwidth=copy,
+        memory=int(memory),
+        links=links or (Link(copy, 0.0),),
+        wire=wire,
+        source=source,
+    )
+    return Calibration(hardware, attention + collectives, time.perf_counter() - begin)
+
+
+def run(mesh: DeviceMesh | None, *, out: Path | None = None, **options: Any) -> Calibration:
+    """What ``spanwise calibrate`` does on every rank: measure; the first rank prints a table and writes ``out``."""
+    result = measure(mesh, **options)
+    if mesh is None or mesh.get_local_rank() == 0:
+        _print(result)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            result.hardware.save(out)
+            print(f"written to {out}")
+    return result
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory(ranks: Ranks, host_size: int) -> float:
+    """Bytes of this rank: of its accelerator, or an equal part of its host's."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.get_device_properties(ranks.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / host_size
+
+
+def _print(result: Calibration) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    hardware = result.hardware
+    table = Table(title=f"{hardware.name}, measured in {result.seconds:.1f} s")
+    table.add_column("figure")
+    table.add_column("measured", justify="right")
+    table.add_column("error of the fit, mean and largest", justify="right")
+
+    def row(figure: str, measured: str) -> None:
+        errors = [abs(sample.error) for sample in result.samples if sample.figure == figure]
+        fit = f"{statistics.mean(errors):.1%}, {max(errors):.1%} of {len(errors)} samples" if errors else ""
+        table.add_row(figure, measured, fit)
+
+    row("attention forward", f"{hardware.attention_flops / 1e9:,.1f} GFLOP/s")
+    row("attention backward", f"{hardware.attention_backward_flops / 1e9:,.1f} GFLOP/s")
+    row("call of the attention kernel", f"{hardware.kernel_seconds * 1e3:.3f} ms")
+    row("pairs at a query's edge", f"{hardware.edge_pairs:.0f}")
+    row("matrix product", f"{hardware.matmul_flops / 1e9:,.1f} GFLOP/s")
+    row("memory, read and written", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s")
+    figures = list(dict.fromkeys(s.figure for s in result.samples if s.figure.startswith("link")))
+    for figure, link in zip(figures, reversed(hardware.links), strict=False):
+        row(figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {link.latency * 1e3:.3f} ms")
+    for collective, factor in hardware.wire:
+        row(f"{collective} on the wire", f"{factor:.2f} × its bytes")
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)

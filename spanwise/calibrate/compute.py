@@ -1,0 +1,114 @@
+"""Rates of one rank's processor and memory, measured while all ranks do the same."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from spanwise import kernels, rank_plan
+from spanwise.calibrate.fit import AttentionCall
+from spanwise.calibrate.ranks import Ranks
+from spanwise.cost import attention_flops
+from spanwise.mask import SpanMask
+from spanwise.planner import make_plan
+
+
+def matmul_rate(ranks: Ranks, dtype: torch.dtype, repeats: int) -> float:
+    """FLOP/s of a matrix product."""
+    n = 1024 if ranks.device.type == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=ranks.device).to(dtype) for _ in range(2))
+    return 2 * n**3 / ranks.median(lambda: torch.mm(a, b), repeats)
+
+
+def copy_rate(ranks: Ranks, repeats: int) -> float:
+    """Bytes/s read and written together."""
+    num_bytes = 1 << (26 if ranks.device.type == "cpu" else 29)  # larger than caches
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / ranks.median(lambda: target.copy_(source), repeats)
+
+
+def time_attention(
+    ranks: Ranks,
+    kernel: str,
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    problems: Sequence[tuple[int, int]],
+    repeats: int,
+) -> tuple[list[AttentionCall], list[float]]:
+    """Forward and backward of the stages of every problem: what was called, and seconds on the slowest rank.
+
+    Each problem is rank 0's of two: causal documents of equal length, cut head-tail, so that a rank has keys of its own
+    and keys to read elsewhere. Every rank measures the same one.
+
+    Args:
+        kernel: a name that `kernels.resolve` returned.
+        heads: query heads, key/value heads, head dim, value head dim.
+        problems: ``(documents, tokens of each)``.
+    """
+    calls: list[AttentionCall] = []
+    steps: list[Callable[[], tuple[float, float]]] = []
+    for documents, length in problems:
+        for what, area, edge_tokens, step in _stages(ranks, kernel, heads, dtype, documents, length):
+            for backward in (False, True):
+                pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
+                calls.append(AttentionCall(what, backward, area * pair, pair, edge_tokens))
+            steps.append(step)
+    # Round after round, so that what disturbs the machine for a moment does not hit one problem alone.
+    rounds = []
+    for _ in range(repeats + 1):
+        times: list[float] = []
+        for step in steps:
+            ranks.meet()
+            times += step()
+        rounds.append(ranks.agree(times))
+    return calls, [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def _stages(
+    ranks: Ranks, kernel: str, heads: tuple[int, int, int, int], dtype: torch.dtype, documents: int, length: int
+) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
+    """Stages of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
+    num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
+    mask = SpanMask.documents(np.arange(documents + 1) * length)
+    plan = make_plan(mask, 2, balancer="head_tail", exchange="needed", stages=1)
+    local = rank_plan.build(plan, 0, ranks.device, flex_tables=kernel == "flex")
+    num_tokens = local.tokens.shape[1]
+    for own, stage in zip((True, False), local.stages["default"], strict=False):
+        num_keys = stage.kv_pos.shape[1]
+        shapes = (
+            (num_q_heads, num_tokens, head_dim),
+            (num_kv_heads, num_keys, head_dim),
+            (num_kv_heads, num_keys, v_head_dim),
+        )
+        q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
+        if own:
+            kernels.check(kernel, q, k, v, stage, score_mod=None, max_logit=False)
+        area = int((stage.end - stage.start).clamp(min=0).sum())
+        what = f"{documents} × {length} tokens, {'own' if own else 'remote'} keys"
+        yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, stage, local.tokens)
+
+
+def _step(
+    ranks: Ranks,
+    kernel: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stage: rank_plan.Stage,
+    q_pos: torch.Tensor,
+) -> Callable[[], tuple[float, float]]:
+    """What times one forward and its backward."""
+    scale = 1 / math.sqrt(q.shape[-1])
+
+    def step() -> tuple[float, float]:
+        forward, results = ranks.timed(lambda: kernels.attend(kernel, q, k, v, stage, q_pos, scale=scale))
+        cotangents = [torch.ones_like(x) for x in results]  # the merge of stages sends one to the lse, too
+        backward, _ = ranks.timed(lambda: torch.autograd.grad(results, (q, k, v), cotangents))
+        return forward, backward
+
+    return step

@@ -1,0 +1,157 @@
+"""Fits of a calibration: figures that describe measured times best. Pure numpy.
+
+Errors are relative: a tenth of a millisecond counts as much as a tenth of a second where the one is a tenth of a
+millisecond's work and the other of a second's.
+"""
+
+# S samples, C columns of a fit
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from spanwise.cost import Link
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One thing that was timed.
+
+    Attributes:
+        figure: what it was fitted for, as reports name it.
+        what: what was timed.
+        seconds: the median call on the slowest rank.
+        fitted: what the figures that were fitted to all samples say.
+    """
+
+    figure: str
+    what: str
+    seconds: float
+    fitted: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the fit."""
+        return self.fitted / self.seconds - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """One call of the kernel.
+
+    Attributes:
+        what: the problem, in words.
+        backward: which pass.
+        flops: those of the mask's pairs.
+        pair_flops: those of one pair.
+        tokens: queries at whose edge the kernel computes more; 0 where the keys are not the queries' own.
+    """
+
+    what: str
+    backward: bool
+    flops: float
+    pair_flops: float
+    tokens: int
+
+
+def fit_attention(
+    calls: Sequence[AttentionCall], seconds: Sequence[float]
+) -> tuple[dict[str, float], tuple[Sample, ...]]:
+    """`Hardware`'s attention figures that describe the times best, and the samples with their fitted times.
+
+    ``seconds = kernel_seconds + (flops + edge_pairs · tokens · pair_flops) / rate`` with one rate for the forward and
+    one for the backward. For given ``edge_pairs`` that is linear; which ``edge_pairs`` is best is searched.
+
+    Raises:
+        ValueError: the times do not grow with the work.
+    """
+    y = np.asarray(seconds, dtype=np.float64)
+    backward = np.array([call.backward for call in calls])
+    flops = np.array([call.flops for call in calls])
+    edge = np.array([call.tokens * call.pair_flops for call in calls])
+
+    def fit(edge_pairs: float) -> tuple[float, np.ndarray, np.ndarray]:
+        computed = flops + edge_pairs * edge
+        columns = np.stack([np.ones_like(y), computed * ~backward, computed * backward], axis=1)
+        x = _fit_relative(columns, y)
+        fitted = columns @ x
+        return float(((fitted - y) ** 2 / np.abs(fitted * y)).sum()), x, fitted
+
+    low, high = 0.0, 1024.0
+    for _ in range(6):  # each time eight times closer
+        grid = np.linspace(low, high, 33)
+        best = int(np.argmin([fit(edge_pairs)[0] for edge_pairs in grid]))
+        low, high = grid[max(0, best - 2)], grid[min(32, best + 2)]
+    _, x, fitted = fit(grid[best])
+    if not (x[1] > 0 and x[2] > 0):
+        raise ValueError(
+            f"attention took no longer for more work: noise hides it; take larger problems or more repeats. The times "
+            f"were {y.tolist()} seconds for {flops.tolist()} FLOPs"
+        )
+    rates = {
+        "attention_flops": float(1 / x[1]),
+        "attention_backward_flops": float(1 / x[2]),
+        "kernel_seconds": float(x[0]),
+        "edge_pairs": float(grid[best]),
+    }
+    samples = tuple(
+        Sample(f"attention {'backward' if call.backward else 'forward'}", call.what, measured, model)
+        for call, measured, model in zip(calls, y.tolist(), fitted.tolist(), strict=True)
+    )
+    return rates, samples
+
+
+def _fit_relative(columns_SC: np.ndarray, y_S: np.ndarray) -> np.ndarray:
+    """Least squares of relative residuals; the first unknown, a fixed time, is at least 0.
+
+    Twice as long and half as long count the same (relative to the measured alone, a fit would lie below the slow
+    outliers, relative to the fitted alone above the fast ones). The weights for that depend on the fit, so that it is
+    repeated until they settle.
+    """
+    scale_S = y_S
+    for _ in range(8):
+        weighted, target = columns_SC / scale_S[:, None], y_S / scale_S
+        x = np.linalg.lstsq(weighted, target, rcond=None)[0]
+        if x[0] < 0:
+            x = np.append(0.0, np.linalg.lstsq(weighted[:, 1:], target, rcond=None)[0])
+        # Σ (f - y) f' / scale² = 0 is then Σ sinh(½ log f/y) f'/f = 0.
+        fitted_S = np.maximum(columns_SC @ x, 1e-3 * y_S)
+        scale_S = fitted_S**0.75 * y_S**0.25
+    return x
+
+
+def fit_link(
+    samples: Sequence[tuple[str, float, float]], wire: dict[str, float] | None = None
+) -> tuple[Link, dict[str, float], list[float]]:
+    """The link that describes ``(collective, bytes, seconds)`` best, wire factors, and the fitted seconds.
+
+    ``seconds = latency + factor · bytes / bandwidth``. The collective that moves its bytes fastest has factor 1.
+
+    Args:
+        wire: factors that are known already.
+
+    Raises:
+        ValueError: the times do not grow with the bytes.
+    """
+    names = list(dict.fromkeys(name for name, _, _ in samples))
+    num_bytes = np.array([n for _, n, _ in samples])
+    y = np.array([s for _, _, s in samples])
+    is_name = np.array([[name == other for other in names] for name, _, _ in samples])
+    if wire is None:
+        columns = np.concatenate([np.ones((len(y), 1)), is_name * num_bytes[:, None]], axis=1)
+    else:
+        on_wire = num_bytes * np.array([wire[name] for name, _, _ in samples])
+        columns = np.stack([np.ones_like(y), on_wire], axis=1)
+    x = _fit_relative(columns, y)
+    if not (x[1:] > 0).all():
+        raise ValueError(
+            f"collectives took no longer for more bytes: noise hides what they move; raise largest or repeats. "
+            f"(collective, bytes, seconds) were {samples}"
+        )
+    fastest = float(x[1:].min())
+    if wire is None:
+        wire = {name: float(beta / fastest) for name, beta in zip(names, x[1:], strict=True)}
+    return Link(1 / fastest, float(x[0])), wire, (columns @ x).tolist()

@@ -1,0 +1,92 @@
+"""Links of a process group: collectives as the exchanges issue them, over a sweep of sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from spanwise import _compat
+from spanwise.calibrate.fit import Sample, fit_link
+from spanwise.calibrate.ranks import Ranks
+from spanwise.cost import COLLECTIVES, Link
+
+#: Bytes that a rank receives in the smallest collective. It grows fourfold until one call takes `_LONG` seconds, so
+#: that the longest takes about half a second on a slow link.
+SMALLEST, _LONG = 1 << 12, 0.125
+
+
+def measure_links(
+    ranks: Ranks, host_size: int, largest: int, repeats: int
+) -> tuple[tuple[Link, ...], tuple[tuple[str, float], ...], tuple[Sample, ...]]:
+    """Levels innermost first, wire factors above 1, and the samples behind both. A collective call.
+
+    Args:
+        host_size: ranks of a host; all of them if there is one level.
+        largest: bytes that a rank receives in the largest collective.
+    """
+    if ranks.group is None or ranks.size == 1:
+        return (), (), ()
+    # Outermost first: it decides the wire factors. All groups of a level measure at the same time.
+    levels: list[tuple[str, int | None, list[int]]] = []
+    if host_size == ranks.size:
+        levels.append(("link", None, ranks.members))
+    else:
+        place = ranks.rank % host_size
+        first = ranks.rank - place
+        levels.append(("link between hosts", None, ranks.members[place::host_size]))
+        levels.append(("link inside a host", host_size, ranks.members[first : first + host_size]))
+    links: list[Link] = []
+    wire: dict[str, float] | None = None
+    samples: list[Sample] = []
+    for figure, joined, members in levels:
+        group = ranks.group if len(levels) == 1 else dist.new_group(members, use_local_synchronization=True)
+        measured = _sweep(ranks, group, largest, repeats)
+        if group is not ranks.group:
+            dist.destroy_process_group(group)
+        link, wire, fitted = fit_link(measured, wire)
+        links.insert(0, dataclasses.replace(link, ranks=joined))
+        samples += [
+            Sample(figure, f"{collective} of {num_bytes:,.0f} bytes", seconds, f)
+            for (collective, num_bytes, seconds), f in zip(measured, fitted, strict=True)
+        ]
+    assert wire is not None
+    return tuple(links), tuple((c, factor) for c, factor in wire.items() if factor > 1), tuple(samples)
+
+
+def _sweep(ranks: Ranks, group: dist.ProcessGroup, largest: int, repeats: int) -> list[tuple[str, float, float]]:
+    """``(collective, bytes that each rank has to receive, seconds)``; the same on all ranks."""
+    size, name = group.size(), _compat.group_name(group)
+    calls: list[tuple[str, float, Callable[[], torch.Tensor]]] = []
+    for collective in COLLECTIVES:
+        num_bytes, slowest = SMALLEST, 0.0
+        while num_bytes <= largest and slowest < _LONG:
+            rows = -(-num_bytes // (4 * (size - 1)))  # float32 numbers that each pair of ranks exchanges
+            call = _collective(collective, rows, size, name, ranks.device)
+            calls.append((collective, 4.0 * rows * (size - 1), call))
+            # The better of two: the first call may have to connect the ranks.
+            slowest = ranks.agree([min(ranks.timed(call)[0], ranks.timed(call)[0])])[0]
+            num_bytes *= 4
+    # Round after round, so that what disturbs the machine for a moment does not hit one size alone.
+    rounds = []
+    for _ in range(repeats):
+        times = []
+        for _, _, call in calls:
+            ranks.meet()
+            times.append(ranks.timed(call)[0])
+        rounds.append(ranks.agree(times))
+    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return [(collective, num_bytes, s) for (collective, num_bytes, _), s in zip(calls, medians, strict=True)]
+
+
+def _collective(collective: str, rows: int, size: int, name: str, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A call that starts the collective and waits for it."""
+    x = torch.ones(rows if collective == "all_gather" else rows * size, device=device)
+    if collective == "all_gather":
+        return lambda: _compat.wait(_compat.start_all_gather(x, size, name))
+    if collective == "reduce_scatter":
+        return lambda: _compat.wait(_compat.start_reduce_scatter(x, size, name))
+    return lambda: _compat.wait(_compat.start_all_to_all(x, [rows] * size, [rows] * size, name))

@@ -1,0 +1,81 @@
+"""The ranks that measure together: who they are, what they agree on, and the clock of each."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _compat
+
+
+class Ranks:
+    """The ranks that measure together, and the clock of this one."""
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"calibration needs a 1-D mesh, got one of shape {tuple(mesh.shape)}")
+        self.group = None if mesh is None else mesh.get_group()
+        self.members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.size = len(self.members)
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._where = torch.device("cpu") if self.group is None else _compat.comparison_device(self.group)
+
+    def agree(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
+        """The largest of each value over the ranks, or the smallest: what the slowest rank found."""
+        if self.group is None or self.size == 1:
+            return list(values)
+        sign = 1.0 if largest else -1.0
+        x = torch.tensor([sign * v for v in values], dtype=torch.float64, device=self._where)
+        x = _compat.wait(_compat.start_all_reduce(x, "max", _compat.group_name(self.group)))
+        return (sign * x).tolist()
+
+    def meet(self) -> None:
+        """Return when all ranks are here."""
+        self.agree([0.0])
+
+    def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds until the device has done what ``call`` asked for, and its result."""
+        self._synchronize()
+        begin = time.perf_counter()
+        result = call()
+        self._synchronize()
+        return time.perf_counter() - begin, result
+
+    def median(self, call: Callable[[], Any], repeats: int) -> float:
+        """Seconds of the median call, after one that is not counted; all ranks begin together."""
+        self.meet()
+        call()
+        return statistics.median(self.timed(call)[0] for _ in range(repeats))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def host_size(self, given: int | None) -> int:
+        """Ranks of a host; all of them if there is one host."""
+        if given is not None:
+            if given < 1 or self.size % given:
+                raise ValueError(f"host_size must divide the {self.size} ranks, got {given}")
+            return self.size if given == 1 else given
+        names: list[Any] = [socket.gethostname()] * self.size
+        if self.group is not None and self.size > 1:
+            dist.all_gather_object(names, socket.gethostname(), group=self.group)
+        runs = [(host, len(list(same))) for host, same in itertools.groupby(names)]
+        sizes = {size for _, size in runs}
+        if len({host for host, _ in runs}) < len(runs) or len(sizes) > 1:
+            raise ValueError(
+                f"hosts must be of one size and their ranks consecutive, got {runs}; host_size= overrides the names"
+            )
+        size = sizes.pop()
+        return self.size if size == 1 else size

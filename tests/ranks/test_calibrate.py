@@ -1,0 +1,175 @@
+"""Calibration: fits that find the figures behind synthetic times, and the whole of it on real processes."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spanwise import calibrate
+from spanwise.calibrate.fit import AttentionCall, fit_attention, fit_link
+from spanwise.calibrate.links import SMALLEST
+from spanwise.calibrate.ranks import Ranks
+from spanwise.cost import COLLECTIVES, Hardware
+from tests.ranks.gloo import GlooPool
+
+# Sizes over three powers of ten, so that noise of a busy machine does not hide what grows with them.
+QUICK = {"problems": ((4, 64), (2, 256), (1, 1024)), "largest": 4**5 * SMALLEST, "repeats": 3}
+
+
+def synthetic_calls() -> list[AttentionCall]:
+    pairs = {False: 4.0 * 8 * 64, True: 10.0 * 8 * 64}
+    return [
+        AttentionCall("synthetic", backward, tokens * keys * pairs[backward], pairs[backward], tokens if own else 0)
+        for tokens in (512, 2048, 8192)
+        for keys in (32, 300, 1500)
+        for own in (True, False)
+        for backward in (False, True)
+    ]
+
+
+def attention_seconds(calls: Sequence[AttentionCall], fixed: float, edge: float) -> np.ndarray:
+    rate = {False: 5e10, True: 8e10}
+    return np.array([fixed + (c.flops + edge * c.tokens * c.pair_flops) / rate[c.backward] for c in calls])
+
+
+@pytest.mark.parametrize("fixed", [0.0, 2e-3])
+@pytest.mark.parametrize("edge", [0.0, 64.0, 130.0])
+def test_fit_finds_attention_figures(fixed: float, edge: float) -> None:
+    calls = synthetic_calls()
+    figures, samples = fit_attention(calls, attention_seconds(calls, fixed, edge).tolist())
+    assert figures["attention_flops"] == pytest.approx(5e10, rel=1e-3)
+    assert figures["attention_backward_flops"] == pytest.approx(8e10, rel=1e-3)
+    assert figures["kernel_seconds"] == pytest.approx(fixed, rel=1e-2, abs=1e-7)
+    assert figures["edge_pairs"] == pytest.approx(edge, rel=1e-2, abs=0.05)
+    assert max(abs(sample.error) for sample in samples) < 1e-3
+    assert {sample.figure for sample in samples} == {"attention forward", "attention backward"}
+
+
+def test_fit_stands_noise_on_both_sides() -> None:
+    # Twice as long and half as long are equally far away: the rate must not drift to one side. (Residuals relative to
+    # the measured times alone give 0.08.)
+    calls = synthetic_calls()
+    rng = np.random.default_rng(0)
+    rates = []
+    for _ in range(20):
+        noisy = attention_seconds(calls, 1e-3, 100) * np.exp(0.2 * rng.standard_normal(len(calls)))
+        rates.append(math.log(fit_attention(calls, noisy.tolist())[0]["attention_flops"] / 5e10))
+    assert abs(np.mean(rates)) < 0.04 and np.std(rates) < 0.15
+
+
+def test_fit_refuses_times_without_meaning() -> None:
+    calls = synthetic_calls()
+    with pytest.raises(ValueError, match="attention took no longer for more work"):
+        fit_attention(calls, [1e6 / call.flops for call in calls])
+    with pytest.raises(ValueError, match="collectives took no longer for more bytes"):
+        fit_link([("all_gather", 10.0**n, 10.0**-n) for n in range(2, 8)])
+
+
+def test_fit_finds_the_link_and_what_a_backend_moves() -> None:
+    factors = {"all_gather": 1.25, "reduce_scatter": 2.0, "all_to_all": 1.0}
+    samples = [(c, 4.0**n, 5e-4 + f * 4.0**n / 25e6) for c, f in factors.items() for n in range(6, 12)]
+    link, wire, fitted = fit_link(samples)
+    assert link.bandwidth == pytest.approx(25e6) and link.latency == pytest.approx(5e-4)
+    assert wire == pytest.approx(factors)
+    assert fitted == pytest.approx([seconds for _, _, seconds in samples])
+    # Known factors are kept: the same times are then those of another link.
+    link, wire, _ = fit_link(samples[12:], {"all_to_all": 2.0})
+    assert link.bandwidth == pytest.approx(50e6) and wire == {"all_to_all": 2.0}
+
+
+def everything(rank: int, mesh, out: str | None, options: dict) -> tuple[dict, dict, float]:
+    begin = time.perf_counter()
+    result = calibrate.run(mesh, out=Path(out) if out else None, **options)
+    assert len({(s.figure, s.what) for s in result.samples}) == len(result.samples)
+    return result.hardware.to_dict(), {s.what: s.seconds for s in result.samples}, time.perf_counter() - begin
+
+
+def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
+    path = tmp_path / "new folder" / "here.json"
+    results = gloo_pool.run(2, everything, str(path), QUICK)
+    first, samples, seconds = results[0]
+    assert results[1][:2] == results[0][:2], "every rank must return the same figures"
+    hardware = Hardware.load(path)
+    assert hardware.to_dict() == first
+    # From a very slow computer to a very fast one; times of single calls are those of the sweep.
+    for rate in (hardware.attention_flops, hardware.attention_backward_flops, hardware.matmul_flops):
+        assert 1e7 < rate < 1e14
+    assert 1e7 < hardware.memory_bandwidth < 1e13 and 2**20 < hardware.memory < 2**50
+    (link,) = hardware.links
+    assert link.ranks is None and 1e4 < link.bandwidth < 1e12 and 0 <= link.latency < 1
+    assert 0 <= hardware.kernel_seconds < 1 and 0 <= hardware.edge_pairs <= 1024
+    sizes = {f"{c} of {n:,} bytes" for c in COLLECTIVES for n in (SMALLEST * 4**i for i in range(6))}
+    problems = {"4 × 64 tokens, own keys", "2 × 256 tokens, own keys", "2 × 256 tokens, remote keys"}
+    assert set(samples) <= sizes | problems | {f"1 × 1024 tokens, {keys} keys" for keys in ("own", "remote")}
+    assert {f"{c} of {SMALLEST:,} bytes" for c in COLLECTIVES} | problems <= set(samples)
+    assert all(0 < value < seconds for value in samples.values())
+    assert "2 ranks of 1 threads: kernel sdpa, 8 and 8 heads of 64 and 64, float32" in hardware.source
+    # The figures describe what they were fitted to.
+    moved = hardware.all_gather_seconds(SMALLEST, 2)
+    assert 0.1 < moved / samples[f"all_gather of {SMALLEST:,} bytes"] < 10
+
+
+def test_two_levels(gloo_pool: GlooPool) -> None:
+    options = QUICK | {"host_size": 2, "num_q_heads": 4, "num_kv_heads": 2, "v_head_dim": 32, "name": "two hosts"}
+    results = gloo_pool.run(4, everything, None, options)
+    assert all(result[:2] == results[0][:2] for result in results)
+    hardware = Hardware.from_dict(results[0][0])
+    assert [link.ranks for link in hardware.links] == [2, None] and hardware.name == "two hosts"
+    assert "4 and 2 heads of 64 and 32" in hardware.source
+
+
+def slower_on_one_rank(rank: int, mesh) -> tuple[list[float], list[float], int]:
+    ranks = Ranks(mesh, torch.device("cpu"))
+    return ranks.agree([1.0 + rank, 5.0 - rank]), ranks.agree([1.0 + rank], largest=False), ranks.host_size(None)
+
+
+def test_the_slowest_rank_counts(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(3, slower_on_one_rank) == [([3.0, 5.0], [1.0], 3)] * 3
+
+
+def scattered_hosts(rank: int, mesh, names: list[str]) -> int:
+    socket_name, socket.gethostname = socket.gethostname, lambda: names[rank]
+    try:
+        return Ranks(mesh, torch.device("cpu")).host_size(None)
+    finally:
+        socket.gethostname = socket_name
+
+
+def test_host_names_tell_the_levels(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(4, scattered_hosts, ["a", "a", "b", "b"]) == [2] * 4
+    assert gloo_pool.run(4, scattered_hosts, ["a", "b", "c", "d"]) == [4] * 4  # one level, between hosts
+    with pytest.raises(ValueError, match=r"ranks consecutive, got \[\('a', 1\), \('b', 1\), \('a', 2\)\]"):
+        gloo_pool.run(4, scattered_hosts, ["a", "b", "a", "a"])
+    with pytest.raises(ValueError, match=r"one size.*\[\('a', 3\), \('b', 1\)\]"):
+        gloo_pool.run(4, scattered_hosts, ["a", "a", "a", "b"])
+
+
+def test_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    result = calibrate.run(None, **QUICK)
+    (link,) = result.hardware.links
+    assert link.bandwidth == result.hardware.memory_bandwidth and "no link" in result.hardware.source
+    printed = capsys.readouterr().out
+    assert "attention forward" in printed and "GFLOP/s" in printed and "5 samples" in printed and "MB/s" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats=0"),
+        ({"largest": 1}, "largest=1"),
+        ({"problems": ()}, r"problems=\(\)"),
+        ({"host_size": 2}, "host_size must divide the 1 ranks, got 2"),
+        ({"kernel": "fast"}, "unknown kernel 'fast'"),
+        ({"num_q_heads": 3, "num_kv_heads": 2}, "3"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate.calibrate(None, **options)
