@@ -102,7 +102,7 @@ def index_with_scalars() -> AbstractContextManager[Any]:
 
 def find_group(name: str) -> dist.ProcessGroup:
     """The group that functional collectives know under ``name``."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

@@ -1,8 +1,8 @@
 """A collective that failed, as an error that names the collective and the ranks that are lost.
 
-`start` and `wait` stand where a collective would otherwise be called in `_compat`. What torch raises when a peer is gone
-or late names neither; here it becomes an `ExchangeError`. The ranks that are left find out who is lost through their
-group's store: each writes down that it failed, and who has not after a few seconds is named. In compiled code the
+`start` and `wait` stand where a collective would otherwise be called in `_compat`. What torch raises when a peer is
+gone or late names neither; here it becomes an `ExchangeError`. The ranks that are left find out who is lost through
+their group's store: each writes down that it failed, and who has not after a few seconds is named. In compiled code the
 collective stays a bare operator, and torch's own error surfaces.
 """
 
@@ -238,13 +238,13 @@ def _probe(group: dist.ProcessGroup, found: Findings) -> list[dist.Work]:
 def _ask(store: dist.Store, rank: int, num_ranks: int, open_sends: list[dist.Work], found: Findings) -> None:
     """Report this rank's failure and collect the reports of the others into `found`.
 
-    Reports are numbered as they come, so that one wait for the next number serves for all ranks.
+    Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
     """
-    began = time.monotonic()
+    began, own = time.monotonic(), found.reports[rank]
     try:
         try:
             number = store.add("spanwise/failures", 1)
-            store.set(f"spanwise/failure/{number}", json.dumps([rank, found.reports[rank]]))
+            store.set(f"spanwise/failure/{number}", json.dumps([rank, own]))
         finally:
             _alarm(open_sends)
         arrived: dict[int, Report] = {}
@@ -252,25 +252,28 @@ def _ask(store: dist.Store, rank: int, num_ranks: int, open_sends: list[dist.Wor
         while len(arrived) < num_ranks:
             number += 1
             key = f"spanwise/failure/{number}"
-            left = began + GRACE - time.monotonic()
-            try:
-                store.wait([key], timedelta(seconds=max(left, 0.001)))
-            except RuntimeError:
-                if time.monotonic() - began < GRACE:
-                    raise
+            if not _appears(store, [key], began + GRACE):
                 break
             peer, report = json.loads(store.get(key))
             arrived[peer] = Report(*report)
-            found.reports = dict(arrived)
+            found.reports = arrived | {rank: own}
         found.silence = time.monotonic() - began
         store.set(f"spanwise/failure/read/{rank}", "")
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"spanwise/failure/read/{r}" for r in arrived], timedelta(seconds=LINGER))
+        _appears(store, [f"spanwise/failure/read/{r}" for r in arrived], time.monotonic() + LINGER)
     except RuntimeError as error:
         found.silence = time.monotonic() - began
         found.trouble = (
             f"the group's store is gone, for its host (usually rank 0) has ended ({str(error).splitlines()[0][:200]})"
         )
+
+
+def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
+    """Whether all keys are there by `deadline`. Polls, for a store's own wait warns when it runs out of time."""
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _alarm(open_sends: list[dist.Work]) -> None:
