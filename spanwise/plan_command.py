@@ -201,7 +201,7 @@ def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:
         rows = read_lengths(options.documents, options.column)
         origin = options.documents
         if length is None:
-            count, how = len(rows), "the documents of the file in their order"
+            count, how = len(rows), "the documents in the order of the file"
             cu = _offsets(rows[_in_range(index, count, origin)])
         elif len(rows) > 1:
             raise ValueError(
@@ -228,9 +228,9 @@ def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:
             how = f"every file one document, shuffled (seed 0) and cut every {length:,} tokens, as spanwise train packs"
             cu = stream.cu_seqlens(_in_range(index, count, f"an epoch of --seq-len {length}") * length, length)
     elif length is not None:
-        origin, count, how = "--seq-len alone", 1, "one document"
+        origin, count, how = "--seq-len", 1, "one document that fills the sequence"
         cu = np.array([0, length])
-        _in_range(index, count, "--seq-len alone")
+        _in_range(index, count, "--seq-len without documents")
     else:
         raise ValueError(
             "nothing to plan: name document lengths with --documents, files with --data, or give --seq-len"

@@ -15,7 +15,7 @@ from spanwise.mask import SpanMask
 from spanwise.report import units
 from spanwise.report.figures import MaskFigures, exposed_parts
 from spanwise.report.partition import STEPS, Line, closer_look, lines
-from spanwise.report.svg import Drawing, number, rank_class, stretches, ticks
+from spanwise.report.svg import Drawing, number, rank_class, stretches, tick_step, ticks
 
 WIDTH = 800
 _LEFT, _SIDE = 64, 720  # of the partition; a side of 720 px gives lines of one or two whole pixels
@@ -74,11 +74,11 @@ def _partition(name: str, drawn: list[Line], window: tuple[int, int], layout: La
         if length >= 8 * len(str(rank)) + 4:
             drawing.text(_LEFT + begin + length / 2, top - 16, str(rank), "small", "middle")
     drawing.text(_LEFT, 14, "held by rank", "small muted")
-    for tick in ticks(last - first, 8):
-        at_x = _LEFT + tick / (last - first) * _SIDE
-        label = units.pairs(tick) if first == 0 else f"{first + tick:,.0f}"
+    step = max(1.0, tick_step(last - first, 8))
+    for tick in range(math.ceil(first / step), math.floor(last / step) + 1):
+        at_x = _LEFT + (tick * step - first) / (last - first) * _SIDE
         drawing.line(at_x, top + _SIDE, at_x, top + _SIDE + 4, "axis")
-        drawing.text(at_x, top + _SIDE + 17, label, "small muted", "middle")
+        drawing.text(at_x, top + _SIDE + 17, f"{tick * step:,.0f}", "small muted", "middle")
     drawing.text(_LEFT + _SIDE / 2, top + _SIDE + 34, "keys (token position)", "small muted", "middle")
     drawing.text(14, top + _SIDE / 2, "query rows, first at the top", "small muted", "middle", turned=True)
     return drawing
@@ -162,14 +162,14 @@ def _bars(
 
 
 def _rank_ticks(drawing: Drawing, left: float, step: float, count: int, y: float) -> None:
-    every = rank_step(count, step, 22)
+    every = rank_step(step, 22)
     for rank in range(0, count, every):
         drawing.text(left + (rank + 0.5) * step, y, str(rank), "small", "middle")
 
 
-def rank_step(count: int, pixels: float, room: float) -> int:
-    """How many ranks share one label, a power of two, so that each has ``room``."""
-    return 1 << max(0, math.ceil(math.log2(room / pixels))) if count * pixels > 0 and pixels < room else 1
+def rank_step(pixels: float, room: float) -> int:
+    """Every how many-th rank has a label, a power of two, where a rank has ``pixels`` and a label needs ``room``."""
+    return 1 << max(0, math.ceil(math.log2(room / pixels)))
 
 
 def traffic(name: str, mask: MaskFigures) -> Drawing:
@@ -217,8 +217,7 @@ def traffic(name: str, mask: MaskFigures) -> Drawing:
             drawing.text(
                 left + (sender + 0.5) * cell, top + (receiver + 0.5) * cell + 4, value, f"tiny{strong}", "middle"
             )
-    every = rank_step(count, cell, 16)
-    for rank in range(0, count, every):
+    for rank in range(0, count, rank_step(cell, 22)):
         drawing.text(left - 6, top + (rank + 0.5) * cell + 4, str(rank), "small", "end")
         drawing.text(left + (rank + 0.5) * cell, top - 6, str(rank), "small", "middle")
     drawing.text(left + side / 2, 16, "sender", "small muted", "middle")
@@ -277,7 +276,7 @@ def timeline(name: str, mask: MaskFigures, boundary: float) -> Drawing:
     drawing.line(left + boundary / end * span, top - 12, left + boundary / end * span, bottom, "boundary")
     drawing.text(left + boundary / end * span - 6, top - 6, "forward", "small", "end")
     drawing.text(left + boundary / end * span + 6, top - 6, "backward", "small")
-    every = rank_step(len(shown), pitch, 14)
+    every = rank_step(pitch, 14)
     for i, rank in enumerate(shown):
         y = top + i * pitch + 3
         if i % every == 0:

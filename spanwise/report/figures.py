@@ -20,6 +20,11 @@ class Source:
     sequence: int
     sequences: int
 
+    def describe(self) -> str:
+        """Where from, which of several, and how it was packed, in a line."""
+        which = f"sequence {self.sequence} of {self.sequences:,}, counted from 0; " if self.sequences > 1 else ""
+        return f"{self.origin}: {which}{self.packing}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskFigures:

@@ -79,12 +79,17 @@ def number(value: float) -> str:
     return "0" if text == "-0" else text
 
 
+def tick_step(most: float, about: int) -> float:
+    """1, 2 or 5 times a power of ten, of which ``most`` holds at most ``about``."""
+    power = 10.0 ** math.floor(math.log10(most / about))
+    return power * next((factor for factor in (1, 2, 5) if most / (factor * power) <= about), 10)
+
+
 def ticks(most: float, about: int) -> list[float]:
-    """Round numbers from 0 up to ``most``, some ``about`` of them: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers from 0 up to ``most``, at most ``about`` steps."""
     if most <= 0:
         return [0.0]
-    step = 10 ** math.floor(math.log10(most / about))
-    step *= next((factor for factor in (1, 2, 5) if most / (factor * step) <= about), 10)
+    step = tick_step(most, about)
     return [i * step for i in range(math.floor(most / step * (1 + 1e-9)) + 1)]
 
 

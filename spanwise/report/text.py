@@ -47,11 +47,6 @@ def _console() -> Console:
 def heading(result: Figures) -> list[str]:
     """What was planned, what was chosen, and why: lines that the HTML report opens with, too."""
     plan, source, lengths = result.plan, result.source, result.lengths
-    which = (
-        f"sequence {source.sequence} of {source.sequences:,} (counted from 0)"
-        if source.sequences > 1
-        else "one sequence"
-    )
     documents = (
         f"{len(lengths):,} documents of {lengths.min():,} to {lengths.max():,} tokens, median {np.median(lengths):,.0f}"
         if len(lengths) > 1
@@ -61,7 +56,8 @@ def heading(result: Figures) -> list[str]:
     each = f"{tokens.min():,}" if tokens.min() == tokens.max() else f"{tokens.min():,} to {tokens.max():,}"
     pieces = max(plan.num_pieces(name) for name in plan.masks)
     return [
-        f"{plan.seq_len:,} tokens, {documents}: {which} of {source.origin}; {source.packing}",
+        f"{plan.seq_len:,} tokens, {documents}",
+        f"from {source.describe()}",
         f"{plan.num_ranks} ranks with {each} tokens each, dealt out in blocks of {plan.block_size}",
         f"chosen: {units.way(plan.balancer, plan.exchange, pieces)}",
         f"why: {plan.reason}",

@@ -35,8 +35,9 @@ def scaled(value: float, units: tuple[str, ...]) -> str:
 def three_digits(value: float) -> str:
     if value == int(value) and value < 1000:
         return str(int(value))
-    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:.{min(digits, 6)}f}"
+    rounded = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{rounded:.{min(max(digits, 0), 6)}f}"
 
 
 def times(value: float) -> str:
