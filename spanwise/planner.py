@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 
 from spanwise import balancers, cost
-from spanwise.local_balancer import Local
 from spanwise.mask import SpanMask
 from spanwise.plan import EXCHANGES, Candidate, Plan
 
 _DESIGNED_EXCHANGES = ("ring", "ulysses")
 # Simplest first. Where everything travels anyway, locality buys nothing, and longest-first balances best.
-_BALANCERS = ("contiguous", "head_tail", "local")
+_BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_ALL_GATHER = ("contiguous", "head_tail", "lpt")
 _STAGES = (1, 2, 4)
+_QUALITIES = ("best", "fast")
 _TOLERANCE = 0.02
+_LOOSER = (1.5, 2.0)  # bounds of the imbalance that are tried where this share of a step is exposed
+_EXPOSED = 0.2
 # What "auto" prices with where the caller gives no shape: Llama 3 8B's attention. Only ratios matter: how many FLOPs a
 # (query, key) pair takes for each byte of a K/V token.
 _NOMINAL_SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
@@ -67,7 +69,8 @@ def make_plan(
             (``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``). Where they are missing,
             "auto" prices with 32 query and 8 K/V heads of 128, and says so.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
-        hardware: what "auto" and :meth:`Plan.predict` price with; default: :data:`spanwise.cost.H100`.
+        hardware: what "auto" and :meth:`Plan.predict` price with; default: :data:`spanwise.H100`. If it has hosts,
+            the "local" search prefers traffic inside them ("local" asked for by name only if `hardware` is given).
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
             "per_document_head_tail", and the default of :func:`spanwise.shard_batch`.
 
@@ -107,19 +110,19 @@ def make_plan(
     problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
     weight_of = {name: float(weight) for name, weight in (problem.weights or {}).items()}
     dtype_name, itemsize = _dtype(dtype)
-    hardware = hardware or cost.H100
-    names: tuple[str | balancers.LoadBalancer, ...] = (balancer,)
-    if isinstance(balancer, str) and balancer == "auto":
-        names = _BALANCERS_ALL_GATHER if exchange == "all_gather" else _BALANCERS
-    local = Local(quality=quality)
-    ways: list[Plan] = []
-    for each in names if num_ranks > 1 else names[:1]:
+    if quality not in _QUALITIES:
+        raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
+    given = hardware
+    if hardware is None:
+        hardware = cost.H100
+
+    def ways_of(label: str, assigned: str | balancers.LoadBalancer) -> list[Plan]:
         layout_plan = Plan(
             masks=masks,
-            layout=balancers.assign_layout(local if each == "local" else each, problem, int(num_ranks)),
+            layout=balancers.assign_layout(assigned, problem, int(num_ranks)),
             num_ranks=int(num_ranks),
             block_size=int(block_size),
-            balancer=each if isinstance(each, str) else type(each).__name__,
+            balancer=label,
             exchange="all_gather",
             stages=1,
             keep_kv=bool(keep_kv),
@@ -134,8 +137,48 @@ def make_plan(
             cu_seqlens=problem.cu_seqlens_rows,
             reason="chosen by the caller" if num_ranks > 1 else "one rank computes everything",
         )
-        ways += _ways(layout_plan, exchange, stages)
+        return _ways(layout_plan, exchange, stages)
+
+    if not isinstance(balancer, str):
+        ways = ways_of(type(balancer).__name__, balancer)
+    elif balancer == "local":
+        ways = ways_of("local", _local(quality, given, int(num_ranks)))
+    elif balancer != "auto":
+        ways = ways_of(balancer, balancer)
+    elif num_ranks == 1:
+        ways = ways_of("contiguous", "contiguous")
+    elif exchange == "all_gather":
+        ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name, name)]
+    else:
+        ways = [way for name in _BALANCERS for way in ways_of(name, name)]
+        local = ways_of("local", _local(quality, hardware, int(num_ranks)))
+        ways += local
+        if _mostly_exposed(local):
+            # A layout that is less balanced may be worth it where the exchange is what a step waits for.
+            ways += [
+                way
+                for bound in _LOOSER
+                for way in ways_of(f"local, imbalance to {bound}", _local("fast", hardware, int(num_ranks), bound))
+            ]
     return ways[0] if len(ways) == 1 else _fastest(ways)
+
+
+def _local(
+    quality: str, hardware: cost.Hardware | None, num_ranks: int, max_imbalance: float | None = None
+) -> balancers.LoadBalancer:
+    """The local search, which prefers traffic inside hosts where the hardware has hosts and they are not all."""
+    from spanwise.local_balancer import Local  # loads a compiler
+
+    inner, outer = (hardware.links[0], hardware.links[-1]) if hardware else (None, None)
+    if inner is None or outer is None or inner.ranks is None or inner.ranks >= num_ranks:
+        return Local(max_imbalance, quality)
+    price = min(1.0, outer.bandwidth / inner.bandwidth)
+    return Local(max_imbalance, quality, host_size=inner.ranks, host_price=price)
+
+
+def _mostly_exposed(ways: list[Plan]) -> bool:
+    best = min((_priced(way).seconds for way in ways), key=lambda seconds: seconds["total"])
+    return best["exposed_forward"] + best["exposed_backward"] > _EXPOSED * best["total"]
 
 
 def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
@@ -146,11 +189,10 @@ def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
     if exchange in ("all_gather", "auto") and stages in (None, 1):
         ways.append(plan)
     if exchange in ("needed", "auto"):
-        needed = plan.counted().replace(exchange="needed", stages=_STAGES[-1] if stages is None else int(stages))
-        # More pieces than there are blocks to send are no other way.
-        most = max(needed.num_pieces(name) for name in needed.masks)
-        counts = [n for n in _STAGES if n <= max(1, most)] if stages is None else [int(stages)]
-        ways += [needed.replace(stages=n) for n in counts]
+        needed = plan.counted().replace(exchange="needed")
+        pieces = [needed.replace(stages=n) for n in (_STAGES if stages is None else (int(stages),))]
+        # What is not cut into so many pieces after all is no other way.
+        ways += [way for way in pieces if way.stages in (1, stages) or way.stages in map(way.num_pieces, way.masks)]
     return ways
 
 
@@ -162,7 +204,7 @@ def _fastest(ways: list[Plan]) -> Plan:
     chosen = next(i for i, value in enumerate(seconds) if value <= least * (1 + _TOLERANCE))
     plan = ways[chosen]
     # What a user would have without a search: the best of the plain ways.
-    plain = [i for i, way in enumerate(ways) if way.balancer != "local" and way.exchange == "all_gather"]
+    plain = [i for i, way in enumerate(ways) if "local" not in way.balancer and way.exchange == "all_gather"]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     told = f"{_told(plan)}: {_ms(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
     if chosen in plain:

@@ -1,0 +1,138 @@
+"""What "auto" chooses, on hardware where the answer can be worked out, and that it tells why."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spanwise import H100, Hardware, Link, SpanMask, make_plan
+from spanwise.bench.plan import document_offsets
+
+SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
+DOCUMENTS = SpanMask.documents(document_offsets(32_768, 0))
+SLOW = Hardware("slow link", 1e11, 1e11, 1e11, 1e10, 1e9, (Link(25e6, 1e-3),))
+FREE = Hardware("free link", 1e11, 1e11, 1e11, 1e15, 1e9, (Link(1e15, 0.0),))
+
+
+def best(plan) -> float:
+    return min(candidate.seconds["total"] for candidate in plan.candidates)
+
+
+def chosen(plan):
+    (found,) = [
+        c for c in plan.candidates if (c.balancer, c.exchange, c.stages) == (plan.balancer, plan.exchange, plan.stages)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("hardware", [H100, SLOW, FREE])
+@pytest.mark.parametrize(
+    "mask", [DOCUMENTS, SpanMask.causal(32_768), SpanMask.sliding_window(32_768, 1024), SpanMask.full(32_768)]
+)
+def test_auto_takes_the_simplest_within_two_percent(mask: SpanMask, hardware: Hardware) -> None:
+    plan = make_plan(mask, 8, hardware=hardware, **SHAPE)
+    assert chosen(plan).seconds["total"] <= 1.02 * best(plan)
+    before = plan.candidates[: plan.candidates.index(chosen(plan))]
+    assert all(c.seconds["total"] > 1.02 * best(plan) for c in before)
+    assert plan.predict() == pytest.approx(chosen(plan).seconds)
+    assert chosen(plan).recv_max == plan.recv_tokens().max() and chosen(plan).imbalance == plan.imbalance()
+    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed"}
+    assert {"contiguous", "head_tail", "local"} <= {c.balancer for c in plan.candidates}
+    assert hardware.name in plan.reason
+    assert all(c.balancer in plan.explain() for c in plan.candidates)
+
+
+@pytest.mark.parametrize(
+    ("mask", "balancer"), [(SpanMask.causal(131_072), "head_tail"), (SpanMask.full(131_072), "contiguous")]
+)
+def test_dense_masks_gain_nothing(mask: SpanMask, balancer: str) -> None:
+    plan = make_plan(mask, 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    assert (plan.balancer, plan.exchange) == (balancer, "all_gather") and "no gain" in plan.reason
+
+
+def test_packed_documents_over_a_slow_link() -> None:
+    plan = make_plan(DOCUMENTS, 4, hardware=SLOW, **SHAPE)
+    usual = min(c.seconds["total"] for c in plan.candidates if c.balancer == "head_tail" and c.exchange == "all_gather")
+    assert plan.exchange == "needed" and "local" in plan.balancer and best(plan) < 0.25 * usual
+    assert "times as fast as" in plan.reason and "no gain" not in plan.reason
+
+
+def test_a_free_link_leaves_balance_alone_to_decide() -> None:
+    plan = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
+    least = min(c.imbalance for c in plan.candidates)
+    assert plan.imbalance() <= least * 1.03
+
+
+def test_less_balance_is_considered_where_the_exchange_is_exposed() -> None:
+    slow = make_plan(DOCUMENTS, 8, hardware=dataclasses.replace(SLOW, links=(Link(1e6, 0.0),)), **SHAPE)
+    assert any("imbalance to" in c.balancer for c in slow.candidates)
+    assert slow.recv_tokens().max() <= make_plan(DOCUMENTS, 8, balancer="local", exchange="needed").recv_tokens().max()
+    free = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
+    assert not any("imbalance to" in c.balancer for c in free.candidates)
+
+
+def test_pieces_where_local_attention_is_too_short_to_hide_the_exchange() -> None:
+    mask = SpanMask.causal(8192)
+    base = dict(balancer="head_tail", exchange="needed", block_size=64, **SHAPE)
+    per_pass = make_plan(mask, 4, stages=1, hardware=FREE, **base).predict()["compute_forward"]
+    received = make_plan(mask, 4, stages=1, hardware=FREE, **base).recv_bytes().max()
+    even = dataclasses.replace(FREE, links=(Link(received / per_pass, 0.0),))  # as long as the forward computes
+    plan = make_plan(mask, 4, hardware=even, **base)
+    assert plan.stages == 4 and {c.stages for c in plan.candidates} == {1, 2, 4}
+    totals = [c.seconds["total"] for c in plan.candidates]
+    assert totals == sorted(totals, reverse=True) and totals[-1] < 0.9 * totals[0]
+    assert make_plan(mask, 4, hardware=FREE, **base).stages == 1  # nothing to hide
+
+
+def test_what_is_given_is_kept() -> None:
+    plan = make_plan(DOCUMENTS, 4, balancer="lpt", hardware=SLOW, **SHAPE)
+    assert plan.balancer == "lpt" and {c.exchange for c in plan.candidates} == {"all_gather", "needed"}
+    plan = make_plan(DOCUMENTS, 4, exchange="all_gather", hardware=SLOW, **SHAPE)
+    assert plan.exchange == "all_gather" and {c.balancer for c in plan.candidates} == {"contiguous", "head_tail", "lpt"}
+    plan = make_plan(DOCUMENTS, 4, balancer="lpt", exchange="needed", stages=2, hardware=SLOW, **SHAPE)
+    assert (plan.stages, plan.candidates, plan.reason) == (2, (), "chosen by the caller")
+    one = make_plan(DOCUMENTS, 1)
+    assert one.candidates == () and one.reason == "one rank computes everything"
+    with pytest.raises(ValueError, match=r"quality must be one of \['best', 'fast'\], got 'quick'"):
+        make_plan(DOCUMENTS, 4, quality="quick")
+
+
+def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> None:
+    def across(plan) -> int:
+        host = np.arange(16) // 4
+        return int(plan.traffic()[host[:, None] != host].sum())
+
+    hosts = dataclasses.replace(H100, links=(dataclasses.replace(H100.links[0], ranks=4), H100.links[1]))
+    flat = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed")
+    inside = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=hosts)
+    assert across(inside) < across(flat) and inside.imbalance() <= 1.031
+    alike = make_plan(DOCUMENTS, 4, balancer="local", exchange="needed", hardware=hosts)
+    assert alike.layout == make_plan(DOCUMENTS, 4, balancer="local", exchange="needed").layout  # all on one host
+
+
+def test_without_a_shape_auto_says_what_it_priced_with() -> None:
+    plan = make_plan(DOCUMENTS, 8)
+    assert "no shape was given" in plan.reason and plan.num_q_heads is None
+    assert "no shape was given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
+
+
+def test_the_choice_is_part_of_the_file_and_the_message(tmp_path) -> None:
+    plan = make_plan(DOCUMENTS, 8, hardware=SLOW, **SHAPE)
+    plan.save(tmp_path / "plan.npz")
+    loaded = type(plan).load(tmp_path / "plan.npz")
+    assert loaded == plan and loaded.candidates == plan.candidates and loaded.explain() == plan.explain()
+    assert pickle.loads(pickle.dumps(plan)).candidates == plan.candidates
+
+
+def test_planning_needs_no_torch_distributed_and_loads_the_compiler_only_to_search() -> None:
+    code = (
+        "import sys; import spanwise; assert 'numba' not in sys.modules; m = spanwise.SpanMask.causal(4096);"
+        "spanwise.make_plan(m, 2, balancer='head_tail'); assert 'numba' not in sys.modules;"
+        "spanwise.make_plan(m, 2); import torch.distributed as d; assert not d.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
