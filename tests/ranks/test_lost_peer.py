@@ -9,12 +9,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,12 +75,15 @@ class World:
             except EOFError:
                 process.join(5)
                 outcomes.append(Outcome(exit_code=process.exitcode))
+        self.end()
+        return outcomes
+
+    def end(self) -> None:
         for process, ours in self._ranks:
             process.kill()
             process.join()
             ours.close()
         self._folder.cleanup()
-        return outcomes
 
 
 def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -167,20 +171,16 @@ def test_a_process_that_ends_is_named_by_all_others() -> None:
         assert outcomes[3].exit_code == (-signal.SIGKILL if how == "killed" else 1)
 
 
-def test_a_stuck_rank_is_named() -> None:
-    worlds = {kind: World(one_is_lost, kind, "stuck", 1) for kind in COLLECTIVES}
-    for kind, world in worlds.items():
-        outcomes = world.outcomes()
-        for rank in (0, 2, 3):
-            text = check(outcomes[rank], f"{kind} of K/V", (1,), within=TIMEOUT + 10)
-            assert f"lost: rank 1, no word within {GRACE} s" in text
-        # It wakes up later, and finds that the others were there.
-        text = check(outcomes[1], f"{kind} of K/V", (), within=TIMEOUT + 15)
-        assert "rank 1 came last and had waited 0.0 s" in text
-
-
-def test_a_late_rank_is_named() -> None:
-    for rank, outcome in enumerate(World(one_is_lost, "all-to-all", "late", 1).outcomes()):
+def test_late_ranks_are_named() -> None:
+    stuck, late = World(one_is_lost, "all-gather", "stuck", 1), World(one_is_lost, "all-to-all", "late", 1)
+    outcomes = stuck.outcomes()
+    for rank in (0, 2, 3):
+        text = check(outcomes[rank], "all-gather of K/V", (1,), within=TIMEOUT + 10)
+        assert f"lost: rank 1, no word within {GRACE} s" in text
+    # It wakes up later, and finds that the others were there.
+    text = check(outcomes[1], "all-gather of K/V", (), within=TIMEOUT + 15)
+    assert "rank 1 came last and had waited 0.0 s" in text
+    for rank, outcome in enumerate(late.outcomes()):
         text = check(outcome, "all-to-all of K/V", (), within=TIMEOUT + 10)
         assert "rank 1 came last and had waited 0.0 s" in text
         assert "Timed out" in text, rank
@@ -195,14 +195,28 @@ def waits_and_dies(rank: int, mesh: DeviceMesh) -> None:
     collective(mesh, "all-to-all", "all-to-all of dK/dV")
 
 
-def test_a_process_that_ends_while_all_wait() -> None:
-    outcomes = World(waits_and_dies, timeout=NEVER).outcomes()
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[str, World]]:
+    """Those of several tests, started together: what they do most is wait."""
+    started = {
+        "waiting": World(waits_and_dies, timeout=NEVER),
+        "sub-mesh": World(one_is_lost, "all-gather", "killed", 3, mesh_shape=(2, 2), names=("dp", "cp")),
+        "all-reduce": World(sums, mesh_shape=(1, 3), names=("dp", "cp"), timeout=NEVER),
+        "plan": World(attends, EXCHANGES[0], "plan", "killed", 0, timeout=NEVER),
+    }
+    yield started
+    for world in started.values():
+        world.end()
+
+
+def test_a_process_that_ends_while_all_wait(worlds: dict[str, World]) -> None:
+    outcomes = worlds["waiting"].outcomes()
     for rank in (0, 1, 3):
         check(outcomes[rank], "all-to-all of dK/dV", (2,), within=10)
 
 
-def test_ranks_of_a_sub_mesh() -> None:
-    outcomes = World(one_is_lost, "all-gather", "killed", 3, mesh_shape=(2, 2), names=("dp", "cp")).outcomes()
+def test_ranks_of_a_sub_mesh(worlds: dict[str, World]) -> None:
+    outcomes = worlds["sub-mesh"].outcomes()
     assert [outcome.result for outcome in outcomes[:2]] == [4 * 2 * 100_000.0] * 2
     text = check(outcomes[2], "all-gather of K/V", (1,), within=TIMEOUT + 10)
     assert outcomes[2].error.lost_global == (3,)
@@ -240,8 +254,8 @@ def sums(rank: int, mesh: DeviceMesh) -> float:
     return failure.all_reduce(torch.ones(1), "sum", mesh, "the loss").item()
 
 
-def test_an_all_reduce_that_loses_a_rank() -> None:
-    outcomes = World(sums, mesh_shape=(1, 3), names=("dp", "cp"), timeout=NEVER).outcomes()
+def test_an_all_reduce_that_loses_a_rank(worlds: dict[str, World]) -> None:
+    outcomes = worlds["all-reduce"].outcomes()
     for rank in (0, 2):
         check(outcomes[rank], "all-reduce of the loss", (1,), within=10)
 
@@ -293,7 +307,7 @@ def test_attention_with_a_stuck_rank() -> None:
             check(outcomes[rank], names(exchange, moment), (1,), within=TIMEOUT + 10)
 
 
-def test_plans_are_not_compared_with_a_lost_rank() -> None:
-    outcomes = World(attends, EXCHANGES[0], "plan", "killed", 0, timeout=NEVER).outcomes()
+def test_plans_are_not_compared_with_a_lost_rank(worlds: dict[str, World]) -> None:
+    outcomes = worlds["plan"].outcomes()
     for outcome in outcomes[1:]:
         check(outcome, "all-gather of plan fingerprints", (0,), within=10)
