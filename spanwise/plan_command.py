@@ -6,6 +6,7 @@ Plans are made exactly as a training step makes them, without a process group or
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -100,6 +101,7 @@ def run(options: PlanOptions) -> dict[str, Any]:
     cu_seqlens, source = choose_sequence(options)
     masks, weights = build_masks(options, cu_seqlens)
 
+    @functools.cache
     def plan_for(num_ranks: int) -> Plan:
         return make_plan(
             masks,

@@ -7,6 +7,7 @@ so in its description.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,26 +16,36 @@ from spanwise.mask import SpanMask
 from spanwise.report import units
 from spanwise.report.figures import MaskFigures, exposed_parts
 from spanwise.report.partition import STEPS, Line, closer_look, lines
-from spanwise.report.svg import Drawing, number, rank_class, stretches, tick_step, ticks
+from spanwise.report.svg import Drawing, choose_colors, number, rank_class, stretches, tick_step, ticks
 
 WIDTH = 800
 _LEFT, _SIDE = 64, 720  # of the partition; a side of 720 px gives lines of one or two whole pixels
 _FINE = 16  # ranks past which the partition has twice the lines
 
 
-def partition(name: str, mask: SpanMask, layout: Layout) -> tuple[Drawing, Drawing | None]:
+def colors_of(layout: Layout) -> tuple[int, ...]:
+    """A colour for each rank; ranks whose tokens lie side by side have different ones where that is possible."""
+    pieces = layout.pieces()
+    order = pieces[np.argsort(pieces[:, 1]), 0]
+    beside = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
+    for near in (1, 2):  # the next run, and the one after it
+        np.add.at(beside, (order[:-near], order[near:]), 1)
+    return choose_colors(beside + beside.T)
+
+
+def partition(name: str, mask: SpanMask, layout: Layout, colors: Sequence[int]) -> tuple[Drawing, Drawing | None]:
     """Who computes what: the whole mask, and, where that leaves most of the square blank, a closer look at a part."""
     count = min(mask.q_len, _SIDE // 2 if layout.num_ranks <= _FINE else _SIDE)
     drawn = lines(mask, layout, count)
     window = closer_look(mask, layout, drawn)
-    whole = _partition(f"partition-{name}", drawn, (0, mask.q_len), layout)
+    whole = _partition(f"partition-{name}", drawn, (0, mask.q_len), colors)
     if window is None:
         return whole, None
     count = min(count, window[1] - window[0])
-    return whole, _partition(f"closer-{name}", lines(mask, layout, count, window), window, layout)
+    return whole, _partition(f"closer-{name}", lines(mask, layout, count, window), window, colors)
 
 
-def _partition(name: str, drawn: list[Line], window: tuple[int, int], layout: Layout) -> Drawing:
+def _partition(name: str, drawn: list[Line], window: tuple[int, int], colors: Sequence[int]) -> Drawing:
     """Query rows down, keys to the right; a rank's colour where it computes, paler where it receives the keys."""
     first, last = window
     count = len(drawn)
@@ -43,7 +54,7 @@ def _partition(name: str, drawn: list[Line], window: tuple[int, int], layout: La
     drawing = Drawing(
         name,
         "Who computes which part of the mask",
-        f"Query rows {first:,} to {last:,} down, the same keys to the right, {layout.num_ranks} ranks. Each of {count} "
+        f"Query rows {first:,} to {last:,} down, the same keys to the right, {len(colors)} ranks. Each of {count} "
         f"lines stands for {each}. A cell's colour is the rank that computes it; it is paler where the keys come from "
         f"another rank.",
         _LEFT + _SIDE + 16,
@@ -62,13 +73,13 @@ def _partition(name: str, drawn: list[Line], window: tuple[int, int], layout: La
     for (rank, is_local, height), parts in sorted(paths.items()):
         kind = "own" if is_local else "received"
         width = f' stroke-width="{height / STEPS:g}"' if height < STEPS else ""
-        drawing.add(f'<path class="stroke {rank_class(rank)} {kind}"{width} d="{"".join(parts)}"/>')
+        drawing.add(f'<path class="stroke {rank_class(rank, colors)} {kind}"{width} d="{"".join(parts)}"/>')
     drawing.add("</g>")
     for rank, low, high in stretches(line.rank for line in drawn):
         begin, length = low * scale, (high - low) * scale
         tip = f"rank {rank}: tokens {first + int(low * rows):,} to {first + int(high * rows):,}"
-        drawing.rect(_LEFT - 12, top + begin, 9, length, f"fill {rank_class(rank)}", tip)
-        drawing.rect(_LEFT + begin, top - 12, length, 9, f"fill {rank_class(rank)}", tip)
+        drawing.rect(_LEFT - 12, top + begin, 9, length, f"fill {rank_class(rank, colors)}", tip)
+        drawing.rect(_LEFT + begin, top - 12, length, 9, f"fill {rank_class(rank, colors)}", tip)
         if length >= 11:
             drawing.text(_LEFT - 16, top + begin + length / 2 + 4, str(rank), "small", "end")
         if length >= 8 * len(str(rank)) + 4:
@@ -84,10 +95,10 @@ def _partition(name: str, drawn: list[Line], window: tuple[int, int], layout: La
     return drawing
 
 
-def work(name: str, mask: MaskFigures) -> Drawing:
+def work(name: str, mask: MaskFigures, colors: Sequence[int]) -> Drawing:
     """Pairs of each rank, those on own keys below those on received ones, and the mean."""
     mean = float(mask.work.mean())
-    drawing = _bars(
+    return _bars(
         f"work-{name}",
         "Work of each rank",
         f"Visible (query, key) pairs that each of {len(mask.work)} ranks computes: from {mask.work.min():,} to "
@@ -100,11 +111,11 @@ def work(name: str, mask: MaskFigures) -> Drawing:
             for rank, (work, local) in enumerate(zip(mask.work.tolist(), mask.local.tolist(), strict=True))
         ],
         mean,
+        colors,
     )
-    return drawing
 
 
-def received(name: str, mask: MaskFigures) -> Drawing:
+def received(name: str, mask: MaskFigures, colors: Sequence[int]) -> Drawing:
     """K/V tokens that each rank receives in a forward."""
     return _bars(
         f"received-{name}",
@@ -120,6 +131,7 @@ def received(name: str, mask: MaskFigures) -> Drawing:
             )
         ],
         float(mask.recv_tokens.mean()),
+        colors,
     )
 
 
@@ -132,6 +144,7 @@ def _bars(
     kinds: tuple[str, ...],
     tips: list[str],
     mean: float,
+    colors: Sequence[int],
 ) -> Drawing:
     left, top, height = 64.0, 18.0, 150.0
     drawing = Drawing(name, title, description, WIDTH, top + height + 42)
@@ -149,7 +162,7 @@ def _bars(
             tall = float(values[rank]) / most * height
             y = top + height - base - tall
             drawing.rect(
-                left + rank * step + gap / 2, y, step - gap, tall, f"fill {rank_class(rank)} {kind}", tips[rank]
+                left + rank * step + gap / 2, y, step - gap, tall, f"fill {rank_class(rank, colors)} {kind}", tips[rank]
             )
             base += tall
     level = top + height - mean / most * height

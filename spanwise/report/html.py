@@ -56,7 +56,8 @@ def _svg(drawing: Drawing) -> Markup:
 def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
     plan = result.plan
     gathered = float((plan.seq_len - plan.layout.tokens_per_rank).mean())
-    whole, closer = charts.partition(mask.name, plan.mask(mask.name), plan.layout)
+    colors = charts.colors_of(plan.layout)
+    whole, closer = charts.partition(mask.name, plan.mask(mask.name), plan.layout, colors)
     return {
         "figures": mask,
         "title": f"Mask “{mask.name}”" if len(result.masks) > 1 else "Mask",
@@ -67,8 +68,8 @@ def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
         "pieces": plan.num_pieces(mask.name),
         "partition": _svg(whole),
         "closer": closer and _svg(closer),
-        "work": _svg(charts.work(mask.name, mask)),
-        "received": _svg(charts.received(mask.name, mask)),
+        "work": _svg(charts.work(mask.name, mask, colors)),
+        "received": _svg(charts.received(mask.name, mask, colors)),
         "traffic": _svg(charts.traffic(mask.name, mask)),
         "timeline": _svg(charts.timeline(mask.name, mask, plan.timeline(mask.name).forward.seconds)),
     }

@@ -6,17 +6,39 @@ Colours are classes; the page that holds a drawing says what they look like, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+
+import numpy as np
 
 #: Colours of ranks; past them they repeat. Chosen so that every two differ by 0.14 or more in OKLab, in normal sight
 #: and as people with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009).
 RANK_COLORS = ("#33467f", "#f2930d", "#207f93", "#cc460d", "#a67ff2", "#0dccb9", "#7f2020", "#930ddf")
 
 
-def rank_class(rank: int) -> str:
+def rank_class(rank: int, colors: Sequence[int]) -> str:
     """The classes of what belongs to ``rank``: its colour, and its number, by which a reader picks it out."""
-    return f"c{rank % len(RANK_COLORS)} k{rank}"
+    return f"c{colors[rank]} k{rank}"
+
+
+def choose_colors(neighbours: np.ndarray) -> tuple[int, ...]:
+    """A colour for each rank, an index into `RANK_COLORS`; its own where they suffice.
+
+    Where they do not, each rank in turn takes the colour that its neighbours so far have least, of these the rarest.
+
+    Args:
+        neighbours: int ``[num_ranks, num_ranks]``, how often two ranks are seen side by side; symmetric.
+    """
+    count = len(neighbours)
+    if count <= len(RANK_COLORS):
+        return tuple(range(count))
+    colors: list[int] = []
+    for rank in range(count):
+        beside, used = np.zeros((2, len(RANK_COLORS)), dtype=np.int64)
+        np.add.at(beside, colors, neighbours[rank, :rank])
+        np.add.at(used, colors, 1)
+        colors.append(int(np.lexsort((used, beside))[0]))
+    return tuple(colors)
 
 
 class Drawing:

@@ -99,7 +99,7 @@ def test_areas_follow_the_work_where_lines_have_several_owners(name: str, count:
 
 def test_drawn_paths_hold_the_areas() -> None:
     plan = plan_of(MASKS["documents"], 4, balancer="local")
-    whole, _ = charts.partition("default", plan.mask(), plan.layout)
+    whole, _ = charts.partition("default", plan.mask(), plan.layout, range(4))
     areas = np.zeros((4, 2))
     for path in ET.fromstring(str(whole)).iter(f"{SVG}path"):
         kind, data = path.get("class", ""), path.get("d", "")
@@ -280,6 +280,15 @@ _SIGHT = {
     "deuteranopia": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
     "tritanopia": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
 }
+
+
+def test_neighbours_have_different_colors_where_there_are_enough() -> None:
+    assert charts.colors_of(plan_of(MASKS["causal"], 8, balancer="lpt").layout) == tuple(range(8))
+    layout = plan_of(MASKS["causal"], 32, balancer="head_tail").layout
+    colors = charts.colors_of(layout)
+    owners = layout.pieces()[np.argsort(layout.pieces()[:, 1]), 0].tolist()
+    assert len(set(colors)) == len(RANK_COLORS) and len(colors) == 32
+    assert all(a == b or colors[a] != colors[b] for a, b in itertools.pairwise(owners))
 
 
 @pytest.mark.parametrize("sight", _SIGHT)
