@@ -96,6 +96,9 @@ def run(options: PlanOptions) -> dict[str, Any]:
     for name in ("layers", "heads", "kv_heads", "head_dim", "block_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for path in (options.html, options.json):
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
     hardware = load_hardware(options.hardware)
     degrees = parse_ranks(options.compare_ranks) if options.compare_ranks is not None else ()
     cu_seqlens, source = choose_sequence(options)
@@ -118,9 +121,10 @@ def run(options: PlanOptions) -> dict[str, Any]:
             cu_seqlens=cu_seqlens,
         )
 
-    comparison = compare(plan_for, degrees) if degrees else None
-    ranks = options.ranks if options.ranks is not None else comparison.best if comparison else 8
-    result = figures(plan_for(ranks), source, options.command(), comparison)
+    with text.working(f"planning {int(cu_seqlens[-1]):,} tokens"):
+        comparison = compare(plan_for, degrees) if degrees else None
+        ranks = options.ranks if options.ranks is not None else comparison.best if comparison else 8
+        result = figures(plan_for(ranks), source, options.command(), comparison)
     text.show(result)
     for path, write in ((options.json, _write_json), (options.html, _write_html)):
         if path is not None:

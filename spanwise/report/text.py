@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +36,11 @@ def show(result: Figures) -> None:
         console.print()
         console.print(_candidate_table(result))
     console.print(f"\nfingerprint {result.plan.fingerprint}\n{result.command}", markup=False, highlight=False)
+
+
+def working(what: str) -> AbstractContextManager[Any]:
+    """Shows on a terminal that ``what`` is under way."""
+    return Console(stderr=True).status(what)
 
 
 def wrote(path: str) -> None:

@@ -287,8 +287,9 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
             "cannot read --hardware 'h1000': No such file.* or one of h100, h200, b200, cpu",
         ),
         ("--seq-len 99 --hardware {tmp}/d.csv", r"d\.csv is not a file written by Hardware\.save"),
-        ("--seq-len 99 --html {tmp}/none/o.html", r"cannot write .*none/o\.html: No such file.*; name another file"),
-        ("--seq-len 99 --json {tmp}", "cannot write .*: Is a directory; name another file"),
+        ("--seq-len 99 --html {tmp}/none/o.html", r"cannot write .*none/o\.html: name a file in a folder that exists"),
+        ("--seq-len 99 --json /proc/none.json", "cannot write /proc/none.json: No such file.*; name another file"),
+        ("--seq-len 99 --json {tmp}", "cannot write .*: name a file in a folder that exists"),
     ],
 )
 def test_bad_options_are_explained(arguments: str, error: str, tmp_path: Path) -> None:
