@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -53,14 +54,14 @@ class World:
         # The processes of a forkserver start in milliseconds once it has imported torch.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.ranks.test_lost_peer", "torch._dynamo"])
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.mkdtemp(prefix="lost-peer-")
         if not store_in_rank_0:  # as under torchrun, where the agent hosts it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            (Path(self._folder.name) / "port").write_text(str(self._store.port))
+            (Path(self._folder) / "port").write_text(str(self._store.port))
         self._ranks = []
         for rank in range(math.prod(mesh_shape)):
             ours, theirs = context.Pipe(duplex=False)
-            group = (self._folder.name, rank, mesh_shape, names, timeout, store_in_rank_0)
+            group = (self._folder, rank, mesh_shape, names, timeout, store_in_rank_0)
             process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
             process.start()
             theirs.close()
@@ -83,7 +84,7 @@ class World:
             process.kill()
             process.join()
             ours.close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
