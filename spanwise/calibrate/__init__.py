@@ -28,10 +28,10 @@ from spanwise.calibrate.links import SMALLEST, measure_links
 from spanwise.calibrate.ranks import Ranks
 from spanwise.cost import Hardware, Link
 
-#: ``(documents, tokens of each)``: short documents and long, small shards and large, so that rate, edge and fixed
+#: ``(tokens, median document)``: short documents and long, small shards and large, so that rate, edge and fixed
 #: seconds can be told apart.
-_PROBLEMS = ((16, 128), (8, 512), (1, 2048), (4, 1024), (3, 1365), (2, 2048), (8, 1024))
-#: An accelerator would be done with those before it is warm: documents that many times longer.
+_PROBLEMS = ((2048, 128), (2048, 1024), (4096, 256), (4096, 1024), (4096, 4096), (8192, 512), (8192, 1024))
+#: An accelerator would be done with those before it is warm: tokens and documents that many times longer.
 _LONGER = 8
 
 
@@ -74,7 +74,7 @@ def measure(
         kernel, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype: the attention that is to be predicted.
         host_size: ranks of a host, where host names do not tell; consecutive ranks share one. 1 and the mesh's size
             both mean one level.
-        problems: packed documents that attention is timed on, ``(documents, tokens of each)``; default: seven of 2,048
+        problems: packed sequences that attention is timed on, ``(tokens, median document)``; default: seven of 2,048
             to 8,192 tokens, eight times longer on an accelerator.
         largest: bytes that a rank receives in the largest collective. A sweep ends earlier where one call takes half a
             second.
@@ -88,7 +88,8 @@ def measure(
     begin = time.perf_counter()
     ranks = Ranks(mesh, torch.device(device))
     if problems is None:
-        problems = [(n, length * (1 if ranks.device.type == "cpu" else _LONGER)) for n, length in _PROBLEMS]
+        longer = 1 if ranks.device.type == "cpu" else _LONGER
+        problems = [(longer * tokens, longer * median) for tokens, median in _PROBLEMS]
     if repeats < 1 or largest < 4 * SMALLEST or not problems:
         raise ValueError(
             f"calibration needs repeats of 1 or more, largest of {4 * SMALLEST} bytes or more, and problems; got "

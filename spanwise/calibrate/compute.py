@@ -42,18 +42,18 @@ def time_attention(
 ) -> tuple[list[AttentionCall], list[float]]:
     """Forward and backward of the stages of every problem: what was called, and seconds on the slowest rank.
 
-    Each problem is rank 0's of two: causal documents of equal length, cut head-tail, so that a rank has keys of its own
-    and keys to read elsewhere. Every rank measures the same one.
+    Each problem is rank 0's of two: packed causal documents, cut head-tail, so that a rank has keys of its own and keys
+    to read elsewhere. Every rank measures the same one.
 
     Args:
         kernel: a name that `kernels.resolve` returned.
         heads: query heads, key/value heads, head dim, value head dim.
-        problems: ``(documents, tokens of each)``.
+        problems: ``(tokens, median document)``; lengths are log-normal, as those of texts are.
     """
     calls: list[AttentionCall] = []
     steps: list[Callable[[], tuple[float, float]]] = []
-    for documents, length in problems:
-        for what, area, edge_tokens, step in _stages(ranks, kernel, heads, dtype, documents, length):
+    for tokens, median in problems:
+        for what, area, edge_tokens, step in _stages(ranks, kernel, heads, dtype, tokens, median):
             for backward in (False, True):
                 pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
                 calls.append(AttentionCall(what, backward, area * pair, pair, edge_tokens))
@@ -70,15 +70,19 @@ def time_attention(
 
 
 def _stages(
-    ranks: Ranks, kernel: str, heads: tuple[int, int, int, int], dtype: torch.dtype, documents: int, length: int
+    ranks: Ranks, kernel: str, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
 ) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
     """Stages of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
     num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
-    mask = SpanMask.documents(np.arange(documents + 1) * length)
-    plan = make_plan(mask, 2, balancer="head_tail", exchange="needed", stages=1)
+    plan = make_plan(
+        SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
+    )
     local = rank_plan.build(plan, 0, ranks.device, flex_tables=kernel == "flex")
     num_tokens = local.tokens.shape[1]
     for own, stage in zip((True, False), local.stages["default"], strict=False):
+        area = int((stage.end - stage.start).clamp(min=0).sum())
+        if not area:
+            continue
         num_keys = stage.kv_pos.shape[1]
         shapes = (
             (num_q_heads, num_tokens, head_dim),
@@ -88,9 +92,15 @@ def _stages(
         q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
         if own:
             kernels.check(kernel, q, k, v, stage, score_mod=None, max_logit=False)
-        area = int((stage.end - stage.start).clamp(min=0).sum())
-        what = f"{documents} × {length} tokens, {'own' if own else 'remote'} keys"
+        what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
         yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, stage, local.tokens)
+
+
+def _documents(tokens: int, median: int) -> np.ndarray:
+    """Offsets of log-normal documents, of at least a token, that fill a sequence; always the same ones."""
+    lengths = np.random.default_rng(0).lognormal(math.log(median), 1.0, size=tokens).astype(np.int64).clip(min=1)
+    ends = np.cumsum(lengths)
+    return np.concatenate([[0], ends[ends < tokens], [tokens]])
 
 
 def _step(

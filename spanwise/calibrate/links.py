@@ -17,6 +17,9 @@ from spanwise.cost import COLLECTIVES, Link
 #: Bytes that a rank receives in the smallest collective. It grows fourfold until one call takes `_LONG` seconds, so
 #: that the longest takes about half a second on a slow link.
 SMALLEST, _LONG = 1 << 12, 0.125
+#: Sizes that are timed, beside the smallest: the largest ones. What lies between fits into buffers of sockets, network
+#: cards and shapers, and would tell of them.
+_SIZES = 3
 
 
 def measure_links(
@@ -62,14 +65,16 @@ def _sweep(ranks: Ranks, group: dist.ProcessGroup, largest: int, repeats: int) -
     size, name = group.size(), _compat.group_name(group)
     calls: list[tuple[str, float, Callable[[], torch.Tensor]]] = []
     for collective in COLLECTIVES:
+        grown = []
         num_bytes, slowest = SMALLEST, 0.0
         while num_bytes <= largest and slowest < _LONG:
             rows = -(-num_bytes // (4 * (size - 1)))  # float32 numbers that each pair of ranks exchanges
             call = _collective(collective, rows, size, name, ranks.device)
-            calls.append((collective, 4.0 * rows * (size - 1), call))
+            grown.append((collective, 4.0 * rows * (size - 1), call))
             # The better of two: the first call may have to connect the ranks.
             slowest = ranks.agree([min(ranks.timed(call)[0], ranks.timed(call)[0])])[0]
             num_bytes *= 4
+        calls += [grown[0], *grown[1:][-_SIZES:]]
     # Round after round, so that what disturbs the machine for a moment does not hit one size alone.
     rounds = []
     for _ in range(repeats):
