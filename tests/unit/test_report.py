@@ -107,6 +107,10 @@ def test_drawn_paths_hold_the_areas() -> None:
         assert found
         width = float(path.get("stroke-width", 1))
         areas[int(found[1]), int("own" in kind)] += width * sum(float(h) for h in re.findall(r"h([\d.]+)", data))
+    counted = np.zeros((4, 2))
+    for line in lines(plan.mask(), plan.layout, 360):
+        counted[line.rank] += line.area() - line.area(local_only=True), line.area(local_only=True)
+    np.testing.assert_allclose(areas, counted)
     areas *= (4096 / 360) ** 2
     work, own = plan.work(), plan.local_work()
     assert np.abs(areas.sum(axis=1) - work).max() < 0.04 * work.mean()
