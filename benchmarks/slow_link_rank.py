@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
 from spanwise import kernels
+from spanwise.calibrate import calibrate
 from spanwise.cost import Hardware
 from spanwise.kernels.merge import merge
 from spanwise.kv_pieces import kv_pieces
@@ -51,8 +52,6 @@ def main() -> None:
 
 def answer(job: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     if "calibrate" in job:
-        from spanwise.calibrate import calibrate
-
         # All hosts have the machine's name: one process a host has to be said.
         hardware = calibrate(mesh, num_q_heads=HEADS, head_dim=HEAD_DIM, host_size=1)
         return {"hardware": hardware.to_dict()}

@@ -69,6 +69,7 @@ def scenario_row(
             "exchange_seconds": exchange,
             "exposed_seconds": step - compute,
             "exposed_share": (step - compute) / exchange,
+            "compute_covers_exchange": compute >= exchange,
             "floor_seconds": 2 * busiest * 8 / scenario.rate,
             "planned_recv_bytes": plan.recv_bytes().tolist(),
             "planned_send_bytes": (traffic.sum(axis=0) * ITEMSIZE).tolist(),
@@ -88,7 +89,9 @@ def scenario_row(
         compute = row["compute_seconds"]
         possible = (1 + base["exchange_seconds"] / compute) / (1 + row["exchange_seconds"] / compute)
         reached = base["step_seconds"] / row["step_seconds"]
-        row |= {"reached": reached, "possible": possible, "share": (reached - 1) / (possible - 1)}
+        # Where removing the unneeded traffic gives nothing there is nothing to have a share of.
+        share = (reached - 1) / (possible - 1) if possible > 1.01 else None
+        row |= {"reached": reached, "possible": possible, "share": share}
     return {
         "scenario": dataclasses.asdict(scenario),
         "threads": ranks[0]["threads"],
@@ -168,7 +171,8 @@ def show(row: dict[str, Any]) -> None:
     for one in row["variants"]:
         gain = " " * 25
         if one is not first:
-            gain = f"{one['reached']:9.2f}{one['possible']:9.2f}{one['share']:7.2f}"
+            share = "-" if one["share"] is None else f"{one['share']:.2f}"
+            gain = f"{one['reached']:9.2f}{one['possible']:9.2f}{share:>7}"
         guess = f"{one['predicted']['step_ratio']:10.2f}" if "predicted" in one else " " * 10
         print(
             f"  {one['name']:16}{one['step_seconds']:8.3f}{one['compute_seconds']:9.3f}{one['exchange_seconds']:9.3f}"
