@@ -88,8 +88,8 @@ def fit_attention(
     _, x, fitted = fit(grid[best])
     if not (x[1] > 0 and x[2] > 0):
         raise ValueError(
-            f"attention took no longer for more work: noise hides it; take larger problems or more repeats. The times "
-            f"were {y.tolist()} seconds for {flops.tolist()} FLOPs"
+            f"attention took no longer for more work; take larger problems. It took {y.tolist()} seconds for "
+            f"{flops.tolist()} FLOPs"
         )
     rates = {
         "attention_flops": float(1 / x[1]),
@@ -105,7 +105,7 @@ def fit_attention(
 
 
 def _fit_relative(columns_SC: np.ndarray, y_S: np.ndarray) -> np.ndarray:
-    """Least squares of relative residuals; the first unknown, a fixed time, is at least 0.
+    """Least squares of relative residuals; the first unknown, a fixed time, is at least 0 and no sample is shorter.
 
     Twice as long and half as long count the same (relative to the measured alone, a fit would lie below the slow
     outliers, relative to the fitted alone above the fast ones). The weights for that depend on the fit, so that it is
@@ -115,8 +115,9 @@ def _fit_relative(columns_SC: np.ndarray, y_S: np.ndarray) -> np.ndarray:
     for _ in range(8):
         weighted, target = columns_SC / scale_S[:, None], y_S / scale_S
         x = np.linalg.lstsq(weighted, target, rcond=None)[0]
-        if x[0] < 0:
-            x = np.append(0.0, np.linalg.lstsq(weighted[:, 1:], target, rcond=None)[0])
+        fixed = min(max(x[0], 0.0), float(y_S.min()))
+        if fixed != x[0]:
+            x = np.append(fixed, np.linalg.lstsq(weighted[:, 1:], target - fixed * weighted[:, 0], rcond=None)[0])
         # Σ (f - y) f' / scale² = 0 is then Σ sinh(½ log f/y) f'/f = 0.
         fitted_S = np.maximum(columns_SC @ x, 1e-3 * y_S)
         scale_S = fitted_S**0.75 * y_S**0.25
@@ -148,8 +149,7 @@ def fit_link(
     x = _fit_relative(columns, y)
     if not (x[1:] > 0).all():
         raise ValueError(
-            f"collectives took no longer for more bytes: noise hides what they move; raise largest or repeats. "
-            f"(collective, bytes, seconds) were {samples}"
+            f"collectives took no longer for more bytes; raise largest. (collective, bytes, seconds) were {samples}"
         )
     fastest = float(x[1:].min())
     if wire is None:
