@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def run(options: PlanOptions) -> dict[str, Any]:
     with text.working(f"planning {int(cu_seqlens[-1]):,} tokens"):
         comparison = compare(plan_for, degrees) if degrees else None
         ranks = options.ranks if options.ranks is not None else comparison.best if comparison else 8
-        result = figures(plan_for(ranks), source, options.command(), comparison)
+        result = figures(plan_for(ranks), source, options.command(), comparison, describe_masks(options, masks))
     text.show(result)
     for path, write in ((options.json, _write_json), (options.html, _write_html)):
         if path is not None:
@@ -191,6 +192,18 @@ def build_masks(options: PlanOptions, cu_seqlens: np.ndarray) -> tuple[dict[str,
         return {"default": near}, {"default": options.layers}
     whole = SpanMask.documents(cu_seqlens, causal=causal)
     return {"window": near, "whole": whole}, {"window": windowed, "whole": options.layers - windowed}
+
+
+def describe_masks(options: PlanOptions, names: Iterable[str]) -> dict[str, str]:
+    """What a row reads under each mask, in words."""
+    whole = "each row reads its whole document" if options.bidirectional else "each row reads its document up to itself"
+    notes = dict.fromkeys(names, whole)
+    if options.window is not None:
+        left, right = parse_window(options.window, options.bidirectional)
+        after = f" and up to {right:,} after it" if options.bidirectional else ""
+        near = f"each row reads itself, up to {left:,} tokens before it{after}, of its own document"
+        notes |= {name: near for name in names if name != "whole"}
+    return notes
 
 
 def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:

@@ -185,8 +185,8 @@ def rank_step(pixels: float, room: float) -> int:
     return 1 << max(0, math.ceil(math.log2(room / pixels)))
 
 
-def traffic(name: str, mask: MaskFigures) -> Drawing:
-    """A heat map, receivers down, senders to the right."""
+def traffic(name: str, mask: MaskFigures, groups: Sequence[int] = ()) -> Drawing:
+    """A heat map, receivers down, senders to the right; lines between groups of so many ranks."""
     count = len(mask.traffic)
     cell = min(40.0, 560 / count)
     left, top, side = 64.0, 44.0, cell * count
@@ -222,6 +222,10 @@ def traffic(name: str, mask: MaskFigures) -> Drawing:
             drawing.add("</g>")
     for rank in range(count):
         drawing.rect(left + rank * cell, top + rank * cell, cell, cell, "self")
+    for group in groups:
+        for at in np.arange(group, count, group) * cell:
+            drawing.line(left + at, top, left + at, top + side, "boundary")
+            drawing.line(left, top + at, left + side, top + at, "boundary")
     if count <= 12:
         for receiver, sender in np.argwhere(mask.traffic > 0).tolist():
             strong = " on-heat" if shade[receiver, sender] > levels * 0.55 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class MaskFigures:
     """One mask of a plan; arrays have an entry a rank.
 
     Attributes:
+        note: what a row reads, in words.
         layers: how many layers use the mask.
         pairs: visible (query, key) pairs of the whole mask.
         work: pairs of each rank; ``local`` those whose key it holds.
@@ -43,6 +45,7 @@ class MaskFigures:
     """
 
     name: str
+    note: str
     layers: float
     pairs: int
     imbalance: float
@@ -104,6 +107,7 @@ class Figures:
 def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
     return {
         "name": mask.name,
+        "note": mask.note,
         "layers": mask.layers,
         "pairs": mask.pairs,
         "imbalance": mask.imbalance,
@@ -121,15 +125,30 @@ def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
     }
 
 
-def figures(plan: Plan, source: Source, command: str, comparison: Comparison | None = None) -> Figures:
-    """All figures of ``plan``, which has the attention's shape, document offsets and one batch row."""
+def figures(
+    plan: Plan,
+    source: Source,
+    command: str,
+    comparison: Comparison | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Figures:
+    """All figures of ``plan``, which has the attention's shape and one batch row.
+
+    Args:
+        source: where the sequence comes from; ``command`` what a shell runs to get the plan again.
+        comparison: other numbers of ranks, if they were compared.
+        notes: what a row reads under each mask, in words.
+
+    Raises:
+        ValueError: the plan has several batch rows, or no attention shape.
+    """
     if plan.batch_size > 1:
         raise ValueError(
             f"a report shows one sequence, and the plan has {plan.batch_size} batch rows with masks of their own"
         )
     lengths = np.diff(plan.cu_seqlens[0]) if plan.cu_seqlens else np.array([plan.seq_len])
     candidates = tuple(_candidate(candidate) for candidate in plan.candidates)
-    masks = tuple(mask_figures(plan, name) for name in plan.masks)
+    masks = tuple(mask_figures(plan, name, (notes or {}).get(name, "")) for name in plan.masks)
     return Figures(plan, source, command, comparison, lengths, plan.predict(), candidates, masks)
 
 
@@ -137,7 +156,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {**dataclasses.asdict(candidate), "seconds": dict(candidate.seconds)}
 
 
-def mask_figures(plan: Plan, name: str) -> MaskFigures:
+def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
+    """The figures of one of the plan's masks."""
     intervals = tuple(plan.timeline(name).intervals)
     compute, exchange, exposed = np.zeros((3, plan.num_ranks))
     for rank in range(plan.num_ranks):
@@ -147,6 +167,7 @@ def mask_figures(plan: Plan, name: str) -> MaskFigures:
         exposed[rank] = sum(stop - start for start, stop in uncovered(moving, busy))
     return MaskFigures(
         name=name,
+        note=note,
         layers=plan.weights[name],
         pairs=int(plan.work(name).sum()),
         imbalance=plan.imbalance(name),

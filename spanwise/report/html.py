@@ -56,6 +56,7 @@ def _svg(drawing: Drawing) -> Markup:
 def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
     plan = result.plan
     gathered = float((plan.seq_len - plan.layout.tokens_per_rank).mean())
+    groups = [link.ranks for link in plan.hardware.links if link.ranks and link.ranks < plan.num_ranks]
     colors = charts.colors_of(plan.layout)
     whole, closer = charts.partition(mask.name, plan.mask(mask.name), plan.layout, colors)
     return {
@@ -66,13 +67,20 @@ def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
         "local_share": float(mask.local.sum()) / mask.pairs if mask.pairs else 1.0,
         "filled": mask.pairs / plan.seq_len**2,
         "pieces": plan.num_pieces(mask.name),
+        "crossing": [(group, _crossing(mask.traffic, group)) for group in groups],
         "partition": _svg(whole),
         "closer": closer and _svg(closer),
         "work": _svg(charts.work(mask.name, mask, colors)),
         "received": _svg(charts.received(mask.name, mask, colors)),
-        "traffic": _svg(charts.traffic(mask.name, mask)),
+        "traffic": _svg(charts.traffic(mask.name, mask, groups)),
         "timeline": _svg(charts.timeline(mask.name, mask, plan.timeline(mask.name).forward.seconds)),
     }
+
+
+def _crossing(traffic: np.ndarray, group: int) -> float:
+    """Share of the tokens that leave groups of ``group`` consecutive ranks."""
+    of = np.arange(len(traffic)) // group
+    return float(traffic[of[:, None] != of].sum()) / max(float(traffic.sum()), 1.0)
 
 
 def _documents(result: Figures) -> Markup | None:

@@ -29,6 +29,8 @@ def show(result: Figures) -> None:
         console.print(_comparison_table(result.comparison))
     for mask in result.masks:
         console.print()
+        if mask.note:
+            console.print(f"{mask.name}: {mask.note}", markup=False, highlight=False)
         console.print(_rank_table(result, mask))
     console.print()
     console.print(_seconds_table(result))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from spanwise import cost
 from spanwise.__main__ import app
 from spanwise.mask import SpanMask
-from spanwise.plan_command import PlanOptions, build_masks, choose_sequence, parse_ranks, parse_window
+from spanwise.plan_command import PlanOptions, build_masks, choose_sequence, describe_masks, parse_ranks, parse_window
 from spanwise.planner import make_plan
 from spanwise.report.compare import Degree, _recommend, compare
 from spanwise.report.lengths import read_lengths
@@ -158,6 +158,16 @@ def test_masks_of_layers() -> None:
     both = SpanMask.documents(cu, causal=False, window=(8, 3))
     assert build_masks(PlanOptions(window="8,3", bidirectional=True), cu)[0] == {"default": both}
     assert parse_window("8,3", True) == (8, 3) and parse_ranks("8,2,2") == (2, 8)
+
+
+def test_masks_in_words() -> None:
+    assert describe_masks(PlanOptions(), ["default"]) == {"default": "each row reads its document up to itself"}
+    notes = describe_masks(PlanOptions(window="800,30", bidirectional=True), ["window", "whole"])
+    assert notes["whole"] == "each row reads its whole document"
+    assert (
+        notes["window"]
+        == "each row reads itself, up to 800 tokens before it and up to 30 after it, of its own document"
+    )
 
 
 # ---------------------------------------------------------------- choosing a degree

@@ -261,6 +261,20 @@ def test_timeline_is_to_scale_and_marks_waits() -> None:
     assert mask.exposed[busiest] <= parts["exposed_forward"] + parts["exposed_backward"] + 1e-12
 
 
+def test_traffic_between_hosts_is_told() -> None:
+    hardware = plan_of(MASKS["causal"]).hardware
+    hardware = dataclasses.replace(
+        hardware, links=(dataclasses.replace(hardware.links[0], ranks=2), hardware.links[-1])
+    )
+    result = figures_of(MASKS["documents"], 4, hardware=hardware, exchange="needed", balancer="lpt")
+    traffic = result.plan.traffic()
+    crossing = traffic[:2, 2:].sum() + traffic[2:, :2].sum()
+    text = render(result)
+    assert f"{100 * crossing / traffic.sum():.1f}% of them leave groups of 2 ranks" in text
+    drawing = re.findall(r'<svg role="img" aria-labelledby="traffic-default.*?</svg>', text, re.DOTALL)[0]
+    assert len(ET.fromstring(drawing).findall(f"{SVG}line")) == 2
+
+
 def test_uncovered() -> None:
     cover = np.array([[1.0, 2.0], [3.0, 5.0]])
     assert uncovered(np.array([[0.0, 4.0], [4.5, 6.0]]), cover) == [(0, 1), (2, 3), (5, 6)]
