@@ -93,7 +93,8 @@ def context_parallel_attention(
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
             a kernel or option that does not go with the device or with another option.
-        spanwise.ExchangeError: a collective failed; it names the lost ranks. In compiled code torch's error surfaces.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
+            ranks. In compiled code torch's own error surfaces.
     """
     out, aux = _attend(
         q, k, v, plan, mesh, return_aux or AuxRequest(),

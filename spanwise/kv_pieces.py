@@ -72,7 +72,7 @@ def kv_pieces(
         mask: name of the mask, for errors.
 
     Raises:
-        spanwise.ExchangeError: a collective failed.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
         ValueError: pieces are to be fetched again, and this is compiled code.
     """
     if len(stages) == 1:
@@ -121,7 +121,8 @@ def _needed_pieces(
 
     def arrived(i: int) -> torch.Tensor:
         one, pending[i] = pending[i], None  # or the buffer would stay for as long as the caller works on the piece
-        return needed.wait(one, routes[i], name, label).unflatten(1, (batch, -1)).transpose(0, 1)
+        what = f"{label}, piece {i + 1} of {len(routes)}"
+        return needed.wait(one, routes[i], name, what).unflatten(1, (batch, -1)).transpose(0, 1)
 
     return [functools.partial(arrived, i) for i in range(len(routes))]
 

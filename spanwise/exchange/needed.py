@@ -71,7 +71,7 @@ class _Start(torch.autograd.Function):
         for i, send in enumerate(sends):
             sent_SF = x_RF.index_select(0, send)
             send_sizes, recv_sizes = _halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
-            what = f"all-to-all of {label}"
+            what = f"all-to-all of {label}, piece {i + 1} of {len(sends)}"
             data.append(failure.start(what, name, _compat.start_all_to_all, sent_SF, recv_sizes, send_sizes, name))
             anchors.append(anchor(sent_SF.shape, x_RF))
         ctx.mark_non_differentiable(*data)
@@ -84,8 +84,7 @@ class _Start(torch.autograd.Function):
         # A row that went to several ranks gets several gradients: summed in float32 at least, cast once.
         total = pending[0].new_zeros(ctx.num_rows, pending[0].shape[1])
         for send, grad_SF in zip(reversed(sends), reversed(pending), strict=True):  # in the order of their departure
-            arrived_SF = failure.wait(grad_SF, f"all-to-all of gradients, {ctx.label}", ctx.name)
-            total.index_add_(0, send, arrived_SF)
+            total.index_add_(0, send, failure.wait(grad_SF, f"all-to-all of gradients, {ctx.label}", ctx.name))
         return total.to(ctx.dtype), None, None, None, *(None for _ in sends)
 
 

@@ -58,6 +58,7 @@ def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         dtype=getattr(torch, config.dtype),
+        hardware=spanwise.CPU_HOST if config.device == "cpu" else spanwise.H100,
         cu_seqlens=cu_seqlens,
     )
 

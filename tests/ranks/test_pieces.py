@@ -13,8 +13,9 @@ import spanwise
 from spanwise import SpanMask, _compat, rank_plan
 from spanwise.exchange import needed
 from spanwise.pieces import piece_of, piece_tokens
-from tests.oracle import make_problem
+from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
+from tests.simulated import all_ranks
 
 LENGTH = 230
 MASK = SpanMask.documents([0, 1, 70, 70, 180, LENGTH])
@@ -168,3 +169,15 @@ def test_route_is_a_pytree_without_numbers() -> None:
     route = rank_plan.build(plan, 1).stages["default"][1].route
     assert isinstance(route, needed.Route) and all(isinstance(x, int) for x in route.sizes)
     assert _compat.tree_map(lambda x: x, route).sizes == route.sizes
+
+
+@pytest.mark.parametrize("exchange", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 3}])
+def test_rank_plans_in_one_process(exchange: dict[str, Any]) -> None:
+    """The same picking of rows with which `tests/gpu` feeds the ranks of a plan on one device."""
+    plan = spanwise.make_plan(MASK, 3, balancer="lpt", block_size=8, **exchange)
+    problem = make_problem(MASK.dense(), heads=(4, 2), dims=(8, 8))
+    leaves = [x.requires_grad_() for x in problem[:3]]
+    out = all_ranks(plan, *leaves, kernel="sdpa")
+    out.backward(problem.grad_out)
+    for got, want in zip((out, *(x.grad for x in leaves)), (problem.out, *problem[6:9]), strict=True):
+        assert relative_error(got.detach(), want) <= 1e-10

@@ -1,0 +1,45 @@
+"""Every rank of a plan in one process: what each would receive is picked out of the whole tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from spanwise import Plan
+from spanwise.kernels import attend
+from spanwise.kernels.merge import merge
+from spanwise.rank_plan import build
+
+
+def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: str) -> torch.Tensor:
+    """Attention of the whole sequence through the rank plans of all ranks; differentiable.
+
+    Args:
+        q, k, v: ``[1, H, seq_len, D]``; a plan of one layout row.
+    """
+    ranks = range(plan.num_ranks)
+    locals_ = [build(plan, rank, q.device, flex_tables=kernel == "flex") for rank in ranks]
+    kv_shards = [[plan.shard(x, rank, dim=2) for rank in ranks] for x in (k, v)]
+    outs = []
+    for rank, local in enumerate(locals_):
+        parts = []
+        for i, stage in enumerate(local.stages["default"]):
+            if i == 0:
+                piece = [shards[rank] for shards in kv_shards]
+            elif stage.take is not None:
+                padded = local.padded.shape[0]
+                gathered = [torch.cat([pad(x, (0, 0, 0, padded - x.shape[2])) for x in xs], 2) for xs in kv_shards]
+                piece = [x.index_select(2, stage.take[0]) for x in gathered]
+            else:
+                # From each sender the rows that its own route sends here.
+                routes = [other.stages["default"][i].route for other in locals_]
+                rows = [route.send.split([x.shape[0] for x in route.send_sizes])[rank] for route in routes]
+                arrived = [
+                    torch.cat([x.index_select(2, at) for x, at in zip(xs, rows, strict=True)], 2) for xs in kv_shards
+                ]
+                piece = [pad(x, (0, 0, 0, 1)).index_select(2, stage.route.order) for x in arrived]
+            parts.append(
+                attend(kernel, plan.shard(q, rank, dim=2), *piece, stage, local.tokens, scale=q.shape[-1] ** -0.5)
+            )
+        outs.append(merge(parts)[0])
+    return torch.cat(outs, 2).index_select(2, plan.layout.restore_indices()[0].to(q.device))
