@@ -12,7 +12,8 @@ from html import escape
 import numpy as np
 
 #: Colours of ranks; past them they repeat. Chosen so that every two differ by 0.14 or more in OKLab, in normal sight
-#: and as people with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009).
+#: and as people with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009);
+#: dark pages mix them with white, which leaves four fifths of that.
 RANK_COLORS = ("#33467f", "#f2930d", "#207f93", "#cc460d", "#a67ff2", "#0dccb9", "#7f2020", "#930ddf")
 
 

@@ -30,7 +30,8 @@ def show(result: Figures) -> None:
     for mask in result.masks:
         console.print()
         if mask.note:
-            console.print(f"{mask.name}: {mask.note}", markup=False, highlight=False)
+            named = f"mask {mask.name!r}: " if len(result.masks) > 1 else ""
+            console.print(f"{named}{mask.note}", markup=False, highlight=False)
         console.print(_rank_table(result, mask))
     console.print()
     console.print(_seconds_table(result))
