@@ -19,9 +19,10 @@ Float64Array = NDArray[np.float64]
 _PRIME = 2**31 - 1  # the generator is x <- 48271 x mod this (S. K. Park, K. W. Miller, P. K. Stockmeyer, CACM 36, 1993)
 _FACTOR = 48271
 # A swap is priced as if what a rank receives above the cap counted so many times more. Found by trial.
-_LOPSIDED, _LOPSIDED_WEIGHT = 2.0, 4.0  # objective "mean": cap in means
-_TOP, _TOP_WEIGHT = 0.9, 16.0  # objective "busiest": cap in busiest ranks
-LARGEST = 2.45  # largest over mean receiver that a layout may have without being passed over for it
+_LOPSIDED, _LOPSIDED_WEIGHT = 2.0, 4.0  # cap in means
+_TOP, _TOP_WEIGHT = 0.9, 16.0  # cap in busiest ranks, where the busiest is what counts
+_LARGEST = 2.45  # the largest receiver counts instead of the mean where it is so many times as much
+_MANY_RANKS = 16  # with more, two ranks drawn at random rarely hold parts of one document
 
 
 class Task(NamedTuple):
@@ -175,14 +176,13 @@ def _begun(task: Task, owner: Int64Array, num_ranks: int) -> tuple[NDArray[np.in
 
 @njit(cache=True)
 def _rating(busiest: bool, recv: Float64Array) -> float:
-    """What the best layout has least of: priced tokens summed over ranks, or those of the busiest times the ranks.
+    """What the best layout has least of: priced tokens of all ranks, or of the busiest rank times the ranks.
 
-    A layout whose largest receiver is far above the mean is rated by how far.
+    In the mean a layout counts as much as the largest receiver lets it: one that receives more than ``_LARGEST`` means
+    is what has to fall then, and nothing is won by more traffic elsewhere.
     """
-    largest, cost = recv.max(), recv.sum()
-    if busiest:
-        return len(recv) * largest
-    return cost + len(recv) * max(0.0, largest - LARGEST * cost / len(recv))
+    largest = len(recv) * recv.max()
+    return largest if busiest else max(recv.sum(), largest / _LARGEST)
 
 
 @njit(cache=True)
@@ -226,7 +226,7 @@ def anneal(
     if over <= slack:
         least, least_cost = _rating(busiest, recv), cost
         best[:] = owner
-    largest = recv.max()
+    largest, top = recv.max(), recv.argmax()
     draw = 1
     operations = 0
     while operations < budget:
@@ -237,15 +237,29 @@ def anneal(
         a = owner[x]
         draw = draw * _FACTOR % _PRIME
         bits = draw >> 4
+        if busiest and bits & 3072 == 0 and held[top] > 0:  # what the busiest rank holds, more often than the rest
+            a = top
+            x = members[a, x % held[a]]
+        y = -1
+        if num_ranks > _MANY_RANKS and bits & 768 == 0:
+            # A rank that holds part of a document takes more of it, and gives whatever else it has.
+            draw = draw * _FACTOR % _PRIME
+            y = left[x] + draw % (right[x] - left[x])
+            if owner[y] == a:
+                continue
+            draw = draw * _FACTOR % _PRIME
+            x = members[a, draw % held[a]]
         lowest, highest = (left[x], right[x]) if bits & 1 else (0, num_blocks)
         a_start, a_stop = x, x + 1
         while a_start > lowest and owner[a_start - 1] == a:
             a_start -= 1
         while a_stop < highest and owner[a_stop] == a:
             a_stop += 1
-        # The partner holds the neighbouring blocks, or any.
         b = a
-        if bits & 4:
+        if y >= 0:
+            b = owner[y]
+        elif bits & 4:
+            # The partner holds the neighbouring blocks, or any.
             if bits & 2:
                 if a_stop < num_blocks:
                     b = owner[a_stop]
@@ -256,8 +270,9 @@ def anneal(
             b = owner[draw % num_blocks]
         if b == a:
             continue
-        draw = draw * _FACTOR % _PRIME
-        y = members[b, draw % held[b]]
+        if y < 0:
+            draw = draw * _FACTOR % _PRIME
+            y = members[b, draw % held[b]]
         lowest, highest = (left[y], right[y]) if bits & 16 else (0, num_blocks)
         b_start, b_stop = y, y + 1
         while b_start > lowest and owner[b_start - 1] == b:
@@ -285,7 +300,7 @@ def anneal(
             late -= max(0.0, work[k, a] - limit[k]) + max(0.0, work[k, b] - limit[k])
             more += late / limit[k]
             allowed -= penalty[k] * late
-        if busiest:
+        if busiest or largest > _LARGEST * cost / num_ranks:
             cap, weight = _TOP * largest, _TOP_WEIGHT
         else:
             cap, weight = _LOPSIDED * cost / num_ranks, _LOPSIDED_WEIGHT
@@ -326,7 +341,7 @@ def anneal(
             work[k, a] -= moved
             work[k, b] += moved
         over += more
-        cost, largest = recv.sum(), recv.max()
+        cost, largest, top = recv.sum(), recv.max(), recv.argmax()
         for i in range(size):
             p, q = a_start + i, b_start + i
             seat_p, seat_q = seat[p], seat[q]

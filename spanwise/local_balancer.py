@@ -26,6 +26,7 @@ from spanwise.mask import SpanMask
 _HEAT, _REHEAT, _COLD = 4.0, 1.0, 0.02  # blocks by which a swap may be worse: at first, after a coarse search, at last
 _PENALTY, _FINE_PENALTY = 0.5, 1.0
 _COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # of the budget; the coarse bound over the bound
+_HOST_SHARE = 0.3  # of the budget
 _QUALITIES = {"best": 1.0, "fast": 0.25}
 _OBJECTIVES = ("mean", "busiest")
 
@@ -34,16 +35,17 @@ _OBJECTIVES = ("mean", "busiest")
 class Local:
     """Least K/V traffic under a bound on the imbalance; every rank holds equally many blocks, give or take one.
 
-    Of several masks each is bounded by itself, because ranks wait for one another in every layer, and so is their
-    weighted sum. The traffic that counts is the sum of the masks' tokens, each times its weight.
+    Of several masks the weighted sum is bounded, and so is each by itself, because ranks wait for one another in every
+    layer; where the search finds no layout within all bounds, only the sum's holds. The traffic that counts is the sum
+    of the masks' tokens, each times its weight.
 
     Args:
         max_imbalance: busiest over mean work (mask area) that is allowed, at least 1. None: 1.02, or 1.03 if a rank
             holds fewer than 32 blocks. What longest-first dealing (`LPT`) cannot reach is not asked for: its busiest
             rank is allowed too.
         quality: "best", or "fast" for a quarter of the search.
-        objective: "mean" for the tokens that all ranks receive together, with some weight on ranks that receive more
-            than twice the mean; "busiest" for the rank that receives most, and among equals the mean.
+        objective: "mean" for the tokens that all ranks receive together, or, where one receives more than 2.45 times
+            the mean, for what that one receives; "busiest" for the rank that receives most, and among equals the mean.
         host_size: ranks of a host, where rank r is on host ``r // host_size``; None if all links are alike.
         host_price: what a token from a rank of the same host costs, between 0 and 1; one from another host costs 1.
             The default is about NVLink's 450 GB/s against the 50 GB/s of a 400 Gbit/s adapter.
@@ -76,52 +78,83 @@ class Local:
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64Array:
         """Owner of each block, int64 ``[batch, num_blocks]``; the same for the same problem on every host."""
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
-        dealt = LPT().assign(problem, num_ranks)
+        alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
+        dealt = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
         ranks = _Ranks(problem, num_ranks, self.host_size)
         for row in range(problem.batch_size):
-            owner[row] = ranks.named(self._search(problem, row, ranks, num_ranks - 1 - dealt[row]))
+            owner[row] = ranks.named(self._search(problem, row, ranks, dealt))
         return owner
 
-    def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, dealt: Int64Array) -> Int64Array:
+    def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, deals: list[Int64Array]) -> Int64Array:
         num_blocks, num_ranks = problem.num_blocks, ranks.num_ranks
         contiguous = _contiguous(num_blocks, num_ranks)
         work = _bounded_work(problem, row)
+        dealt = [num_ranks - 1 - each[row if len(each) > 1 else 0] for each in deals]
+        reached = np.array([_busiest(each, work, num_ranks)[k] for k, each in enumerate(dealt)])[work.any(axis=1)]
+        work = work[work.any(axis=1)]
         if num_ranks == 1 or num_blocks <= 1 or len(work) == 0:
             return contiguous
         bound = self.max_imbalance
         if bound is None:
             bound = 1.02 if num_blocks >= 32 * num_ranks else 1.03
-        limit = np.maximum(bound * work.sum(axis=1) / num_ranks, _busiest(dealt, work, num_ranks)) * (1 + 1e-12)
+        limit = np.maximum(bound * work.sum(axis=1) / num_ranks, reached) * (1 + 1e-12)
         budget = _budget(num_blocks, num_ranks) * _QUALITIES[self.quality]
-        # Big pieces find their place first: a coarse search costs little and crosses hills that single blocks do not.
-        coarse = 1
-        while 4 * coarse * coarse * num_ranks <= num_blocks:
-            coarse *= 2
-        start, heat = contiguous, _HEAT
+        coarse = _coarse(num_blocks, num_ranks)
+        starts, heat = [_contiguous(-(-num_blocks // coarse), num_ranks)], _HEAT
+        if ranks.host_size > 1 and num_ranks % ranks.host_size == 0:
+            starts.append(self._spread_over_hosts(problem, row, ranks, work, limit, _HOST_SHARE * budget))
+        start = starts[-1]
         if coarse > 1:
-            start, heat = _contiguous(-(-num_blocks // coarse), num_ranks), _REHEAT
             search = _Search(self, problem, row, ranks, work, limit * _COARSE_SLACK, coarse)
-            search.run(start, 2.0 * coarse, _PENALTY, _COARSE_SHARE * budget)
-            start = _evened(np.repeat(search.best, coarse)[:num_blocks], num_ranks)
+            for begin in starts:
+                search.run(begin, 2.0 * coarse, _PENALTY, _COARSE_SHARE * budget)
+            start, heat = np.repeat(search.best, coarse)[:num_blocks], _REHEAT
             budget *= 1 - _COARSE_SHARE
+        start = ranks.evened(start)
         search = _Search(self, problem, row, ranks, work, limit)
         search.run(start, heat, _FINE_PENALTY, budget)
         # Where the structured layouts are balanced they may be hard to beat: windows, plain causal masks.
-        for structured in (contiguous, _zig_zag(num_blocks, num_ranks)):
+        for structured in (contiguous, ranks.evened(_zig_zag(num_blocks, num_ranks))):
             if (_busiest(structured, work, num_ranks) <= limit).all():
                 search.run(structured, 0.0, _FINE_PENALTY, 0)
         for penalty in (8 * _FINE_PENALTY, 64 * _FINE_PENALTY):
             if math.isinf(search.least[0]):
                 search.run(search.last, 0.0, penalty, 0.25 * budget)
-        if math.isinf(search.least[0]):
-            search.run(dealt, 0.0, 64 * _FINE_PENALTY, 0.25 * budget)
+        if math.isinf(search.least[0]):  # no mask by itself is sure of its bound, only their sum
+            limit = np.maximum(limit, _busiest(dealt[0], work, num_ranks) * (1 + 1e-12))
+            search = _Search(self, problem, row, ranks, work, limit)
+            search.run(dealt[0], 0.0, 64 * _FINE_PENALTY, 0.25 * budget)
         return search.best
+
+    def _spread_over_hosts(
+        self,
+        problem: LayoutProblem,
+        row: int,
+        ranks: _Ranks,
+        work: Float64Array,
+        limit: Float64Array,
+        budget: float,
+    ) -> Int64Array:
+        """A coarse layout in which little travels between hosts: a flat search with hosts for ranks, cut evenly."""
+        size = ranks.host_size
+        hosts = _Ranks(problem, ranks.num_ranks // size, None)
+        rough = _coarse(problem.num_blocks, hosts.num_ranks)
+        search = _Search(self, problem, row, hosts, work, size * limit * _COARSE_SLACK, rough)
+        search.run(_contiguous(-(-problem.num_blocks // rough), hosts.num_ranks), 2.0 * rough, _PENALTY, budget)
+        coarse = _coarse(problem.num_blocks, ranks.num_ranks)
+        host = np.repeat(search.best, rough // coarse)[: -(-problem.num_blocks // coarse)]
+        start = np.empty_like(host)
+        for each in range(hosts.num_ranks):
+            held = np.flatnonzero(host == each)
+            start[held] = each * size + np.arange(len(held)) * size // max(len(held), 1)
+        return ranks.evened(start)
 
 
 class _Ranks:
     """Ranks as the search counts them, backwards: the last ones hold the left-over blocks, and a short last block.
 
     Attributes:
+        host_size: ranks of a host; 1 if all links are alike.
         host_start, host_stop: the ranks that share a host with each rank; a rank alone if all links are alike.
         kind: ranks of equal kind may change places with all their host, ``[num_ranks]``.
         has_short: whether the last block is short.
@@ -130,7 +163,7 @@ class _Ranks:
     def __init__(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> None:
         self.num_ranks = num_ranks
         self.has_short = problem.seq_len % problem.block_size != 0
-        size = host_size if host_size is not None and host_size < num_ranks else 1
+        size = self.host_size = host_size if host_size is not None and host_size < num_ranks else 1
         self.host = (num_ranks - 1 - np.arange(num_ranks)) // size
         self.host_start = np.maximum(num_ranks - (self.host + 1) * size, 0)
         self.host_stop = num_ranks - self.host * size
@@ -138,6 +171,18 @@ class _Ranks:
         blocks = np.bincount(self.host, counts)[self.host].astype(np.int64)
         kinds = np.stack([self.host_stop - self.host_start, blocks, counts], axis=1)
         self.kind = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    def evened(self, owner: Int64Array) -> Int64Array:
+        """Moves blocks, or units of them, from ranks with too many to ranks with too few, the last one to a rank that
+        may hold it."""
+        counts, wanted = np.bincount(owner, minlength=self.num_ranks), _counts(len(owner), self.num_ranks)
+        owner = owner.copy()
+        spare = [np.flatnonzero(owner == rank)[: max(counts[rank] - wanted[rank], 0)] for rank in range(self.num_ranks)]
+        owner[np.concatenate(spare)] = np.repeat(np.arange(self.num_ranks), np.maximum(wanted - counts, 0))
+        if self.has_short and self.kind[owner[-1]] != self.kind[-1]:
+            owner[np.flatnonzero(owner == self.num_ranks - 1)[-1]] = owner[-1]
+            owner[-1] = self.num_ranks - 1
+        return owner
 
     def named(self, owner: Int64Array) -> Int64Array:
         """Ranks as the caller counts them: hosts and their ranks with more blocks first, then those with the short last
@@ -217,9 +262,8 @@ def _bounded_work(problem: LayoutProblem, row: int) -> Float64Array:
     bounded = [problem.block_area]
     if len(problem.masks) > 1:
         starts = np.arange(0, problem.seq_len, problem.block_size)
-        bounded += [np.add.reduceat(problem.masks[name].area(), starts, axis=1) for name in sorted(problem.masks)]
-    work = np.stack([area[row if len(area) > 1 else 0].astype(np.float64) for area in bounded])
-    return work[work.any(axis=1)]
+        bounded += [np.add.reduceat(mask.area(), starts, axis=1) for mask in problem.masks.values()]
+    return np.stack([area[row if len(area) > 1 else 0].astype(np.float64) for area in bounded])
 
 
 def _busiest(owner: Int64Array, work: Float64Array, num_ranks: int) -> Float64Array:
@@ -228,8 +272,8 @@ def _busiest(owner: Int64Array, work: Float64Array, num_ranks: int) -> Float64Ar
 
 def _budget(num_blocks: int, num_ranks: int) -> float:
     """Operations that the search may take: about 3 ns each."""
-    size = min(num_blocks, 1024) * math.sqrt(max(num_blocks, 1024) / 1024)
-    return 1000 * size * min(num_ranks, 8) * (max(num_ranks, 8) / 8) ** 0.6
+    size = min(num_blocks, 1024) * (max(num_blocks, 1024) / 1024) ** 0.4
+    return 1000 * size * min(num_ranks, 8) * (max(num_ranks, 8) / 8) ** 0.7
 
 
 def _counts(num_blocks: int, num_ranks: int) -> Int64Array:
@@ -243,18 +287,18 @@ def _contiguous(num_blocks: int, num_ranks: int) -> Int64Array:
 
 
 def _zig_zag(num_blocks: int, num_ranks: int) -> Int64Array:
-    """Head-tail chunks of whole blocks, evened out."""
+    """Head-tail chunks of whole blocks."""
     chunk = np.arange(num_blocks) * 2 * num_ranks // num_blocks
-    return _evened(np.maximum(chunk, 2 * num_ranks - 1 - chunk) - num_ranks, num_ranks)
+    return np.maximum(chunk, 2 * num_ranks - 1 - chunk) - num_ranks
 
 
-def _evened(owner: Int64Array, num_ranks: int) -> Int64Array:
-    """Moves blocks, never the last one, from ranks with too many to ranks with too few."""
-    counts, wanted = np.bincount(owner, minlength=num_ranks), _counts(len(owner), num_ranks)
-    owner = owner.copy()
-    spare = [np.flatnonzero(owner == rank)[: max(counts[rank] - wanted[rank], 0)] for rank in range(num_ranks)]
-    owner[np.concatenate(spare)] = np.repeat(np.arange(num_ranks), np.maximum(wanted - counts, 0))
-    return owner
+def _coarse(num_blocks: int, num_ranks: int) -> int:
+    """Blocks of a unit in the coarse search: big pieces find their place first, which costs little and crosses hills
+    that single blocks do not. A rank keeps units enough to be balanced."""
+    coarse = 1
+    while 4 * coarse * coarse * num_ranks <= num_blocks:
+        coarse *= 2
+    return coarse
 
 
 def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -14,9 +16,6 @@ from spanwise import local_balancer, make_plan
 from spanwise.balancers import LPT, LayoutProblem, assign_layout, resolve
 from spanwise.local_balancer import Local
 from spanwise.mask import SpanMask
-
-# The layout is the same without numba, but at these sizes it takes a minute.
-compiled_only = pytest.mark.skipif(not hasattr(local_balancer._anneal, "py_func"), reason="needs numba")
 
 
 def packed_documents(seed, seq_len=131_072):
@@ -86,9 +85,15 @@ def problems(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems(), num_ranks=st.integers(1, 9))
-def test_any_masks_any_shape(problem, num_ranks):
-    balancer = Local(quality="fast")
+@given(
+    problem=problems(),
+    num_ranks=st.integers(1, 9),
+    objective=st.sampled_from(["mean", "busiest"]),
+    host_size=st.sampled_from([None, 1, 2, 3, 4, 20]),
+    host_price=st.sampled_from([0, 0.1, 1]),
+)
+def test_any_masks_any_shape(problem, num_ranks, objective, host_size, host_price):
+    balancer = Local(quality="fast", objective=objective, host_size=host_size, host_price=host_price)
     owner = balancer.assign(problem, num_ranks)
     assert_rules(owner, problem, num_ranks)
     np.testing.assert_array_equal(owner, balancer.assign(problem, num_ranks))
@@ -109,53 +114,155 @@ def test_block_reads_cover_exactly_the_block_table(seed):
         np.testing.assert_array_equal(table, mask.block_table(7)[0] > 0)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "seed", "most"),
-    [(8, 0, 6_000), (8, 1, 5_100), (8, 2, 12_400), (64, 0, 9_500), (64, 1, 7_500), (64, 2, 13_990)],
-)
-@compiled_only
+@functools.cache
+def planned(num_ranks, seed, balancer="local"):
+    return make_plan(SpanMask.documents(packed_documents(seed)), num_ranks, balancer=balancer, exchange="needed")
+
+
+# Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT receives 23,000 to 34,000.
+KNOWN = [(8, 0, 5_500), (8, 1, 4_650), (8, 2, 10_000), (64, 0, 8_950), (64, 1, 6_960), (64, 2, 13_850)]
+
+
+@pytest.mark.parametrize(("num_ranks", "seed", "most"), KNOWN)
 def test_traffic_of_packed_documents(num_ranks, seed, most):
-    # Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT receives 23,000 to 34,000.
-    plan = make_plan(SpanMask.documents(packed_documents(seed)), num_ranks, balancer="local")
-    received = plan.needed_tokens()
+    plan = planned(num_ranks, seed)
+    received = plan.recv_tokens()
     assert plan.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
     assert received.mean() <= most
     assert received.max() <= 2.5 * received.mean()
     assert (plan.layout.tokens_per_rank == 131_072 // num_ranks).all()
 
 
-@compiled_only
-def test_fast_is_a_short_search():
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_no_seed_is_lopsided(num_ranks):
+    for seed in range(3, 13):
+        plan = planned(num_ranks, seed)
+        received = plan.recv_tokens()
+        assert plan.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
+        assert received.max() <= 2.5 * received.mean()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_fast_is_a_short_search(num_ranks):
     for seed in range(3):
-        mask = SpanMask.documents(packed_documents(seed))
-        best, fast = (make_plan(mask, 8, balancer=Local(quality=q)) for q in ("best", "fast"))
-        assert fast.imbalance() <= 1.02
-        assert fast.needed_tokens().mean() <= 1.3 * best.needed_tokens().mean()
+        best, fast = planned(num_ranks, seed), planned(num_ranks, seed, Local(quality="fast"))
+        assert fast.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
+        assert fast.recv_tokens().mean() <= 1.3 * best.recv_tokens().mean()
 
 
-@compiled_only
-def test_a_window_stays_contiguous():
-    plan = make_plan(SpanMask.sliding_window(131_072, 4_096), 8, balancer="local")
-    assert plan.imbalance() <= 1.02
-    assert plan.needed_tokens().mean() == 3_584
+@pytest.mark.parametrize(("num_ranks", "gain"), [(8, 0.9), (64, 0.92)])
+def test_the_busiest_rank_receives_less_if_that_is_the_objective(num_ranks, gain):
+    mean, busiest = (
+        sum(planned(num_ranks, seed, Local(objective=o)).recv_tokens().max() for seed in range(8))
+        for o in ("mean", "busiest")
+    )
+    assert busiest <= gain * mean
 
 
-@compiled_only
-def test_a_causal_mask_is_dealt_no_worse_than_head_tail():
-    mask = SpanMask.causal(131_072)
-    plan, head_tail = (make_plan(mask, 8, balancer=b) for b in ("local", "head_tail"))
-    assert plan.needed_tokens().mean() <= head_tail.needed_tokens().mean()
-
-
-@compiled_only
-def test_a_million_tokens():
+def million_tokens():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(0, 1, 650)
     lengths = np.maximum(64, lengths / lengths.sum() * 2**20).astype(np.int64)
     lengths[-1] += 2**20 - lengths.sum()
-    plan = make_plan(SpanMask.documents(np.append(0, np.cumsum(lengths))), 64, balancer="local")
+    return SpanMask.documents(np.append(0, np.cumsum(lengths)))
+
+
+def test_a_million_tokens():
+    best, fast = (
+        make_plan(million_tokens(), 64, balancer=Local(quality=q), exchange="needed") for q in ("best", "fast")
+    )
+    assert best.imbalance() <= 1.02 and fast.imbalance() <= 1.02
+    assert best.recv_tokens().mean() <= 6_000
+    # One document has 21,911 tokens: who computes its end reads what others hold of it.
+    assert best.recv_tokens().max() <= 20_000
+    assert fast.recv_tokens().mean() <= 1.3 * best.recv_tokens().mean()
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_ranks", "quality", "milliseconds"),
+    [
+        (SpanMask.documents(packed_documents(0)), 8, "best", 50),
+        (SpanMask.documents(packed_documents(0)), 64, "best", 150),
+        (million_tokens(), 64, "best", 500),
+        (SpanMask.documents(packed_documents(0)), 8, "fast", 15),
+        (SpanMask.documents(packed_documents(0)), 64, "fast", 60),
+        (million_tokens(), 64, "fast", 250),
+    ],
+)
+def test_planning_time(mask, num_ranks, quality, milliseconds):
+    """Layout, needs of all ranks and fingerprint: three times what a free core takes, as cores here are shared."""
+
+    def seconds():
+        fresh = SpanMask(mask.start, mask.end, mask.kv_len)
+        begin = time.process_time()
+        plan = make_plan(fresh, num_ranks, balancer=Local(quality=quality), exchange="needed")
+        assert plan.needed_tokens().sum() > 0 and plan.fingerprint
+        return time.process_time() - begin
+
+    assert min(seconds() for _ in range(5)) <= 3e-3 * milliseconds
+
+
+@pytest.mark.parametrize(("num_ranks", "received"), [(8, 3_584), (64, 4_032)])
+def test_a_window_stays_contiguous(num_ranks, received):
+    plan = make_plan(SpanMask.sliding_window(131_072, 4_096), num_ranks, balancer="local", exchange="needed")
     assert plan.imbalance() <= 1.02
-    assert plan.needed_tokens().mean() <= 8_000
+    assert plan.recv_tokens().mean() <= received
+
+
+@pytest.mark.parametrize(("seq_len", "num_ranks"), [(131_072, 8), (131_072, 64), (100_000, 8)])
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_a_dense_mask_is_dealt_no_worse_than_head_tail(kind, seq_len, num_ranks):
+    mask = getattr(SpanMask, kind)(seq_len)
+    plan, head_tail = (make_plan(mask, num_ranks, balancer=b, exchange="needed") for b in ("local", "head_tail"))
+    slack = 0 if seq_len % (2 * 128 * num_ranks) == 0 else 256  # blocks cannot be cut as finely as tokens
+    assert plan.recv_tokens().mean() <= head_tail.recv_tokens().mean() + slack
+    if seq_len == 131_072:  # else some ranks hold a block more than others
+        assert plan.imbalance() <= 1.03
+
+
+def test_hardly_any_traffic_may_be_lopsided():
+    # A document a rank; one is a block too long for it, and one a block shorter. So one rank reads a block or two, and
+    # 2.5 times the mean is out of reach.
+    offsets = np.cumsum([0, 17, 15, 16, 16, 16, 16, 16, 16]) * 128
+    plan = make_plan(SpanMask.documents(offsets), 8, balancer=Local(max_imbalance=1.2), exchange="needed")
+    assert plan.imbalance() <= 1.2
+    assert plan.recv_tokens().sum() == plan.recv_tokens().max() == 128
+
+
+def across_hosts(plan, host_size):
+    """K/V tokens that ranks receive from ranks of other hosts, together."""
+    traffic = plan.traffic()
+    host = np.arange(plan.num_ranks) // host_size
+    return int(traffic[host[:, None] != host].sum())
+
+
+@pytest.mark.parametrize(("num_ranks", "host_size", "share"), [(8, 4, 0.7), (64, 8, 1.0)])
+def test_hosts_exchange_less_than_a_flat_search_lets_them(num_ranks, host_size, share):
+    flat, hosts = 0, 0
+    for seed in range(3):
+        two_level = planned(num_ranks, seed, Local(host_size=host_size))
+        assert two_level.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
+        flat += across_hosts(planned(num_ranks, seed), host_size)
+        hosts += across_hosts(two_level, host_size)
+    assert hosts <= share * flat
+    for mask in (SpanMask.sliding_window(131_072, 4_096), SpanMask.causal(131_072)):
+        flat, hosts = (
+            across_hosts(make_plan(mask, num_ranks, balancer=b, exchange="needed"), host_size)
+            for b in (Local(), Local(host_size=host_size))
+        )
+        assert hosts <= flat
+
+
+def test_each_of_several_masks_is_balanced():
+    documents = packed_documents(0)
+    masks = {
+        "documents": SpanMask.documents(documents),
+        "window": SpanMask.documents(documents, window=(1_024, 0)),
+        "causal": SpanMask.causal(131_072),
+    }
+    plan = make_plan(masks, 8, weights={"documents": 1, "window": 5, "causal": 2}, balancer="local", exchange="needed")
+    for name in masks:
+        assert plan.imbalance(name) <= 1.02
 
 
 def test_the_layout_serves_the_mask_with_the_weight():
@@ -163,12 +270,14 @@ def test_the_layout_serves_the_mask_with_the_weight():
     masks = {"documents": SpanMask.documents([0, 3000, 3400, 4096]), "window": SpanMask.sliding_window(seq_len, 256)}
 
     def received(**weights):
-        plan = make_plan(masks, 4, weights=weights, balancer=Local(max_imbalance=1.1), block_size=64)
-        work = sum(weights[name] * plan.work(name) for name in masks)
-        assert work.max() <= 1.1 * work.mean()
-        return {name: plan.needed_tokens(name).mean() for name in masks}
+        balancer = Local(max_imbalance=1.5)
+        plan = make_plan(masks, 4, weights=weights, balancer=balancer, block_size=64, exchange="needed")
+        assert all(plan.imbalance(name) <= 1.5 for name in masks)
+        return {name: plan.recv_tokens(name).mean() for name in masks}
 
-    assert received(documents=1, window=50)["window"] < received(documents=50, window=1)["window"]
+    window_first, documents_first = received(documents=1, window=50), received(documents=50, window=1)
+    assert window_first["window"] < documents_first["window"]
+    assert window_first["documents"] > documents_first["documents"]
 
 
 def test_batch_rows_get_layouts_of_their_own():
@@ -181,20 +290,22 @@ def test_batch_rows_get_layouts_of_their_own():
         np.testing.assert_array_equal(row, alone)
 
 
-def test_without_a_compiler_the_layout_is_the_same(monkeypatch):
-    problem = LayoutProblem({"default": SpanMask.documents([0, 130, 700, 1024])}, block_size=32)
-    compiled = Local(quality="fast").assign(problem, 4)
-    for name in ("_hand_over", "_anneal"):
-        function = getattr(local_balancer, name)
-        monkeypatch.setattr(local_balancer, name, getattr(function, "py_func", function))
-    np.testing.assert_array_equal(Local(quality="fast").assign(problem, 4), compiled)
-
-
 def test_resolved_by_name_and_pickled():
     assert resolve("local") == Local() == pickle.loads(pickle.dumps(Local()))
 
 
-@pytest.mark.parametrize("bad", [{"max_imbalance": 0.9}, {"max_imbalance": math.nan}, {"quality": "good"}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_imbalance": 0.9},
+        {"max_imbalance": math.nan},
+        {"quality": "good"},
+        {"objective": "least"},
+        {"host_size": 0},
+        {"host_price": 1.5},
+        {"host_price": math.nan},
+    ],
+)
 def test_bad_arguments(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Local(**bad)
