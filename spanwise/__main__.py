@@ -1,4 +1,4 @@
-"""The command line: ``spanwise train``, ``spanwise plan``, ``spanwise verify``, ``spanwise bench``.
+"""The command line: ``spanwise train``, ``plan``, ``verify``, ``calibrate`` and ``bench``.
 
 Options are parsed here and nothing else happens here; torch is imported by what a command starts, so that ``--help``
 answers at once.
@@ -198,8 +198,9 @@ def plan(
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of --documents that holds the lengths.")] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Files and folders, every file one document, as train takes them.")
+        list[str] | None, typer.Option(help="Files and folders, every file one document; several may follow.")
     ] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths for --data.")] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens at which packed documents are cut; alone: one document of that length.")
     ] = None,
@@ -230,13 +231,58 @@ def plan(
     json: Annotated[str | None, typer.Option(help="File for all figures.")] = None,
 ) -> None:
     """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
-    options = {**locals(), "data": tuple(data or ())}
+    options = {**locals(), "data": (*(data or ()), *(more_data or ()))}
+    del options["more_data"]
     from spanwise import plan_command
 
     try:
         plan_command.run(plan_command.PlanOptions(**options))
     except (ValueError, NotImplementedError) as error:
         _fail(str(error), 2)
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[
+        int | None, typer.Option(help="Local processes to start. Default: 2, or what torchrun started.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="File for what was measured; plan takes it as --hardware.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
+    kernel: Annotated[str, typer.Option(help="As context_parallel_attention takes it.")] = "auto",
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Default: as --heads.", rich_help_panel=_MODEL)] = None,
+    head_dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 64,
+    dtype: Annotated[str, typer.Option(help="Of q, K and V.", rich_help_panel=_MODEL)] = "float32",
+    host_size: Annotated[
+        int | None, typer.Option(help="Ranks of a host, where host names do not tell them apart.")
+    ] = None,
+) -> None:
+    """Measure this machine and the links between its ranks: what plans are priced with.
+
+    Starts --ranks local processes, or takes part in those that torchrun started, on one host or several:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m spanwise calibrate --device cuda --out cluster.json
+    """
+    from spanwise.train.launch import RankFailure, torchrun_rank
+
+    mine = torchrun_rank()
+    given = {**locals()}
+    try:
+        from spanwise import calibrate_command
+
+        if mine is not None and ranks not in (None, mine.size):
+            raise ValueError(f"torchrun started {mine.size} processes, and --ranks says {ranks}; leave --ranks out")
+        names = ("out", "device", "kernel", "heads", "kv_heads", "head_dim", "dtype", "host_size")
+        options = calibrate_command.CalibrateOptions(
+            ranks=mine.size if mine else 2 if ranks is None else ranks, **{name: given[name] for name in names}
+        )
+        status = calibrate_command.run(options, mine)
+    except (ValueError, NotImplementedError) as error:
+        if mine is not None:
+            raise
+        _fail(str(error), 2)
+    except RankFailure as error:
+        _fail(str(error), 1)
+    raise typer.Exit(status)
 
 
 bench = typer.Typer(help="Measure, print a table, and write JSON.", rich_markup_mode=None)

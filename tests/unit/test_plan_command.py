@@ -258,6 +258,15 @@ def test_command_without_ranks_takes_the_recommended_degree(tmp_path: Path) -> N
     assert figures["documents"] == 1 and figures["tokens"] == 8192
 
 
+def test_data_from_several_paths(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, "x" * 400) for name in ("a", "b", "c")]
+    result = invoke("--data", *files, "--ranks", "2", "--json", str(tmp_path / "o.json"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    figures = json.loads((tmp_path / "o.json").read_text())
+    assert figures["document_tokens"] == [402] * 3
+    assert figures["command"] == "spanwise plan " + " ".join(f"--data {file}" for file in files) + " --ranks 2"
+
+
 def test_hardware_from_a_file(tmp_path: Path) -> None:
     cost.B200.save(tmp_path / "mine.json")
     result = invoke("--seq-len", "4096", "--hardware", str(tmp_path / "mine.json"), "--json", str(tmp_path / "o.json"))
