@@ -323,7 +323,11 @@ def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, In
             first = np.flatnonzero(opens)
             last = np.append(first[1:], len(rows)) - 1
             parts.append(np.stack([block[first], start[first] // block_size, -(-end[last] // block_size)], axis=1))
-        table = np.unique(np.concatenate(parts), axis=0)
+        table = np.concatenate(parts)
+        table = table[np.lexsort(table.T[::-1])]
+        new = np.ones(len(table), dtype=bool)
+        new[1:] = (table[1:] != table[:-1]).any(axis=1)
+        table = table[new]
         offsets.append(before + np.searchsorted(table[:, 0], np.arange(num_blocks + 1)))
         tables.append(table)
         before += len(table)
