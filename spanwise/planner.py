@@ -207,10 +207,12 @@ def _fastest(ways: list[Plan]) -> Plan:
     plain = [i for i, way in enumerate(ways) if "local" not in way.balancer and way.exchange == "all_gather"]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     told = f"{_told(plan)}: {_ms(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
-    if chosen in plain:
-        reason = f"{told}; no gain from anything else that was considered, of which "
-        reason += f"{_told(ways[int(np.argmin(seconds))])} was fastest ({_ms(least)})"
-    elif plain:
+    others = [i for i in range(len(ways)) if i not in plain]
+    if chosen in plain and others:
+        other = min(others, key=lambda i: seconds[i])
+        reason = f"{told}; no gain from the other ways, {_told(ways[other])} is the fastest of them "
+        reason += f"({_ms(seconds[other])})"
+    elif plain and chosen not in plain:
         reason = f"{told}, {seconds[usual] / max(seconds[chosen], 1e-30):.2f} times as fast as {_told(ways[usual])} "
         reason += f"({_ms(seconds[usual])})"
     else:
@@ -241,7 +243,7 @@ def _told(plan: Plan) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _as_masks(mask: Any) -> dict[str, SpanMask]:
