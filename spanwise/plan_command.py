@@ -244,7 +244,7 @@ def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:
         else:
             stream = DocumentStream(corpus.documents, 0, length)
             count = -(-stream.epoch_tokens // length)
-            how = f"every file one document, shuffled (seed 0), cut every {length:,} tokens: spanwise train --held-out 0"
+            how = f"every file one document, shuffled (seed 0), cut every {length:,} tokens: train --held-out 0"
             cu = stream.cu_seqlens(_in_range(index, count, f"an epoch of --seq-len {length}") * length, length)
     elif length is not None:
         origin, count, how = "--seq-len", 1, "one document that fills the sequence"
