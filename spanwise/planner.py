@@ -25,8 +25,8 @@ _BALANCERS_ALL_GATHER = ("contiguous", "head_tail", "lpt")
 _STAGES = (1, 2, 4)
 _QUALITIES = ("best", "fast")
 _TOLERANCE = 0.02
-_LOOSER = (1.5, 2.0)  # bounds of the imbalance that are tried where this share of a step is exposed
-_EXPOSED = 0.2
+# A bound of the imbalance that is tried where the exchange takes more than this share of a balanced forward's compute.
+_LOOSE, _EXPOSED = 2.0, 0.5
 # What "auto" prices with where the caller gives no shape: Llama 3 8B's attention. Only ratios matter: how many FLOPs a
 # (query, key) pair takes for each byte of a K/V token.
 _NOMINAL_SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
@@ -151,15 +151,13 @@ def make_plan(
         ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name, name)]
     else:
         ways = [way for name in _BALANCERS for way in ways_of(name, name)]
-        local = ways_of("local", _local(quality, hardware, int(num_ranks)))
-        ways += local
-        if _mostly_exposed(local):
-            # A layout that is less balanced may be worth it where the exchange is what a step waits for.
-            ways += [
-                way
-                for bound in _LOOSER
-                for way in ways_of(f"local, imbalance to {bound}", _local("fast", hardware, int(num_ranks), bound))
-            ]
+        if _exchange_bound(ways):
+            # Where the exchange is what a step waits for, a layout that is less balanced may be worth it.
+            ways += ways_of("local", _local("fast", hardware, int(num_ranks)))
+            loose = _local("fast", hardware, int(num_ranks), _LOOSE)
+            ways += ways_of(f"local, imbalance to {_LOOSE:g}", loose)
+        else:
+            ways += ways_of("local", _local(quality, hardware, int(num_ranks)))
     return ways[0] if len(ways) == 1 else _fastest(ways)
 
 
@@ -176,9 +174,11 @@ def _local(
     return Local(max_imbalance, quality, host_size=inner.ranks, host_price=price)
 
 
-def _mostly_exposed(ways: list[Plan]) -> bool:
-    best = min((_priced(way).seconds for way in ways), key=lambda seconds: seconds["total"])
-    return best["exposed_forward"] + best["exposed_backward"] > _EXPOSED * best["total"]
+def _exchange_bound(ways: list[Plan]) -> bool:
+    """Whether little can be hidden: a layout of hardly any traffic, contiguous, still exchanges for too long."""
+    least = next(_priced(way) for way in ways if way.exchange == "needed")
+    balanced = least.seconds["compute_forward"] / least.imbalance
+    return least.seconds["exchange_forward"] > _EXPOSED * balanced
 
 
 def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
