@@ -107,7 +107,7 @@ class Local:
         if coarse > 1:
             search = _Search(self, problem, row, ranks, work, limit * _COARSE_SLACK, coarse)
             for begin in starts:
-                search.run(begin, 2.0 * coarse, _PENALTY, _COARSE_SHARE * budget)
+                search.run(begin, 2.0 * coarse, _PENALTY, _COARSE_SHARE * budget / len(starts))
             start, heat = np.repeat(search.best, coarse)[:num_blocks], _REHEAT
             budget *= 1 - _COARSE_SHARE
         start = ranks.evened(start)
