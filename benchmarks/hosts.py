@@ -54,7 +54,12 @@ class Hosts:
         rate: bits/s that each host sends, and receives.
         command: what runs on each host.
         environment: variables for these processes alone.
+
+    Attributes:
+        folder: for files that the hosts share, such as a store to meet at; removed with them.
     """
+
+    folder: Path
 
     def __init__(self, num_hosts: int, rate: float, command: Sequence[str], environment: dict[str, str]) -> None:
         self.num_hosts = num_hosts
@@ -69,7 +74,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         with self._exit as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+            folder = self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
             for host in range(self.num_hosts):
                 self._logs.append(folder / f"host-{host}.log")
                 log = stack.enter_context(self._logs[-1].open("w"))

@@ -28,7 +28,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +169,11 @@ def calibrate(hosts: Hosts) -> Hardware:
 def run(hosts: Hosts, task: dict[str, Any], timeout: float = TIMEOUT) -> list[dict[str, Any]]:
     """One task on every host; what each rank measured."""
     threads = max(1, len(os.sched_getaffinity(0)) // hosts.num_hosts)
-    with tempfile.TemporaryDirectory(prefix="slow-link-") as folder:
-        outs = [str(Path(folder) / f"rank-{rank}.pt") for rank in range(hosts.num_hosts)]
-        about = {"num_ranks": hosts.num_hosts, "store": str(Path(folder) / "store"), "threads": threads}
-        jobs = [{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)]
-        hosts.run(jobs, timeout, lambda text: print(f"  {text}", flush=True))
-        return [torch.load(out, weights_only=True) for out in outs]
+    outs = [str(hosts.folder / f"rank-{rank}.pt") for rank in range(hosts.num_hosts)]
+    about = {"num_ranks": hosts.num_hosts, "store": str(hosts.folder / "store"), "threads": threads}
+    jobs = [{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)]
+    hosts.run(jobs, timeout, lambda text: print(f"  {text}", flush=True))
+    return [torch.load(out, weights_only=True) for out in outs]
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:

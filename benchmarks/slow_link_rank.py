@@ -69,10 +69,10 @@ def measure(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[s
     variants = [Variant(**fields) for fields in job["variants"]]
     hardware = None if job["hardware"] is None else Hardware.from_dict(job["hardware"])
     plans = {variant.name: make_plan(scenario, variant, hardware) for variant in variants}
-    whole = draw(scenario)
-    # One layout for all variants, so one shard of the data.
-    q, k, v, grad = (next(iter(plans.values())).shard(x, rank, dim=2) for x in whole)
-    del whole
+    layouts = {plan.layout.digest() for plan in plans.values()}
+    if len(layouts) > 1:
+        raise ValueError(f"the variants of {scenario.name!r} have {len(layouts)} layouts; their steps do not compare")
+    q, k, v, grad = (next(iter(plans.values())).shard(x, rank, dim=2) for x in draw(scenario))
     calls: dict[str, Call] = {}
     wire: dict[str, dict[str, list[int]]] = {}
     outputs: dict[str, tuple[torch.Tensor, ...]] = {}
