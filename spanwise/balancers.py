@@ -121,8 +121,11 @@ class LayoutProblem:
     def _weighted(self, figures: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         weights = cast(Mapping[str, float], self.weights)
         # By name, not in the caller's order: float sums must come out the same on every rank.
-        total = sum((weights[name] * figures[name] for name in sorted(figures)), start=np.zeros((1, 1), np.int64))
-        return np.asarray(total)
+        first, *others = sorted(figures)
+        total = np.asarray(weights[first] * figures[first])
+        for name in others:
+            total = total + weights[name] * figures[name]
+        return total
 
 
 @runtime_checkable

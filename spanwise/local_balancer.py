@@ -313,16 +313,16 @@ def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, In
     for mask in masks:
         parts = [np.empty((0, 3), np.int64)]
         for start, end in zip(mask.start[0], mask.end[0], strict=True):
-            rows = np.flatnonzero(start < end)
-            if len(rows) == 0:
-                continue
-            block = rows // block_size
-            start, end = start[rows], end[rows]
+            filled = start < end
+            rows = np.arange(len(start))
+            if not filled.all():
+                rows, start, end = rows[filled], start[filled], end[filled]
             opens = _spans.chain_breaks(start, end)
-            opens[1:] |= block[1:] != block[:-1]
+            opens[np.searchsorted(rows, np.arange(0, rows[-1] + 1 if len(rows) else 0, block_size))] = True
             first = np.flatnonzero(opens)
-            last = np.append(first[1:], len(rows)) - 1
-            parts.append(np.stack([block[first], start[first] // block_size, -(-end[last] // block_size)], axis=1))
+            last = np.append(first[1:], len(rows))[: len(first)] - 1
+            low, high = start[first] // block_size, -(-end[last] // block_size)
+            parts.append(np.stack([rows[first] // block_size, low, high], axis=1))
         table = np.concatenate(parts)
         table = table[np.lexsort(table.T[::-1])]
         new = np.ones(len(table), dtype=bool)

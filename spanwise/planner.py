@@ -184,8 +184,8 @@ def _exchange_bound(ways: list[Plan]) -> bool:
 def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
     """The plan with every exchange and number of stages that the caller left open, simplest first."""
     ways = []
-    if plan.num_ranks == 1:
-        return [plan.replace(exchange="all_gather" if exchange == "auto" else exchange, stages=stages or 1)]
+    if plan.num_ranks == 1 or (exchange == "needed" and stages is not None):
+        return [plan.replace(exchange="all_gather" if exchange == "auto" else exchange, stages=int(stages or 1))]
     if exchange in ("all_gather", "auto") and stages in (None, 1):
         ways.append(plan)
     if exchange in ("needed", "auto"):
