@@ -42,6 +42,7 @@ check: $(STAMP)  ## lint, format, types, and who may import whom
 
 bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/spanwise bench plan
+	$(BIN)/spanwise bench layout
 	$(BIN)/spanwise bench kernels
 
 clean:  ## remove .venv, caches and runs

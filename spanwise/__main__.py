@@ -300,6 +300,7 @@ def _bench_all(context: typer.Context, out: _OUT = None, quick: _QUICK = False) 
     if context.invoked_subcommand is None:
         bench_kernels(out and out / "kernels.json", quick)
         bench_plan(out and out / "plan.json", quick)
+        bench_layout(out and out / "layout.json", quick)
     elif out is not None or quick:
         raise typer.BadParameter("--out and --quick go after the benchmark's name")
 
@@ -318,6 +319,14 @@ def bench_plan(out: _OUT = None, quick: _QUICK = False) -> None:
     from spanwise.bench import plan
 
     plan.run(out, quick)
+
+
+@bench.command("layout")
+def bench_layout(out: _OUT = None, quick: _QUICK = False) -> None:
+    """Balance and traffic of every balancer on documents, windows, prefixes and video."""
+    from spanwise.bench import layout
+
+    layout.run(out, quick)
 
 
 def _fail(text: str, status: int) -> NoReturn:

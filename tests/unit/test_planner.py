@@ -34,11 +34,11 @@ def chosen(plan):
 @pytest.mark.parametrize(
     "mask", [DOCUMENTS, SpanMask.causal(32_768), SpanMask.sliding_window(32_768, 1024), SpanMask.full(32_768)]
 )
-def test_auto_takes_the_simplest_within_two_percent(mask: SpanMask, hardware: Hardware) -> None:
+def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: Hardware) -> None:
     plan = make_plan(mask, 8, hardware=hardware, **SHAPE)
-    assert chosen(plan).seconds["total"] <= 1.02 * best(plan)
+    assert chosen(plan).seconds["total"] <= 1.05 * best(plan)
     before = plan.candidates[: plan.candidates.index(chosen(plan))]
-    assert all(c.seconds["total"] > 1.02 * best(plan) for c in before)
+    assert all(c.seconds["total"] > 1.05 * best(plan) for c in before)
     assert plan.predict() == pytest.approx(chosen(plan).seconds)
     assert chosen(plan).recv_max == plan.recv_tokens().max() and chosen(plan).imbalance == plan.imbalance()
     assert {c.exchange for c in plan.candidates} == {"all_gather", "needed"}
@@ -65,7 +65,7 @@ def test_packed_documents_over_a_slow_link() -> None:
 def test_a_free_link_leaves_balance_alone_to_decide() -> None:
     plan = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
     least = min(c.imbalance for c in plan.candidates)
-    assert plan.imbalance() <= least * 1.03
+    assert plan.imbalance() <= least * 1.05
 
 
 def test_less_balance_is_considered_where_the_exchange_is_exposed() -> None:
