@@ -58,8 +58,16 @@ def test_dense_masks_gain_nothing(mask: SpanMask, balancer: str) -> None:
 def test_packed_documents_over_a_slow_link() -> None:
     plan = make_plan(DOCUMENTS, 4, hardware=SLOW, **SHAPE)
     usual = min(c.seconds["total"] for c in plan.candidates if c.balancer == "head_tail" and c.exchange == "all_gather")
-    assert plan.exchange == "needed" and "local" in plan.balancer and best(plan) < 0.25 * usual
+    assert plan.exchange == "needed" and chosen(plan).seconds["total"] < 0.25 * usual
     assert "times as fast as" in plan.reason and "no gain" not in plan.reason
+
+
+@pytest.mark.parametrize(("num_ranks", "bound"), [(8, 1.02), (64, 1.03)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_packed_documents_by_default_are_balanced_and_local(num_ranks: int, bound: float, seed: int) -> None:
+    plan = make_plan(SpanMask.documents(document_offsets(131_072, seed)), num_ranks)
+    assert (plan.balancer, plan.exchange) == ("local", "needed") and plan.imbalance() <= bound + 1e-9
+    assert plan.recv_tokens().mean() < 131_072 / 8 and "times as fast as" in plan.reason
 
 
 def test_a_free_link_leaves_balance_alone_to_decide() -> None:
