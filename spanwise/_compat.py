@@ -15,6 +15,8 @@ from torch.utils import _pytree
 # the wait happens.
 _ops = torch.ops._c10d_functional
 
+_ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
+
 
 def group_name(group: dist.ProcessGroup) -> str:
     """The name under which functional collectives know ``group``."""
@@ -32,8 +34,36 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.T
 
 
 def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
-    """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`."""
+    """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
+
+    Eager code on gloo sends and receives by itself. gloo's all-to-all sends before it says that it is ready to receive:
+    on a rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
+    """
+    if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        group = find_group(name)
+        if "cpu:gloo" in dist.get_backend_config(group):
+            return _start_receives_first(x.contiguous(), recv_rows, send_rows, group)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
+
+
+def _start_receives_first(
+    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    rank, size = group.rank(), group.size()
+    if len(recv_rows) != size or len(send_rows) != size or sum(send_rows) != x.shape[0]:
+        raise ValueError(
+            f"an all-to-all of {size} ranks needs {size} numbers of rows, those sent {x.shape[0]} together; got "
+            f"{recv_rows} to receive and {send_rows} to send"
+        )
+    received = x.new_empty(sum(recv_rows), *x.shape[1:])
+    incoming, outgoing = received.split(recv_rows), x.split(send_rows)
+    incoming[rank].copy_(outgoing[rank])
+    before, after = [(rank - d) % size for d in range(1, size)], [(rank + d) % size for d in range(1, size)]
+    works = [group.recv([incoming[peer]], peer, _ALL_TO_ALL_TAG) for peer in before if recv_rows[peer]]
+    works += [group.send([outgoing[peer]], peer, _ALL_TO_ALL_TAG) for peer in after if send_rows[peer]]
+    for work in works:
+        torch._C._distributed_c10d._register_work(received, work)  # waited for by wait_tensor, all of them
+    return received
 
 
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:

@@ -24,9 +24,7 @@ from typing import Any
 
 import numpy as np
 
-# gloo moves one all-to-all at half the speed of several that are under way together, so that it has two rows: a rank
-# that starts late tells the others that it is ready to receive only after its own data.
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_pieces")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,8 +123,8 @@ class Hardware:
 
     # Collectives.
 
-    def all_to_all_seconds(self, num_bytes: np.ndarray, *, pieces: int = 1) -> float:
-        """Seconds of an uneven all-to-all, one of ``pieces`` that are under way together.
+    def all_to_all_seconds(self, num_bytes: np.ndarray) -> float:
+        """Seconds of an uneven all-to-all.
 
         On each level the busiest rank counts, by the larger of what it receives and what it sends there. A pair of
         ranks uses the innermost level that joins them.
@@ -147,8 +145,7 @@ class Hardware:
             joins = group[:, None] == group
             moved = np.where(joins & ~joined, traffic, 0.0)
             busiest = max(moved.sum(axis=1).max(initial=0.0), moved.sum(axis=0).max(initial=0.0))
-            name = "all_to_all" if pieces == 1 else "all_to_all_pieces"
-            seconds = max(seconds, self._seconds(link, float(busiest), name))
+            seconds = max(seconds, self._seconds(link, float(busiest), "all_to_all"))
             joined = joins
         return seconds
 

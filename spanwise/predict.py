@@ -62,8 +62,8 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
         if pieces:
             arriving[:] = piece_tokens(plan.traffic(mask), pieces, plan.block_size)
         received, sent = arriving.sum(axis=2).T, arriving.sum(axis=(0, 1))
-        to_go = [hardware.all_to_all_seconds(x * kv_bytes, pieces=pieces) for x in arriving]
-        to_come = [hardware.all_to_all_seconds(x.T * grad_bytes, pieces=pieces) for x in arriving]
+        to_go = [hardware.all_to_all_seconds(x * kv_bytes) for x in arriving]
+        to_come = [hardware.all_to_all_seconds(x.T * grad_bytes) for x in arriving]
     else:
         shard = plan.batch_size * float(plan.layout.tokens_per_rank.max())
         received = np.full((plan.num_ranks, pieces), (plan.num_ranks - 1) * shard)

@@ -20,8 +20,6 @@ SMALLEST, _LONG = 1 << 12, 0.125
 #: Sizes that are timed, beside the smallest: the largest ones. What lies between fits into buffers of sockets, network
 #: cards and shapers, and would tell of them.
 _SIZES = 3
-#: All-to-alls under way together, as `make_plan` cuts an exchange.
-_PIECES = 4
 
 
 def measure_links(
@@ -96,13 +94,4 @@ def _collective(collective: str, rows: int, size: int, name: str, device: torch.
         return lambda: _compat.wait(_compat.start_all_gather(x, size, name))
     if collective == "reduce_scatter":
         return lambda: _compat.wait(_compat.start_reduce_scatter(x, size, name))
-    if collective == "all_to_all":
-        return lambda: _compat.wait(_compat.start_all_to_all(x, [rows] * size, [rows] * size, name))
-    parts = [(rows + i) // _PIECES for i in range(_PIECES)]
-    pieces = [(piece, [n] * size) for piece, n in zip(x.split([n * size for n in parts]), parts, strict=True)]
-
-    def all_pieces() -> torch.Tensor:
-        under_way = [_compat.start_all_to_all(piece, sizes, sizes, name) for piece, sizes in pieces]
-        return [_compat.wait(one) for one in under_way][-1]
-
-    return all_pieces
+    return lambda: _compat.wait(_compat.start_all_to_all(x, [rows] * size, [rows] * size, name))
