@@ -30,6 +30,7 @@ LINGER = 2.0
 _PROBE_TAG = 0x5BA7  # no message of this tag is ever received
 # How gloo's TCP transport says that the other end of a connection is gone (gloo/transport/tcp/pair.cc); its other
 # texts mean that this end closed it.
+_GLOO = "gloo/transport"
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
@@ -90,7 +91,9 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
     began = time.monotonic()
     try:
         return begin(*args)
-    except dist.DistError as error:
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and _GLOO not in str(error):
+            raise
         raise _explain(error, what, name, args[0].device, time.monotonic() - began) from error
 
 
