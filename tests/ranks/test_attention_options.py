@@ -92,6 +92,37 @@ def test_score_mod_sees_global_positions(kernel: str) -> None:
     compare(lambda s: s + bias, score_mod=score_mod, kernel=kernel)
 
 
+@pytest.mark.parametrize("exchange", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 2}])
+def test_score_mod_sees_the_row_of_a_mask_for_each_row(exchange: dict) -> None:
+    """With "needed" such rows follow one another on one axis; the score_mod must still see batch row and position."""
+    rows = [MASK, SpanMask.sliding_window(LENGTH, 7, 3)]
+    mask = SpanMask.stack(rows)
+    plan = spanwise.make_plan(mask, 3, balancer="lpt", block_size=4, **exchange)
+    problem = make_problem(mask.dense(), batch=2)
+    slopes = torch.randn(2, 4, dtype=torch.float64)
+    positions = torch.arange(LENGTH)
+    bias = slopes[..., None, None] * (positions[None] - positions[:, None]) + 0.01 * positions[:, None]
+    leaves = [x.clone().requires_grad_() for x in problem[:3]]
+    k, v = (x.repeat_interleave(2, 1) for x in leaves[1:])
+    scores = leaves[0] @ k.transpose(-1, -2) / math.sqrt(8) + bias
+    out = scores.masked_fill(~torch.from_numpy(mask.dense()).unsqueeze(1), -math.inf).softmax(-1) @ v
+    out.backward(problem.grad_out)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[b, h] * (kv_idx - q_idx) + 0.01 * q_idx
+
+    def on_rank(rank: int, mesh: object):
+        mine = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        got = spanwise.context_parallel_attention(*mine, plan, mesh, kernel="reference", score_mod=score_mod)
+        got.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
+        return got.detach(), [x.grad for x in mine]
+
+    for rank, (got, grads) in enumerate(run_ranks(3, on_rank)):
+        assert relative_error(got, plan.shard(out.detach(), rank, dim=2)) <= 1e-10
+        for grad, leaf in zip(grads, leaves, strict=True):
+            assert relative_error(grad, plan.shard(leaf.grad, rank, dim=2)) <= 1e-10
+
+
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_max_logit(softcap: float | None) -> None:
     problem = make_problem(MASK.dense())

@@ -27,15 +27,16 @@ COLLECTIVES = {
 }
 
 
-def plan_number(i: int, exchange: str = "all_gather") -> spanwise.Plan:
+def plan_number(i: int, exchange: str = "all_gather", stages: int = 1) -> spanwise.Plan:
     rng = np.random.default_rng(i)
     cuts = np.unique(np.concatenate([[0, LENGTH], rng.integers(1, LENGTH, i % 4)]))
     mask = SpanMask.documents(cuts) if i % 3 else SpanMask.block_causal(LENGTH, 8, 1, global_tokens=3)
-    return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], exchange=exchange, block_size=4)
+    balancer = ("head_tail", "lpt", "ptrr")[i % 3]
+    return spanwise.make_plan(mask, 2, balancer=balancer, exchange=exchange, stages=stages, block_size=4)
 
 
 def compiled_steps(
-    rank: int, mesh: DeviceMesh, exchange: str, num_plans: int
+    rank: int, mesh: DeviceMesh, exchange: str, stages: int, num_plans: int
 ) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
     """out, dq, dk, dv for each plan through one compiled function; the operators of each ATen graph in order."""
     from functorch.compile import make_boxed_func
@@ -54,7 +55,7 @@ def compiled_steps(
 
     results = []
     for i in range(num_plans):
-        plan = plan_number(i, exchange)
+        plan = plan_number(i, exchange, stages)
         problem = make_problem(plan.mask().dense(), seed=i)
         leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
         out = attend(*leaves, plan.local(mesh))
@@ -63,25 +64,26 @@ def compiled_steps(
     return results, graphs
 
 
-@pytest.mark.parametrize("exchange", sorted(COLLECTIVES))
-def test_one_graph_serves_many_plans(gloo_pool: GlooPool, exchange: str) -> None:
+@pytest.mark.parametrize(("exchange", "stages"), [("all_gather", 1), ("needed", 1), ("needed", 3)])
+def test_one_graph_serves_many_plans(gloo_pool: GlooPool, exchange: str, stages: int) -> None:
     num_plans = 10
     there, back = (f"_c10d_functional::{name}" for name in COLLECTIVES[exchange])
-    for rank, (results, graphs) in enumerate(gloo_pool.run(2, compiled_steps, exchange, num_plans, timeout=100)):
+    ranks = gloo_pool.run(2, compiled_steps, exchange, stages, num_plans, timeout=100)
+    for rank, (results, graphs) in enumerate(ranks):
         forwards = [graph for graph in graphs if "spanwise::sdpa" in graph]
         backwards = [graph for graph in graphs if "spanwise::sdpa_backward" in graph]
         assert 1 <= len(forwards) <= 2 and len(forwards) + len(backwards) == len(graphs)
-        # The local part stands between the two halves of each collective, in both directions.
+        # Attention stands between the two halves of each collective, in both directions.
         visible = ("spanwise::", "_c10d_functional::")
         for graph in forwards:
             assert [name for name in graph if name.startswith(visible)] == [
-                there, "spanwise::sdpa",
-                "_c10d_functional::wait_tensor", "spanwise::sdpa",
+                *[there] * stages, "spanwise::sdpa",
+                *["_c10d_functional::wait_tensor", "spanwise::sdpa"] * stages,
             ]  # fmt: skip
         for graph in backwards:
             assert [name for name in graph if name.startswith(visible)] == [
-                "spanwise::sdpa_backward", back,
-                "spanwise::sdpa_backward", "_c10d_functional::wait_tensor",
+                *["spanwise::sdpa_backward", back] * stages,
+                "spanwise::sdpa_backward", *["_c10d_functional::wait_tensor"] * stages,
             ]  # fmt: skip
         for i, got in enumerate(results):
             plan = plan_number(i)

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
 from spanwise.bench.plan import document_offsets
@@ -144,3 +145,20 @@ def test_planning_needs_no_torch_distributed_and_loads_the_compiler_only_to_sear
         "spanwise.make_plan(m, 2); import torch.distributed as d; assert not d.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plans_are_made_in_data_loader_workers() -> None:
+    """A worker process plans, and the plan that arrives is the one that this process would make."""
+    loader = torch.utils.data.DataLoader(Packed(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for seed, plan in enumerate(loader):
+        assert plan == Packed()[seed] and (plan.balancer, plan.exchange) == ("local", "needed")
+
+
+class Packed(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, seed: int):
+        if seed >= len(self):
+            raise IndexError(seed)
+        return make_plan(SpanMask.documents(document_offsets(131_072, seed)), 8)
