@@ -55,6 +55,7 @@ def _start_receives_first(
             f"an all-to-all of {size} ranks needs {size} numbers of rows, those sent {x.shape[0]} together; got "
             f"{recv_rows} to receive and {send_rows} to send"
         )
+    x = x.detach()  # autograd is the exchange's business
     received = x.new_empty(sum(recv_rows), *x.shape[1:])
     incoming, outgoing = received.split(recv_rows), x.split(send_rows)
     incoming[rank].copy_(outgoing[rank])

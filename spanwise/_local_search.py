@@ -7,7 +7,8 @@ every host: integers, IEEE sums in one order, a random generator of its own, a b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit  # type: ignore[import-untyped, unused-ignore]
@@ -23,6 +24,17 @@ _LOPSIDED, _LOPSIDED_WEIGHT = 2.0, 4.0  # cap in means
 _TOP, _TOP_WEIGHT = 0.9, 16.0  # cap in busiest ranks, where the busiest is what counts
 _LARGEST = 2.45  # the largest receiver counts instead of the mean where it is so many times as much
 _MANY_RANKS = 16  # with more, two ranks drawn at random rarely hold parts of one document
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    try:
+        compiled = njit(cache=True)(function)
+    except RuntimeError:  # nowhere to keep what was compiled: a read-only installation without a home
+        compiled = njit(function)
+    return cast(_Function, compiled)
 
 
 class Task(NamedTuple):
@@ -60,7 +72,7 @@ class Task(NamedTuple):
     busiest: bool
 
 
-@njit(cache=True)
+@_compiled
 def _hand_over(
     begin: int,
     stop: int,
@@ -139,7 +151,7 @@ def _hand_over(
     return operations
 
 
-@njit(cache=True)
+@_compiled
 def _felt(recv: Float64Array, start: int, stop: int, cap: float, weight: float) -> float:
     """What the ranks of a host receive; what one of them receives above the cap counts ``weight`` times more."""
     felt = 0.0
@@ -148,7 +160,7 @@ def _felt(recv: Float64Array, start: int, stop: int, cap: float, weight: float) 
     return felt
 
 
-@njit(cache=True)
+@_compiled
 def _begun(task: Task, owner: Int64Array, num_ranks: int) -> tuple[NDArray[np.int32], Float64Array, Float64Array]:
     """How many q blocks of each rank read each kv block, ``[num_masks, num_ranks, num_blocks]``; the priced tokens that
     each rank receives; the work of each rank, ``[num_bounds, num_ranks]``."""
@@ -174,7 +186,7 @@ def _begun(task: Task, owner: Int64Array, num_ranks: int) -> tuple[NDArray[np.in
     return readers, recv, work
 
 
-@njit(cache=True)
+@_compiled
 def _rating(busiest: bool, recv: Float64Array) -> float:
     """What the best layout has least of: priced tokens of all ranks, or of the busiest rank times the ranks.
 
@@ -185,7 +197,7 @@ def _rating(busiest: bool, recv: Float64Array) -> float:
     return largest if busiest else max(recv.sum(), largest / _LARGEST)
 
 
-@njit(cache=True)
+@_compiled
 def anneal(
     task: Task, owner: Int64Array, num_ranks: int, heat: float, cold: float, budget: int, best: Int64Array
 ) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
 from spanwise.exchange import all_gather, needed
-from spanwise.exchange.again import Again
+from spanwise.exchange.again import Again, Fetched
 from spanwise.rank_plan import RankPlan, Stage, spread_slots
 
 Arriving = Callable[[], torch.Tensor]  # waits for a piece and returns it, [B, K, F]
@@ -33,14 +33,12 @@ class Piece:
     Attributes:
         k, v: ``[B, Hkv, K, D]``.
         index: of the piece among those from elsewhere; -1 for the rank's own.
-        data: what k and v are views of; None for the rank's own.
         again: who fetches the pieces again in the backward; None if they are kept.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     index: int = -1
-    data: torch.Tensor | None = None
     again: Again | None = None
 
     def attended(
@@ -50,8 +48,8 @@ class Piece:
         if self.again is None:
             return attend(self.k, self.v)
         hooks: AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.data is not None:
-            hooks = self.again.forgetting(self.index, self.data)
+        if self.index >= 0:
+            hooks = self.again.forgetting(self.index, self.k, self.v)
         with hooks:
             out, lse = attend(self.k, self.v)
         return self.again.remind(self.index, out, lse)
@@ -90,19 +88,24 @@ def kv_pieces(
     if not local.keep_kv:
         own, label = (k.detach(), v.detach()), f"K/V again for the backward, mask {mask!r}"
         again = Again(
-            [
-                functools.partial(_only, fetch, *own, stages[i : i + 1], local, name, label)
-                for i in range(1, len(stages))
-            ]
+            [functools.partial(_one, fetch, *own, stages[i : i + 1], local, name, label) for i in range(1, len(stages))]
         )
     arriving = fetch(k, v, stages[1:], local, name, f"K/V, mask {mask!r}")
     yield Piece(k, v, again=again)
     for i, arrived in enumerate(arriving):
-        data_BKF = arrived()
-        k_flat, v_flat = data_BKF.split([k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]], dim=-1)
-        k_piece = k_flat.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
-        v_piece = v_flat.unflatten(-1, (v.shape[1], v.shape[3])).transpose(1, 2)
-        yield Piece(k_piece, v_piece, i, data_BKF, again)
+        pair = _by_head(arrived(), k, v)
+        if again is not None:
+            pair = (pair[0].contiguous(), pair[1].contiguous())  # or a kernel that wants them so would keep copies
+        yield Piece(*pair, i, again)
+
+
+def _by_head(data_BKF: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[B, Hkv, K, D]`` of a piece, with the heads and head dims of k and v; views."""
+    k_flat, v_flat = data_BKF.split([k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]], dim=-1)
+    return (
+        k_flat.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2),
+        v_flat.unflatten(-1, (v.shape[1], v.shape[3])).transpose(1, 2),
+    )
 
 
 def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -143,6 +146,12 @@ def _gathered_piece(
     return [arrived]
 
 
-def _only(fetch: Callable[..., list[Arriving]], *args: Any) -> Arriving:
-    (arriving,) = fetch(*args)
-    return arriving
+def _one(fetch: Callable[..., list[Arriving]], k: torch.Tensor, v: torch.Tensor, *args: Any) -> Fetched:
+    """Start the exchange of a single piece; what it returns waits for it and gives its keys and values by head."""
+    (arriving,) = fetch(k, v, *args)
+
+    def arrived() -> tuple[torch.Tensor, torch.Tensor]:
+        k_piece, v_piece = _by_head(arriving(), k, v)
+        return k_piece.contiguous(), v_piece.contiguous()
+
+    return arrived

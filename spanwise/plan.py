@@ -208,6 +208,15 @@ class Plan:
         np.fill_diagonal(every, 0)
         return every
 
+    def lists(self, mask: str = "default") -> tuple[np.ndarray, int]:
+        """What the exchange cuts into pieces: tokens of each pair's list, and how many batch rows take each list.
+
+        One list serves all batch rows, unless mask or layout differ between them.
+        """
+        rows = max(self.mask(mask).batch_size, self.layout.batch_size)
+        alike = self.batch_size // rows
+        return self._needed_traffic[mask] // alike, alike
+
     @functools.cached_property
     def _needed_traffic(self) -> dict[str, np.ndarray]:
         found = {}
@@ -229,7 +238,7 @@ class Plan:
         """
         self.mask(mask)
         if self.exchange == "needed":
-            return pieces.num_pieces(self._needed_traffic[mask], self.stages, self.block_size)
+            return pieces.num_pieces(self.lists(mask)[0], self.stages, self.block_size)
         return min(1, self.num_ranks - 1)
 
     def recv_tokens(self, mask: str = "default") -> np.ndarray:

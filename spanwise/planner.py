@@ -2,7 +2,7 @@
 
 Pure, like all of planning: it runs in a data-loader worker and gives the same plan everywhere. What is left to "auto"
 is decided by predicted seconds (`predict`): a few layouts, the exchanges, and the numbers of pieces are priced, and the
-simplest that is within 5 % of the fastest is taken.
+simplest that is within 5 % of the fastest is taken (an all_gather only where little less would do).
 
     mask -> balancer -> layout -> Plan
 """
@@ -26,6 +26,8 @@ _BALANCERS_ALL_GATHER = ("contiguous", "head_tail", "lpt")
 _STAGES = (1, 2, 4)
 _QUALITIES = ("best", "fast")
 _TOLERANCE = 0.05  # finer than predictions are right
+_SAVED = 0.7  # an all_gather is no simpler way where as fast a one receives at most this share of its tokens
+_LARGEST = 2**31  # of any number given
 # A bound of the imbalance that is tried where the exchange takes more than this share of a balanced forward's compute.
 _LOOSE, _EXPOSED = 2.0, 0.5
 # What "auto" prices with where the caller gives no hardware, and no shape: Llama 3 8B's attention. Only ratios matter:
@@ -97,6 +99,7 @@ def make_plan(
     for name, value in (
         ("num_ranks", num_ranks),
         ("block_size", block_size),
+        ("stages", stages),
         ("num_q_heads", num_q_heads),
         ("num_kv_heads", num_kv_heads),
         ("head_dim", head_dim),
@@ -104,14 +107,20 @@ def make_plan(
     ):
         if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if value is not None and value >= _LARGEST:
+            raise ValueError(f"{name} must be less than {_LARGEST}, got {value}")
     num_q_heads, num_kv_heads, head_dim, v_head_dim = (
         None if value is None else int(value)
         for value in (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
     )
     if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    if stages is not None and (not isinstance(stages, (int, np.integer)) or isinstance(stages, bool) or stages < 1):
-        raise ValueError(f"stages must be a positive integer or None, got {stages!r}")
+    if not isinstance(keep_kv, bool):
+        raise ValueError(f"keep_kv must be True or False, got {keep_kv!r}")
+    if hardware is not None and not isinstance(hardware, cost.Hardware):
+        raise ValueError(
+            f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
+        )
     if exchange == "all_gather" and stages not in (None, 1):
         raise ValueError(f"an all_gather brings K/V in one piece, got stages={stages}; use exchange='needed'")
     problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
@@ -130,7 +139,7 @@ def make_plan(
             balancer=label,
             exchange="all_gather",
             stages=1,
-            keep_kv=bool(keep_kv),
+            keep_kv=keep_kv,
             weights=weight_of,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
@@ -156,13 +165,12 @@ def make_plan(
         ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name, name)]
     else:
         ways = [way for name in _BALANCERS for way in ways_of(name, name)]
-        if _exchange_bound(ways):
-            # Where the exchange is what a step waits for, a layout that is less balanced may be worth it.
-            ways += ways_of("local", _local("fast", hardware, int(num_ranks)))
-            loose = _local("fast", hardware, int(num_ranks), _LOOSE)
-            ways += ways_of(f"local, imbalance to {_LOOSE:g}", loose)
-        else:
+        if problem.num_blocks >= num_ranks:  # a search over whole blocks would leave ranks without tokens
+            bound = _exchange_bound(ways)
             ways += ways_of("local", _local(quality, hardware, int(num_ranks)))
+            if bound:  # where the exchange is what a step waits for, less balance may be worth it
+                loose = _local("fast", hardware, int(num_ranks), _LOOSE)
+                ways += ways_of(f"local, imbalance to {_LOOSE:g}", loose)
     return ways[0] if len(ways) == 1 else _fastest(ways)
 
 
@@ -189,8 +197,10 @@ def _exchange_bound(ways: list[Plan]) -> bool:
 def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
     """The plan with every exchange and number of stages that the caller left open, simplest first."""
     ways = []
-    if plan.num_ranks == 1 or (exchange == "needed" and stages is not None):
-        return [plan.replace(exchange="all_gather" if exchange == "auto" else exchange, stages=int(stages or 1))]
+    if plan.num_ranks == 1:
+        return [plan.replace(exchange="all_gather" if exchange == "auto" else exchange)]
+    if exchange == "needed" and stages is not None:
+        return [plan.replace(exchange=exchange, stages=int(stages))]
     if exchange in ("all_gather", "auto") and stages in (None, 1):
         ways.append(plan)
     if exchange in ("needed", "auto"):
@@ -206,7 +216,10 @@ def _fastest(ways: list[Plan]) -> Plan:
     candidates = [_priced(plan) for plan in ways]
     seconds = [candidate.seconds["total"] for candidate in candidates]
     least = min(seconds)
-    chosen = next(i for i, value in enumerate(seconds) if value <= least * (1 + _TOLERANCE))
+    fast = [i for i, value in enumerate(seconds) if value <= least * (1 + _TOLERANCE)]
+    # As fast, but far more bytes to hold and to send, is not simpler.
+    spare = min(candidates[i].recv_mean for i in fast) / _SAVED
+    chosen = next((i for i in fast if ways[i].exchange != "all_gather" or candidates[i].recv_mean < spare), fast[0])
     plan = ways[chosen]
     # What a user would have without a search: the best of the plain ways.
     plain = [i for i, way in enumerate(ways) if "local" not in way.balancer and way.exchange == "all_gather"]
@@ -218,12 +231,12 @@ def _fastest(ways: list[Plan]) -> Plan:
         reason = f"{told}; no gain from the other ways, {_told(ways[other])} is the fastest of them "
         reason += f"({_ms(seconds[other])})"
     elif plain and chosen not in plain:
-        reason = f"{told}, {seconds[usual] / max(seconds[chosen], 1e-30):.2f} times as fast as {_told(ways[usual])} "
-        reason += f"({_ms(seconds[usual])})"
+        gain = f"{seconds[usual] / seconds[chosen]:.2f} times as fast as" if seconds[chosen] else "against"
+        reason = f"{told}, {gain} {_told(ways[usual])} ({_ms(seconds[usual])})"
     else:
         reason = f"{told}, the least of what was considered within {_TOLERANCE:.0%}"
     if plan.num_q_heads is None or plan.head_dim is None:
-        reason += "; priced for 32 query and 8 K/V heads of 128, since no shape was given"
+        reason += "; priced for 32 query and 8 K/V heads of 128, since num_q_heads and head_dim were not both given"
     return plan.replace(reason=reason, candidates=tuple(candidates))
 
 

@@ -60,7 +60,8 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     if plan.exchange == "needed":
         arriving = np.zeros((pieces, plan.num_ranks, plan.num_ranks))
         if pieces:
-            arriving[:] = piece_tokens(plan.traffic(mask), pieces, plan.block_size)
+            tokens_of_lists, alike = plan.lists(mask)
+            arriving[:] = alike * piece_tokens(tokens_of_lists, pieces, plan.block_size)
         received, sent = arriving.sum(axis=2).T, arriving.sum(axis=(0, 1))
         to_go = [hardware.all_to_all_seconds(x * kv_bytes) for x in arriving]
         to_come = [hardware.all_to_all_seconds(x.T * grad_bytes) for x in arriving]

@@ -207,6 +207,7 @@ def _needed_stages(
             order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
             send_sizes=tuple(_size(len(at), device) for at in sent),
             recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_ranks).tolist()),
+            spare=flex_tables,
         )
         stages.append(stage(keys, spare, route))
     return tuple(stages)

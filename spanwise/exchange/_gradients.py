@@ -21,6 +21,14 @@ def anchor(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
 
 
+def check_first_order() -> None:
+    """``NotImplementedError`` in a backward that is to be differentiated itself; called before its collective."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "second derivatives through an exchange of K/V do not exist; call backward without create_graph=True"
+        )
+
+
 def returned(pending: torch.Tensor) -> torch.Tensor:
     """A started collective as the gradient that a backward returns."""
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():

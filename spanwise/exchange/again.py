@@ -8,7 +8,7 @@ call starts the fetch, and that of the piece which comes next, so that it travel
 Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
 """
 
-# F features of a token, B batch, K keys of a piece
+# B batch, H heads, K keys of a piece, D head dim
 
 from __future__ import annotations
 
@@ -18,33 +18,48 @@ from typing import Any
 
 import torch
 
-# Starts the collective of a piece; what it returns waits for it and gives the piece [B, K, F].
-Fetch = Callable[[], Callable[[], torch.Tensor]]
+from spanwise.exchange._gradients import check_first_order
+
+# Waits for a piece and gives its keys and values, [B, H, K, D] each, contiguous.
+Fetched = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Again:
     """The pieces of one attention call, to be fetched in its backward.
 
     Args:
-        fetches: for each piece in forward order.
+        fetches: for each piece, in forward order, what starts its collective.
     """
 
-    def __init__(self, fetches: list[Fetch]) -> None:
+    def __init__(self, fetches: list[Callable[[], Fetched]]) -> None:
         self._fetches = fetches
-        self._under_way: dict[int, Callable[[], torch.Tensor]] = {}
-        self._arrived: dict[int, torch.Tensor] = {}
+        self._under_way: dict[int, Fetched] = {}
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def forgetting(self, i: int, piece: torch.Tensor) -> AbstractContextManager[Any]:
-        """Within it, autograd keeps no tensor that lies in ``piece``, which is the ``i``-th."""
-        storage = piece.untyped_storage().data_ptr()
+    def forgetting(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
+        """Within it, autograd keeps no tensor that lies in ``k`` or ``v``, which are contiguous: the ``i``-th piece.
+
+        Other hooks for saved tensors (offloading, checkpointing) see nothing of what is saved within it.
+        """
+        storages = [x.untyped_storage().data_ptr() for x in (k, v)]
 
         def pack(x: torch.Tensor) -> Any:
-            if x.numel() == 0 or x.untyped_storage().data_ptr() != storage:
-                return x
-            return x.size(), x.stride(), x.storage_offset()
+            if x.numel() == 0 or x.untyped_storage().data_ptr() not in storages:
+                return x, x._version
+            which = storages.index(x.untyped_storage().data_ptr())
+            return which, x.size(), x.stride(), x.storage_offset()
 
         def unpack(note: Any) -> torch.Tensor:
-            return note if isinstance(note, torch.Tensor) else self._take(i).as_strided(*note)
+            if isinstance(note[0], torch.Tensor):
+                x, version = note
+                if x._version != version:  # autograd's own check does not run under hooks
+                    raise RuntimeError(
+                        f"a tensor of shape {tuple(x.shape)} that attention needs for its backward was changed in "
+                        f"place after the forward (version {x._version}, expected {version})"
+                    )
+                return x
+            which, *geometry = note
+            return self._take(i)[which].as_strided(*geometry)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -60,7 +75,7 @@ class Again:
                 if j >= 0 and j not in self._under_way:
                     self._under_way[j] = self._fetches[j]()
 
-    def _take(self, i: int) -> torch.Tensor:
+    def _take(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         if i not in self._arrived:
             with torch.no_grad():
                 self._arrived[i] = self._under_way.pop(i)()
@@ -83,6 +98,7 @@ class _Remind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+        check_first_order()
         ctx.again.finish(ctx.i + 1)
         ctx.again.start(ctx.i)
         return grad_out, grad_lse, None, None

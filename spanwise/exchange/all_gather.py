@@ -19,7 +19,7 @@ import torch
 
 from spanwise import _compat
 from spanwise.exchange import failure
-from spanwise.exchange._gradients import anchor, returned
+from spanwise.exchange._gradients import anchor, check_first_order, returned
 
 
 class Pending(NamedTuple):
@@ -55,6 +55,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
+        check_first_order()
         # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
         what = f"reduce-scatter of gradients, {ctx.label}"
         sent_PR_F = grad_PR_F.to(ctx.sum_dtype)

@@ -22,7 +22,7 @@ import torch
 
 from spanwise import _compat
 from spanwise.exchange import failure
-from spanwise.exchange._gradients import anchor, returned
+from spanwise.exchange._gradients import anchor, check_first_order, returned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +31,16 @@ class Route:
 
     Attributes:
         send: int64 ``[S]``, rows of the shard, those for rank 0 first, then those for rank 1, …
-        order: int64 ``[keys]``, which of the N received rows (rank 0's first) each key of the stage is. N itself, one
-            past the last, is a row of zeros, for spare keys that no span reads.
+        order: int64 ``[keys]``, which of the N received rows (rank 0's first) each key of the stage is.
         send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``; only its shape means something.
+        spare: whether `order` may also hold N, one past the last: a row of zeros, for spare keys that no span reads.
     """
 
     send: torch.Tensor
     order: torch.Tensor
     send_sizes: tuple[torch.Tensor, ...]
     recv_sizes: tuple[torch.Tensor, ...]
+    spare: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -47,7 +48,7 @@ class Route:
         return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
 
 
-_compat.register_pytree_dataclass(Route)
+_compat.register_pytree_dataclass(Route, static=("spare",))
 
 
 class Pending(NamedTuple):
@@ -98,6 +99,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
+        check_first_order()
         send_sizes, recv_sizes = _halves(ctx.sizes)
         what = f"all-to-all of gradients, {ctx.label}"
         sent_NF = grad_NF.to(ctx.sum_dtype)
@@ -124,4 +126,6 @@ def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) ->
 def wait(pending: Pending, route: Route, name: str, label: str) -> torch.Tensor:
     """Wait for one piece; returns the stage's keys in order, ``[keys, F]``."""
     arrived_NF = _Wait.apply(*pending, route.sizes, name, label)
-    return torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1)).index_select(0, route.order)
+    if route.spare:
+        arrived_NF = torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1))
+    return arrived_NF.index_select(0, route.order)
