@@ -87,8 +87,9 @@ def context_parallel_attention(
         out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
         0, lse −inf (the sink's logit if there are sinks) and gradient 0.
 
-    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype, and
-    either all of them or none with inputs that require gradients; every rank's loss has to depend on its output.
+    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype, all
+    in eager code or all compiled, and either all of them or none with inputs that require gradients; every rank's loss
+    has to depend on its output. Second derivatives (``create_graph=True``) are refused.
 
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
