@@ -10,6 +10,7 @@ simplest that is within 5 % of the fastest is taken (an all_gather only where li
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,54 +129,51 @@ def make_plan(
     dtype_name, itemsize = _dtype(dtype)
     if quality not in _QUALITIES:
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
-    hardware = hardware or ASSUMED
+    make = functools.partial(
+        Plan,
+        masks=masks,
+        num_ranks=int(num_ranks),
+        block_size=int(block_size),
+        exchange="all_gather",
+        stages=1,
+        keep_kv=keep_kv,
+        weights=weight_of,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype_name,
+        itemsize=itemsize,
+        hardware=hardware or ASSUMED,
+        cu_seqlens=problem.cu_seqlens_rows,
+        reason="chosen by the caller" if num_ranks > 1 else "one rank computes everything",
+    )
 
     def ways_of(label: str, assigned: str | balancers.LoadBalancer) -> list[Plan]:
-        layout_plan = Plan(
-            masks=masks,
-            layout=balancers.assign_layout(assigned, problem, int(num_ranks)),
-            num_ranks=int(num_ranks),
-            block_size=int(block_size),
-            balancer=label,
-            exchange="all_gather",
-            stages=1,
-            keep_kv=keep_kv,
-            weights=weight_of,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype_name,
-            itemsize=itemsize,
-            hardware=hardware,
-            cu_seqlens=problem.cu_seqlens_rows,
-            reason="chosen by the caller" if num_ranks > 1 else "one rank computes everything",
-        )
-        return _ways(layout_plan, exchange, stages)
+        layout = balancers.assign_layout(assigned, problem, int(num_ranks))
+        return _ways(make(layout=layout, balancer=label), exchange, stages)
 
+    search = functools.partial(_local, hardware or ASSUMED, int(num_ranks))
     if not isinstance(balancer, str):
         ways = ways_of(type(balancer).__name__, balancer)
-    elif balancer == "local":
-        ways = ways_of("local", _local(quality, hardware, int(num_ranks)))
-    elif balancer != "auto":
-        ways = ways_of(balancer, balancer)
-    elif num_ranks == 1:
+    elif balancer == "auto" and num_ranks == 1:
         ways = ways_of("contiguous", "contiguous")
+    elif balancer != "auto":
+        ways = ways_of(balancer, search(quality) if balancer == "local" else balancer)
     elif exchange == "all_gather":
         ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name, name)]
     else:
         ways = [way for name in _BALANCERS for way in ways_of(name, name)]
         if problem.num_blocks >= num_ranks:  # a search over whole blocks would leave ranks without tokens
             bound = _exchange_bound(ways)
-            ways += ways_of("local", _local(quality, hardware, int(num_ranks)))
+            ways += ways_of("local", search(quality))
             if bound:  # where the exchange is what a step waits for, less balance may be worth it
-                loose = _local("fast", hardware, int(num_ranks), _LOOSE)
-                ways += ways_of(f"local, imbalance to {_LOOSE:g}", loose)
+                ways += ways_of(f"local, imbalance to {_LOOSE:g}", search("fast", _LOOSE))
     return ways[0] if len(ways) == 1 else _fastest(ways)
 
 
 def _local(
-    quality: str, hardware: cost.Hardware, num_ranks: int, max_imbalance: float | None = None
+    hardware: cost.Hardware, num_ranks: int, quality: str, max_imbalance: float | None = None
 ) -> balancers.LoadBalancer:
     """The local search, which prefers traffic inside hosts where the hardware has hosts and they are not all."""
     from spanwise.local_balancer import Local  # loads a compiler

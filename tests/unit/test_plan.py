@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_rank_plans_hold_the_local_problems(mask: SpanMask, num_ranks: int, bala
 
 
 def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it() -> None:
-    base = dict(num_ranks=4, block_size=8, balancer="ptrr", **SHAPE)
+    base = dict(num_ranks=4, block_size=8, balancer="ptrr", exchange="needed", stages=1, **SHAPE)
     plan = make_plan(DOCUMENTS, **base)
     assert plan.fingerprint == make_plan(SpanMask.documents(CU), **base).fingerprint
     assert plan == make_plan(SpanMask.documents(CU), **base) and len({plan, make_plan(DOCUMENTS, **base)}) == 1
@@ -104,6 +105,9 @@ def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it(
         make_plan(DOCUMENTS, **base | {"balancer": "lpt"}),
         make_plan(DOCUMENTS, **base | {"num_kv_heads": 4}),
         make_plan(DOCUMENTS, **base, dtype="float32"),
+        make_plan(DOCUMENTS, **base | {"exchange": "all_gather"}),
+        make_plan(DOCUMENTS, **base | {"stages": 2}),
+        make_plan(DOCUMENTS, **base, keep_kv=False),
         make_plan(DOCUMENTS, **base, cu_seqlens=CU),
         make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
     ]
@@ -143,6 +147,38 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
             Plan.load(path)
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "missing.npz")
+
+
+def test_every_damaged_byte_is_noticed_or_does_not_matter(tmp_path) -> None:
+    path = tmp_path / "plan.npz"
+    plan = make_plan({"a": DOCUMENTS, "b": SpanMask.causal(100)}, 2, block_size=16, cu_seqlens=CU, **SHAPE)
+    plan.save(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 7):  # all eight bits, and every field of the headers of one member or another
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        try:
+            loaded = Plan.load(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert loaded == plan and loaded.header() == plan.header(), at
+    assert refused > len(whole) / 14
+
+
+@pytest.mark.parametrize("change", [{"reason": "forged"}, {"candidates": []}, {"fingerprint": None}, {"dtype": "x"}])
+def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
+    path = tmp_path / "plan.npz"
+    make_plan(DOCUMENTS, 3, **SHAPE).save(path)
+    with np.load(path) as data:
+        arrays = dict(data)
+    header = json.loads(str(arrays["header"])) | change
+    if header["fingerprint"] is None:
+        del header["fingerprint"]
+    np.savez(path, **arrays | {"header": np.array(json.dumps(header))})
+    with pytest.raises(ValueError, match=r"plan\.npz is not a plan written by Plan\.save: it was altered or damaged"):
+        Plan.load(path)
 
 
 def test_numpy_integers_are_numbers(tmp_path) -> None:
@@ -189,7 +225,8 @@ def test_needed_exchange_receives_what_it_reads() -> None:
     plan = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="needed", **SHAPE)
     assert plan.recv_tokens().tolist() == plan.needed_tokens().tolist()
     assert plan.recv_bytes().tolist() == [n * 2 * 40 * 2 for n in plan.needed_tokens().tolist()]
-    assert plan.fingerprint != make_plan(DOCUMENTS, 3, balancer="contiguous", **SHAPE).fingerprint
+    gathered = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="all_gather", **SHAPE)
+    assert plan.fingerprint != gathered.fingerprint
 
 
 def test_several_masks_and_weights() -> None:
