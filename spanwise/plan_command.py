@@ -28,6 +28,12 @@ from spanwise.train.data import DocumentStream, find_documents
 #: Tokens of a sequence at most: masks and reports keep some arrays of one entry a token.
 SEQ_LIMIT = 2**26
 
+#: Ranks at most: reports hold tables of ranks × ranks, and draw one.
+RANKS_LIMIT = 1024
+
+#: The largest values of other options. Together with those above, every count of bytes and pairs stays below 2**63.
+_LARGEST = {"layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT}
+
 _PRESETS = ("h100", "h200", "b200", "cpu")
 
 
@@ -94,15 +100,24 @@ def run(options: PlanOptions) -> dict[str, Any]:
         ValueError: an option or an input file is wrong, or an output cannot be written.
         NotImplementedError: a balancer or exchange that does not exist yet.
     """
-    for name in ("layers", "heads", "kv_heads", "head_dim", "block_size"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, largest in _LARGEST.items():
+        value = getattr(options, name)
+        if not 1 <= value <= largest:
+            raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
     for path in (options.html, options.json):
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise ValueError(f"cannot write {path}: name a file in a folder that exists")
     hardware = load_hardware(options.hardware)
     degrees = parse_ranks(options.compare_ranks) if options.compare_ranks is not None else ()
     cu_seqlens, source = choose_sequence(options)
+    tokens = int(cu_seqlens[-1])
+    for flag, numbers in (("--ranks", (options.ranks,)), ("--compare-ranks", degrees)):
+        for number in numbers:
+            if number is not None and not 1 <= number <= min(RANKS_LIMIT, tokens):
+                raise ValueError(
+                    f"{flag} must be between 1 and {min(RANKS_LIMIT, tokens):,} for a sequence of {tokens:,} tokens "
+                    f"({RANKS_LIMIT:,} ranks at most, a token for each), got {number:,}"
+                )
     masks, weights = build_masks(options, cu_seqlens)
 
     @functools.cache
@@ -122,9 +137,9 @@ def run(options: PlanOptions) -> dict[str, Any]:
             cu_seqlens=cu_seqlens,
         )
 
-    with text.working(f"planning {int(cu_seqlens[-1]):,} tokens"):
+    with text.working(f"planning {tokens:,} tokens"):
         comparison = compare(plan_for, degrees) if degrees else None
-        ranks = options.ranks if options.ranks is not None else comparison.best if comparison else 8
+        ranks = options.ranks if options.ranks is not None else comparison.best if comparison else min(8, tokens)
         result = figures(plan_for(ranks), source, options.command(), comparison, describe_masks(options, masks))
     text.show(result)
     for path, write in ((options.json, _write_json), (options.html, _write_html)):

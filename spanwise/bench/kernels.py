@@ -27,6 +27,7 @@ from rich.table import Table
 from spanwise.bench import plan
 from spanwise.kernels.sdpa import sdpa
 from spanwise.mask import SpanMask
+from spanwise.report import terminal
 
 BLOCK_SIZE = 128
 # tokens, heads, head dim, repeats
@@ -69,8 +70,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         ``{"num_threads", "torch", "rows": [...], "memory": {...}}``; times in seconds, memory in bytes (None but on
         Linux).
     """
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = terminal.console()
     sizes = QUICK_SIZES if quick else SIZES
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     rows: list[dict[str, Any]] = []

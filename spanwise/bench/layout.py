@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from spanwise.bench.plan import document_offsets
 from spanwise.mask import SpanMask
 from spanwise.planner import make_plan
+from spanwise.report.terminal import console
 
 SEQ_LEN = 131_072
 RANKS = (8, 64)
@@ -142,5 +142,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['gather']:,}",
             number(row["ms"], ".1f"),
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+    console(130).print(table)

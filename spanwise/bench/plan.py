@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from spanwise import rank_plan
 from spanwise.mask import SpanMask
 from spanwise.plan import Plan
 from spanwise.planner import make_plan
+from spanwise.report.terminal import console
 
 SIZES = ((131_072, 8), (131_072, 64), (1_048_576, 64))
 BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local", "local, fast")
@@ -120,5 +120,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['reads_tokens_max']:,}",
             f"{row['all_gather_tokens_mean']:,.0f}",
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    console().print(table)

@@ -12,10 +12,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import Sample, fit_attention
 from spanwise.calibrate.links import SMALLEST, measure_links
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cost import Hardware, Link
+from spanwise.cost import Hardware
 
 #: ``(tokens, median document)``: short documents and long, small shards and large, so that rate, edge and fixed
 #: seconds can be told apart.
@@ -44,13 +42,13 @@ class Calibration:
     seconds: float
 
 
-def calibrate(mesh: DeviceMesh | None, **options: Any) -> Hardware:
+def calibrate(mesh: DeviceMesh, **options: Any) -> Hardware:
     """The rates of this machine and the links of ``mesh``, the same on every rank; see :func:`measure`."""
     return measure(mesh, **options).hardware
 
 
 def measure(
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     *,
     device: torch.device | str = "cpu",
     kernel: str = "auto",
@@ -68,22 +66,21 @@ def measure(
     """Measure this machine and the links of a process group. A collective call.
 
     Args:
-        mesh: 1-D mesh of the ranks that will work together; None for one rank alone, which has no links: its
-            `Hardware` then has the memory's bandwidth for one.
+        mesh: 1-D mesh of the ranks that will work together, at least two: one rank alone has no link to measure.
         device: where the ranks compute; ranks on one accelerator each.
         kernel, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype: the attention that is to be predicted.
         host_size: ranks of a host, where host names do not tell; consecutive ranks share one. 1 and the mesh's size
             both mean one level.
         problems: packed sequences that attention is timed on, ``(tokens, median document)``; default: seven of 2,048
             to 8,192 tokens, eight times longer on an accelerator.
-        largest: bytes that a rank receives in the largest collective. A sweep ends earlier where one call takes half a
-            second.
+        largest: bytes that a rank receives in the largest collective. A sweep ends earlier, with the first call that
+            takes an eighth of a second.
         repeats: timed calls of each kind; one more comes before them.
         name: of the hardware; default: processor or accelerator, and number of ranks.
 
     Raises:
-        ValueError: hosts of different sizes or scattered over the ranks, bad numbers, what the kernel refuses, times
-            that do not grow with the work.
+        ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, what the
+            kernel refuses, times that do not grow with the work.
     """
     begin = time.perf_counter()
     ranks = Ranks(mesh, torch.device(device))
@@ -106,7 +103,7 @@ def measure(
     source = (
         f"measured by spanwise calibrate, torch {torch.__version__}, {ranks.size} ranks of "
         f"{torch.get_num_threads()} threads: kernel {kernel}, {heads[0]} and {heads[1]} heads of {heads[2]} and "
-        f"{heads[3]}, {str(dtype).removeprefix('torch.')}{'' if links else '; one rank, no link'}"
+        f"{heads[3]}, {str(dtype).removeprefix('torch.')}"
     )
     hardware = Hardware(
         name=name or f"{_device_name(ranks.device)}, {ranks.size} ranks",
@@ -114,23 +111,11 @@ def measure(
         matmul_flops=matmul,
         memory_bandwidth=copy,
         memory=int(memory),
-        links=links or (Link(copy, 0.0),),
+        links=links,
         wire=wire,
         source=source,
     )
     return Calibration(hardware, attention + collectives, time.perf_counter() - begin)
-
-
-def run(mesh: DeviceMesh | None, *, out: Path | None = None, **options: Any) -> Calibration:
-    """What ``spanwise calibrate`` does on every rank: measure; the first rank prints a table and writes ``out``."""
-    result = measure(mesh, **options)
-    if mesh is None or mesh.get_local_rank() == 0:
-        _print(result)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            result.hardware.save(out)
-            print(f"written to {out}")
-    return result
 
 
 def _device_name(device: torch.device) -> str:
@@ -148,33 +133,3 @@ def _memory(ranks: Ranks, host_size: int) -> float:
     if ranks.device.type == "cuda":
         return torch.cuda.get_device_properties(ranks.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / host_size
-
-
-def _print(result: Calibration) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    hardware = result.hardware
-    table = Table(title=f"{hardware.name}, measured in {result.seconds:.1f} s")
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    table.add_column("error of the fit, mean and largest", justify="right")
-
-    def row(figure: str, measured: str) -> None:
-        errors = [abs(sample.error) for sample in result.samples if sample.figure == figure]
-        fit = f"{statistics.mean(errors):.1%}, {max(errors):.1%} of {len(errors)} samples" if errors else ""
-        table.add_row(figure, measured, fit)
-
-    row("attention forward", f"{hardware.attention_flops / 1e9:,.1f} GFLOP/s")
-    row("attention backward", f"{hardware.attention_backward_flops / 1e9:,.1f} GFLOP/s")
-    row("call of the attention kernel", f"{hardware.kernel_seconds * 1e3:.3f} ms")
-    row("pairs at a query's edge", f"{hardware.edge_pairs:.0f}")
-    row("matrix product", f"{hardware.matmul_flops / 1e9:,.1f} GFLOP/s")
-    row("memory, read and written", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s")
-    figures = list(dict.fromkeys(s.figure for s in result.samples if s.figure.startswith("link")))
-    for figure, link in zip(figures, reversed(hardware.links), strict=False):
-        row(figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {link.latency * 1e3:.3f} ms")
-    for collective, factor in hardware.wire:
-        row(f"{collective} on the wire", f"{factor:.2f} × its bytes")
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)

@@ -31,8 +31,6 @@ def measure_links(
         host_size: ranks of a host; all of them if there is one level.
         largest: bytes that a rank receives in the largest collective.
     """
-    if ranks.group is None or ranks.size == 1:
-        return (), (), ()
     # Outermost first: it decides the wire factors. All groups of a level measure at the same time.
     levels: list[tuple[str, int | None, list[int]]] = []
     if host_size == ranks.size:

@@ -20,21 +20,23 @@ class Ranks:
     """The ranks that measure together, and the clock of this one."""
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
-        if mesh is not None and mesh.ndim != 1:
+        if mesh is None or mesh.size() < 2:
+            raise ValueError(
+                f"calibration measures links, and a link needs two ranks; got {'no mesh' if mesh is None else '1 rank'}"
+            )
+        if mesh.ndim != 1:
             raise ValueError(f"calibration needs a 1-D mesh, got one of shape {tuple(mesh.shape)}")
-        self.group = None if mesh is None else mesh.get_group()
-        self.members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.group = mesh.get_group()
+        self.members = dist.get_process_group_ranks(self.group)
         self.size = len(self.members)
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.rank = mesh.get_local_rank()
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self._where = torch.device("cpu") if self.group is None else _compat.comparison_device(self.group)
+        self._where = _compat.comparison_device(self.group)
 
     def agree(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
         """The largest of each value over the ranks, or the smallest: what the slowest rank found."""
-        if self.group is None or self.size == 1:
-            return list(values)
         sign = 1.0 if largest else -1.0
         x = torch.tensor([sign * v for v in values], dtype=torch.float64, device=self._where)
         x = _compat.wait(_compat.start_all_reduce(x, "max", _compat.group_name(self.group)))
@@ -69,8 +71,7 @@ class Ranks:
                 raise ValueError(f"host_size must divide the {self.size} ranks, got {given}")
             return self.size if given == 1 else given
         names: list[Any] = [socket.gethostname()] * self.size
-        if self.group is not None and self.size > 1:
-            dist.all_gather_object(names, socket.gethostname(), group=self.group)
+        dist.all_gather_object(names, socket.gethostname(), group=self.group)
         runs = [(host, len(list(same))) for host, same in itertools.groupby(names)]
         sizes = {size for _, size in runs}
         if len({host for host, _ in runs}) < len(runs) or len(sizes) > 1:

@@ -1,7 +1,7 @@
 """The drawings of a report: the partition of the mask, bars of ranks, traffic, timeline, documents.
 
-Each takes figures and returns a `Drawing`; what is drawn is to scale, and what is not (many ranks, long sequences) says
-so in its description.
+Each takes a name for its ids, and figures, and returns a `Drawing`; what is drawn is to scale, and what is not (many
+ranks, long sequences) says so in its description.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def render(result: Figures) -> str:
         colors=RANK_COLORS,
         style=Markup(resources.files("spanwise.report").joinpath("plan.css").read_text("utf-8")),
         script=Markup(resources.files("spanwise.report").joinpath("plan.js").read_text("utf-8")),
-        masks=[_mask(result, mask) for mask in result.masks],
+        masks=[_mask(result, mask, str(index)) for index, mask in enumerate(result.masks)],
         candidates=[(one, text.is_chosen(result, one)) for one in text.ranked(result)],
         layers=sum(plan.weights.values()),
         documents=_documents(result),
@@ -53,12 +53,13 @@ def _svg(drawing: Drawing) -> Markup:
     return Markup(str(drawing))  # its texts are escaped one by one
 
 
-def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
+def _mask(result: Figures, mask: MaskFigures, key: str) -> dict[str, Any]:
+    """What the template says of a mask; ``key`` is in the ids of its drawings, which a mask's own name may not suit."""
     plan = result.plan
     gathered = float((plan.seq_len - plan.layout.tokens_per_rank).mean())
     groups = [link.ranks for link in plan.hardware.links if link.ranks and link.ranks < plan.num_ranks]
     colors = charts.colors_of(plan.layout)
-    whole, closer = charts.partition(mask.name, plan.mask(mask.name), plan.layout, colors)
+    whole, closer = charts.partition(key, plan.mask(mask.name), plan.layout, colors)
     return {
         "figures": mask,
         "title": f"Mask “{mask.name}”" if len(result.masks) > 1 else "Mask",
@@ -70,10 +71,10 @@ def _mask(result: Figures, mask: MaskFigures) -> dict[str, Any]:
         "crossing": [(group, _crossing(mask.traffic, group)) for group in groups],
         "partition": _svg(whole),
         "closer": closer and _svg(closer),
-        "work": _svg(charts.work(mask.name, mask, colors)),
-        "received": _svg(charts.received(mask.name, mask, colors)),
-        "traffic": _svg(charts.traffic(mask.name, mask, groups)),
-        "timeline": _svg(charts.timeline(mask.name, mask, plan.timeline(mask.name).forward.seconds)),
+        "work": _svg(charts.work(key, mask, colors)),
+        "received": _svg(charts.received(key, mask, colors)),
+        "traffic": _svg(charts.traffic(key, mask, groups)),
+        "timeline": _svg(charts.timeline(key, mask, plan.timeline(mask.name).forward.seconds)),
     }
 
 

@@ -7,6 +7,7 @@ place in it and the value found there.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def _from_json(text: str, where: str, column: str | None) -> list[np.ndarray]:
         raise ValueError(f"{where}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
     except RecursionError:
         raise ValueError(f"{where}: nested too deeply; lengths are a list of numbers") from None
+    except ValueError:  # Python's limit of digits
+        raise ValueError(f"{where} holds a number of thousands of digits; lengths are numbers of tokens") from None
     offsets = False
     if isinstance(value, dict):
         lists = [key for key, entry in value.items() if isinstance(entry, list)]
@@ -69,8 +72,11 @@ def _from_json(text: str, where: str, column: str | None) -> list[np.ndarray]:
 def _from_csv(text: str, where: str, column: str | None) -> np.ndarray:
     sample = text[:4096]
     delimiter = max(",;\t", key=sample.count)
-    lines = csv.reader(text.splitlines(), delimiter=delimiter)
-    rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(cell.strip() for cell in row)]
+    lines = csv.reader(io.StringIO(text), delimiter=delimiter, strict=True)
+    try:
+        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(cell.strip() for cell in row)]
+    except csv.Error as error:  # an open quote, a cell larger than the reader takes
+        raise ValueError(f"{where}, line {lines.line_num}: not CSV: {error}") from error
     if not rows:
         raise ValueError(f"{where} is empty; write one document length a line")
     header = rows[0][1]

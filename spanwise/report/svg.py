@@ -46,7 +46,7 @@ class Drawing:
     """Collects shapes; ``str()`` is one ``<svg>`` element.
 
     Args:
-        name: prefix of the ids inside, unique in a page.
+        name: prefix of the ids inside, unique in a page and without blanks, which would part it.
         title, description: what a screen reader says.
         width, height: in CSS pixels; the drawing scales down with its page.
     """
@@ -57,7 +57,7 @@ class Drawing:
         self.shapes: list[str] = []
 
     def __str__(self) -> str:
-        ids = f"{self.name}-title", f"{self.name}-desc"
+        ids = tuple(escape(f"{self.name}-{part}") for part in ("title", "desc"))
         return "\n".join(
             [
                 f'<svg role="img" aria-labelledby="{ids[0]} {ids[1]}" viewBox="0 0 {self.width:g} {self.height:g}" '

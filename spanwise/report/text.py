@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spanwise.report import units
+from spanwise.report import terminal, units
 from spanwise.report.compare import Comparison
 from spanwise.report.figures import Figures, MaskFigures
 
@@ -21,9 +21,9 @@ _BAR = 28
 
 def show(result: Figures) -> None:
     """Print the summary."""
-    console = _console()
+    console = terminal.console()
     for line in heading(result):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
     if result.comparison:
         console.print()
         console.print(_comparison_table(result.comparison))
@@ -31,14 +31,14 @@ def show(result: Figures) -> None:
         console.print()
         if mask.note:
             named = f"mask {mask.name!r}: " if len(result.masks) > 1 else ""
-            console.print(f"{named}{mask.note}", markup=False, highlight=False)
+            console.print(f"{named}{mask.note}", highlight=False)
         console.print(_rank_table(result, mask))
     console.print()
     console.print(_seconds_table(result))
     if result.candidates:
         console.print()
         console.print(_candidate_table(result))
-    console.print(f"\nfingerprint {result.plan.fingerprint}\n{result.command}", markup=False, highlight=False)
+    console.print(f"\nfingerprint {result.plan.fingerprint}\n{result.command}", highlight=False)
 
 
 def working(what: str) -> AbstractContextManager[Any]:
@@ -47,12 +47,7 @@ def working(what: str) -> AbstractContextManager[Any]:
 
 
 def wrote(path: str) -> None:
-    _console().print(f"wrote {path}", markup=False, highlight=False)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120, soft_wrap=True)
+    terminal.console().print(f"wrote {path}", highlight=False)
 
 
 def heading(result: Figures) -> list[str]:

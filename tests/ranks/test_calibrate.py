@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from spanwise import calibrate
-from spanwise.calibrate.fit import AttentionCall, fit_attention, fit_link
+from spanwise.__main__ import app
+from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
 from spanwise.calibrate.links import SMALLEST
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cost import COLLECTIVES, Hardware
+from spanwise.calibrate_command import show
+from spanwise.cost import COLLECTIVES, CPU_HOST, Hardware
 from tests.ranks.gloo import GlooPool
 
 # Sizes over two powers of ten, so that noise of a busy machine does not hide what grows with them.
@@ -93,13 +96,15 @@ def test_fit_finds_the_link_and_what_a_backend_moves() -> None:
 
 def everything(rank: int, mesh, out: str | None, options: dict) -> tuple[dict, dict, float]:
     begin = time.perf_counter()
-    result = calibrate.run(mesh, out=Path(out) if out else None, **options)
+    result = calibrate.measure(mesh, **options)
+    if out is not None and rank == 0:
+        result.hardware.save(out)
     assert len({(s.figure, s.what) for s in result.samples}) == len(result.samples)
     return result.hardware.to_dict(), {s.what: s.seconds for s in result.samples}, time.perf_counter() - begin
 
 
 def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
-    path = tmp_path / "new folder" / "here.json"
+    path = tmp_path / "here.json"
     results = gloo_pool.run(2, everything, str(path), QUICK, timeout=110)
     first, samples, seconds = results[0]
     assert results[1][:2] == results[0][:2], "every rank must return the same figures"
@@ -159,12 +164,30 @@ def test_host_names_tell_the_levels(gloo_pool: GlooPool) -> None:
         gloo_pool.run(4, scattered_hosts, ["a", "a", "a", "b"])
 
 
-def test_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    result = calibrate.run(None, **QUICK)
-    (link,) = result.hardware.links
-    assert link.bandwidth == result.hardware.memory_bandwidth and "no link" in result.hardware.source
+def one_rank(rank: int, mesh) -> None:
+    calibrate.calibrate(mesh, **QUICK)
+
+
+def test_one_rank_has_no_link(gloo_pool: GlooPool) -> None:
+    with pytest.raises(ValueError, match="a link needs two ranks; got no mesh"):
+        calibrate.calibrate(None, **QUICK)
+    with pytest.raises(ValueError, match="a link needs two ranks; got 1 rank"):
+        gloo_pool.run(1, one_rank)
+    result = CliRunner().invoke(app, ["calibrate", "--ranks", "1"])
+    assert result.exit_code == 2 and "a link needs two ranks; got ranks=1" in result.stderr
+
+
+def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = dataclasses.replace(CPU_HOST, name="my [/cluster] a[red]b")
+    samples = (Sample("attention forward", "one", 1.0, 1.1), Sample("attention forward", "two", 1.0, 0.7))
+    samples += tuple(Sample(figure, "call", 1.0, 1.0) for figure in ("link between hosts", "link inside a host"))
+    show(calibrate.Calibration(hardware, samples, 12.34))
     printed = capsys.readouterr().out
-    assert "attention forward" in printed and "GFLOP/s" in printed and " samples" in printed and "MB/s" not in printed
+    assert "my [/cluster] a[red]b, measured in 12.3 s" in printed
+    assert "399.4 GFLOP/s" in printed and "20.0%, 30.0% of 2 samples" in printed
+    inside, between = (next(line for line in printed.splitlines() if link in line) for link in ("inside", "between"))
+    assert "1,000.0 MB/s a rank, 0.200 ms" in inside and "416.7 MB/s a rank" in between
+    assert "2.00 × its bytes" in printed
 
 
 @pytest.mark.parametrize(
@@ -173,11 +196,11 @@ def test_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
         ({"repeats": 0}, "repeats=0"),
         ({"largest": 1}, "largest=1"),
         ({"problems": ()}, r"problems=\(\)"),
-        ({"host_size": 2}, "host_size must divide the 1 ranks, got 2"),
+        ({"host_size": 3}, "host_size must divide the 2 ranks, got 3"),
         ({"kernel": "fast"}, "unknown kernel 'fast'"),
         ({"num_q_heads": 3, "num_kv_heads": 2}, "3"),
     ],
 )
-def test_bad_options(options: dict, message: str) -> None:
+def test_bad_options(gloo_pool: GlooPool, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        calibrate.calibrate(None, **options)
+        gloo_pool.run(2, everything, None, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from spanwise import cost
+from spanwise import cost, plan_command
 from spanwise.__main__ import app
 from spanwise.mask import SpanMask
 from spanwise.plan_command import PlanOptions, build_masks, choose_sequence, describe_masks, parse_ranks, parse_window
@@ -89,6 +90,10 @@ def test_lengths_by_name_and_several_sequences(tmp_path: Path) -> None:
         ("a.csv", "3,4\n", r"a\.csv, line 1: 2 columns and no header that names them"),
         ("a.csv", "a,b\n1,2\n", r"which column of \['a', 'b'\] holds the document lengths"),
         ("a.csv", "\n \n", r"a\.csv is empty"),
+        ("a.csv", '"1\n2\n3', r"a\.csv, line 3: not CSV: unexpected end of data"),
+        ("a.csv", '3\n"1\n2"', r"a\.csv, line 3: expected a whole number of tokens, found '1\\n2'"),
+        ("a.csv", "3\n" + "4" * 200_000, r"a\.csv, line 2: not CSV: field larger than field limit"),
+        ("a.json", f"[{'9' * 5000}]", r"a\.json holds a number of thousands of digits"),
     ],
 )
 def test_bad_lengths_name_file_place_and_value(name: str, text: str, error: str, tmp_path: Path) -> None:
@@ -258,6 +263,26 @@ def test_command_without_ranks_takes_the_recommended_degree(tmp_path: Path) -> N
     assert figures["documents"] == 1 and figures["tokens"] == 8192
 
 
+def test_counts_of_the_largest_options_fit_their_integers() -> None:
+    # Bytes that a rank receives at most: of all tokens, padded to the largest shard for each rank.
+    of_a_token = 2 * plan_command._LARGEST["kv_heads"] * plan_command._LARGEST["head_dim"] * 8
+    assert plan_command.RANKS_LIMIT * plan_command.SEQ_LIMIT * of_a_token < 2**63
+
+
+def test_few_tokens_are_planned_for_few_ranks(tmp_path: Path) -> None:
+    result = invoke("--seq-len", "5", "--json", str(tmp_path / "o.json"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert json.loads((tmp_path / "o.json").read_text())["ranks"] == 5
+
+
+@pytest.mark.parametrize("name", ["my [/cluster]", "node[red]x", ":x: host"])
+def test_names_are_printed_as_they_are(name: str, tmp_path: Path) -> None:
+    dataclasses.replace(cost.H100, name=name).save(tmp_path / "mine.json")
+    result = invoke("--seq-len", "4096", "--hardware", str(tmp_path / "mine.json"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert f", on {name}\n" in result.stdout  # the title of the table of seconds
+
+
 def test_data_from_several_paths(tmp_path: Path) -> None:
     files = [write(tmp_path / name, "x" * 400) for name in ("a", "b", "c")]
     result = invoke("--data", *files, "--ranks", "2", "--json", str(tmp_path / "o.json"))
@@ -293,10 +318,18 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
             "--seq-len 99 --window 5 --window-layers 3 --layers 2",
             "--window-layers must be between 1 and --layers 2, got 3",
         ),
-        ("--seq-len 99 --layers 0", "--layers must be at least 1, got 0"),
+        ("--seq-len 99 --layers 0", "--layers must be between 1 and 65,536, got 0"),
+        (f"--seq-len 99 --layers {10**400}", "--layers must be between 1 and 65,536, got 10,000,"),
+        (f"--seq-len 99 --head-dim {10**18}", "--head-dim must be between 1 and 4,096, got 1,000,000,000,000,000,000"),
+        (f"--seq-len 99 --block-size {2**70}", "--block-size must be between 1 and 67,108,864, got 1,180,591,620,"),
+        ("--seq-len 99 --heads 2000", "--heads must be between 1 and 1,024, got 2,000"),
+        ("--seq-len 99 --kv-heads 2000", "--kv-heads must be between 1 and 1,024, got 2,000"),
         ("--seq-len 99 --heads 3 --kv-heads 2", "num_q_heads=3 is not a multiple of num_kv_heads=2"),
         ("--seq-len 99 --dtype int8", "dtype must be one of .* got 'int8'"),
-        ("--seq-len 99 --ranks 0", "num_ranks must be a positive integer, got 0"),
+        ("--seq-len 99 --ranks 0", "--ranks must be between 1 and 99 for a sequence of 99 tokens .* got 0"),
+        ("--seq-len 99 --ranks 200000", "--ranks must be between 1 and 99 .* got 200,000"),
+        ("--seq-len 9999 --ranks 200000", "--ranks must be between 1 and 1,024 .* got 200,000"),
+        ("--seq-len 9999 --compare-ranks 2,200000", "--compare-ranks must be between 1 and 1,024 .* got 200,000"),
         ("--seq-len 99 --balancer best", "unknown balancer 'best'"),
         ("--seq-len 99 --exchange pigeon", "unknown exchange 'pigeon'"),
         ("--seq-len 99 --compare-ranks 2,x", "--compare-ranks takes numbers of ranks such as 2,4,8, got '2,x'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import re
 import xml.etree.ElementTree as ET
@@ -18,7 +19,8 @@ from spanwise.report import charts, units
 from spanwise.report.figures import Figures, Source, figures, uncovered
 from spanwise.report.html import render
 from spanwise.report.partition import STEPS, closer_look, lines, pairs_below
-from spanwise.report.svg import RANK_COLORS, ticks
+from spanwise.report.svg import RANK_COLORS, Drawing, ticks
+from spanwise.report.text import show
 
 DOCUMENTS = np.array([0, 700, 760, 2048, 2100, 4096])
 MASKS = {
@@ -216,19 +218,51 @@ def test_every_drawing_has_a_title_and_a_description(two: Figures, page: Page) -
         assert set((attributes["aria-labelledby"] or "").split()) <= set(ids)
 
 
+HOSTILE = 'x"><script>alert(1)</script> '
+
+
 def test_page_escapes_what_others_wrote() -> None:
-    plan = plan_of(MASKS["causal"])
-    source = Source("<script>alert(1)</script>.json", "<b>", 0, 1)
-    text = render(figures(plan, source, "spanwise plan --documents '<script>alert(1)</script>.json'"))
-    assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text and "<b>" not in text
-    assert Page(text).tags.count(("script", {})) == 1
+    hardware = dataclasses.replace(plan_of(MASKS["causal"]).hardware, name=f"{HOSTILE}hardware")
+    masks = {f"{HOSTILE}mask": MASKS["causal"], "local layers": MASKS["window"]}
+    plan = plan_of(masks, hardware=hardware).replace(reason=f"{HOSTILE}reason", balancer=f"{HOSTILE}balancer")
+    source = Source(f"{HOSTILE}file", f"{HOSTILE}packing", 0, 1)
+    notes = dict.fromkeys(masks, f"{HOSTILE}note")
+    text = render(figures(plan, source, f"{HOSTILE}command", notes=notes))
+    assert "<script>alert" not in text
+    page = Page(text)
+    assert page.tags.count(("script", {})) == 1
+    shown = html.unescape(text)
+    for what in ("hardware", "mask", "reason", "balancer", "file", "packing", "note", "command"):
+        assert HOSTILE[1:] + what in shown  # the first letter of a note becomes a capital
+    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) and len(drawings) >= 2 * 5
+    for attributes in drawings:
+        named = (attributes["aria-labelledby"] or "").split()
+        assert len(named) == 2 and set(named) <= set(ids)
+
+
+def test_a_drawing_escapes_its_name() -> None:
+    drawing = Drawing(HOSTILE.strip(), "title", "description", 10, 10)
+    assert ET.fromstring(str(drawing))[0].get("id") == f"{HOSTILE.strip()}-title"
+
+
+def test_terminal_shows_what_others_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("my [/cluster]", "a[red]b", ":x: c")
+    plan = plan_of({names[0]: MASKS["causal"], names[1]: MASKS["window"]}).replace(reason=f"why {names[1]}")
+    plan = plan.replace(hardware=dataclasses.replace(plan.hardware, name=names[2]))
+    show(figures(plan, Source(f"file {names[0]}", "in order", 0, 1), "spanwise plan"))
+    printed = capsys.readouterr().out
+    for text in (f"Mask {names[0]!r}, ", f"Mask {names[1]!r}, ", f"why: why {names[1]}\n", f"on {names[2]}\n"):
+        assert text in printed
+    assert f"from file {names[0]}: in order\n" in printed
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 40, 100])
 def test_any_number_of_ranks_is_drawn(ranks: int) -> None:
     result = figures_of(MASKS["documents"], ranks, balancer="local", exchange="needed", cu_seqlens=DOCUMENTS)
     text = render(result)
-    root = ET.fromstring(re.findall(r'<svg role="img" aria-labelledby="work-default.*?</svg>', text, re.DOTALL)[0])
+    root = ET.fromstring(re.findall(r'<svg role="img" aria-labelledby="work-0.*?</svg>', text, re.DOTALL)[0])
     assert len({tip.text for tip in root.iter(f"{SVG}title")}) == ranks + 1
     bars = root.findall(f"{SVG}rect")
     heights = np.array([float(bar.get("height", "nan")) for bar in bars]).reshape(ranks, 2)
@@ -271,7 +305,7 @@ def test_traffic_between_hosts_is_told() -> None:
     crossing = traffic[:2, 2:].sum() + traffic[2:, :2].sum()
     text = render(result)
     assert f"{100 * crossing / traffic.sum():.1f}% of them leave groups of 2 ranks" in text
-    drawing = re.findall(r'<svg role="img" aria-labelledby="traffic-default.*?</svg>', text, re.DOTALL)[0]
+    drawing = re.findall(r'<svg role="img" aria-labelledby="traffic-0.*?</svg>', text, re.DOTALL)[0]
     assert len(ET.fromstring(drawing).findall(f"{SVG}line")) == 2
 
 
