@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.balancers import LPT, PTRR, Contiguous, HeadTail, LayoutProblem, LoadBalancer, assign_layout, resolve
+from spanwise.bench.plan import document_offsets
 from spanwise.layout import Layout
 from spanwise.mask import SpanMask
 
@@ -51,15 +51,6 @@ def mean_recv_tokens(layout, mask):
         needed[layout.indices(rank)] = False
         recv.append(needed.sum())
     return np.mean(recv)
-
-
-def packed_documents(seed, seq_len=131_072):
-    """Offsets of documents with log-normal lengths, mean e**0.5 * 4096."""
-    rng = np.random.default_rng(seed)
-    lengths = []
-    while left := seq_len - sum(lengths):
-        lengths.append(int(min(max(64, rng.lognormal(math.log(4096), 1.0)), left)))
-    return np.append(0, np.cumsum(lengths))
 
 
 # --- golden layouts ---------------------------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ CONTIGUOUS = {
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_balance_on_packed_documents(seed, num_ranks):
-    cu_seqlens = packed_documents(seed)
+    cu_seqlens = document_offsets(131_072, seed)
     mask = SpanMask.documents(cu_seqlens)
     problem = problem_of(mask, cu_seqlens=cu_seqlens)
     layouts = {name: assign_layout(name, problem, num_ranks) for name in NAMES}
@@ -215,7 +206,7 @@ def test_balance_on_sliding_window(num_ranks, recv_tokens):
 
 
 def test_balance_of_every_batch_row():
-    offsets = [packed_documents(seed, 16_384) for seed in (0, 1)]
+    offsets = [document_offsets(16_384, seed) for seed in (0, 1)]
     problem = problem_of(stacked(*map(SpanMask.documents, offsets)), cu_seqlens=offsets, block_size=32)
     for name, bound in (("per_document_head_tail", 1.003), ("ptrr", 1.01), ("lpt", 1.001)):
         layout = assign_layout(name, problem, 8)

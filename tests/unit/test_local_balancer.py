@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 
 from spanwise import local_balancer, make_plan
 from spanwise.balancers import LPT, LayoutProblem, assign_layout, resolve
+from spanwise.bench.plan import document_offsets
 from spanwise.local_balancer import Local
 from spanwise.mask import SpanMask
-
-
-def packed_documents(seed, seq_len=131_072):
-    """Offsets of documents with log-normal lengths, mean e**0.5 * 4096."""
-    rng = np.random.default_rng(seed)
-    lengths = []
-    while left := seq_len - sum(lengths):
-        lengths.append(int(min(max(64, rng.lognormal(math.log(4096), 1.0)), left)))
-    return np.append(0, np.cumsum(lengths))
 
 
 def busiest(owner, problem, num_ranks):
@@ -116,7 +108,9 @@ def test_block_reads_cover_exactly_the_block_table(seed):
 
 @functools.cache
 def planned(num_ranks, seed, balancer="local"):
-    return make_plan(SpanMask.documents(packed_documents(seed)), num_ranks, balancer=balancer, exchange="needed")
+    return make_plan(
+        SpanMask.documents(document_offsets(131_072, seed)), num_ranks, balancer=balancer, exchange="needed"
+    )
 
 
 # Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT receives 23,000 to 34,000.
@@ -181,11 +175,11 @@ def test_a_million_tokens():
 @pytest.mark.parametrize(
     ("mask", "num_ranks", "quality", "milliseconds"),
     [
-        (SpanMask.documents(packed_documents(0)), 8, "best", 50),
-        (SpanMask.documents(packed_documents(0)), 64, "best", 150),
+        (SpanMask.documents(document_offsets(131_072, 0)), 8, "best", 50),
+        (SpanMask.documents(document_offsets(131_072, 0)), 64, "best", 150),
         (million_tokens(), 64, "best", 500),
-        (SpanMask.documents(packed_documents(0)), 8, "fast", 15),
-        (SpanMask.documents(packed_documents(0)), 64, "fast", 60),
+        (SpanMask.documents(document_offsets(131_072, 0)), 8, "fast", 15),
+        (SpanMask.documents(document_offsets(131_072, 0)), 64, "fast", 60),
         (million_tokens(), 64, "fast", 250),
     ],
 )
@@ -254,7 +248,7 @@ def test_hosts_exchange_less_than_a_flat_search_lets_them(num_ranks, host_size, 
 
 
 def test_each_of_several_masks_is_balanced():
-    documents = packed_documents(0)
+    documents = document_offsets(131_072, 0)
     masks = {
         "documents": SpanMask.documents(documents),
         "window": SpanMask.documents(documents, window=(1_024, 0)),
