@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # The functional collectives by their operators: a graph sees start and wait as nodes of their own. The Python wrappers
 # in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
@@ -38,22 +39,31 @@ def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int]
 
     Eager code on gloo sends and receives by itself. gloo's all-to-all sends before it says that it is ready to receive:
     on a rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
+    Selective checkpointing, which decides by operators, sees the operator.
     """
-    if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    plain = type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if plain and not _selects_what_to_save():
         group = find_group(name)
         if "cpu:gloo" in dist.get_backend_config(group):
             return _start_receives_first(x.contiguous(), recv_rows, send_rows, group)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
 
 
+def _selects_what_to_save() -> bool:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
+
+
 def _start_receives_first(
     x: torch.Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     rank, size = group.rank(), group.size()
-    if len(recv_rows) != size or len(send_rows) != size or sum(send_rows) != x.shape[0]:
+    fits = len(recv_rows) == len(send_rows) == size and sum(send_rows) == x.shape[0]
+    if not fits or min(*recv_rows, *send_rows) < 0 or recv_rows[rank] != send_rows[rank]:
         raise ValueError(
-            f"an all-to-all of {size} ranks needs {size} numbers of rows, those sent {x.shape[0]} together; got "
-            f"{recv_rows} to receive and {send_rows} to send"
+            f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those sent {x.shape[0]} "
+            f"together, as many from rank {rank} to itself as it receives; got {recv_rows} to receive and {send_rows} "
+            f"to send"
         )
     x = x.detach()  # autograd is the exchange's business
     received = x.new_empty(sum(recv_rows), *x.shape[1:])

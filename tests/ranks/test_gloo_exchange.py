@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import spanwise
 from spanwise import SpanMask, _compat
@@ -172,6 +177,23 @@ def refused(rank: int, mesh: DeviceMesh, recv: list[int], send: list[int]) -> st
 def test_wrong_sizes(gloo_pool: GlooPool, recv: list[int], send: list[int]) -> None:
     for message in gloo_pool.run(2, refused, recv, send):
         assert "an all-to-all of 2 ranks needs" in message and str(recv) in message and str(send) in message
+
+
+def refused_own(rank: int, mesh: DeviceMesh, own_recv: int, own_send: int) -> str:
+    recv, send = [1, 1], [1, 1]
+    recv[rank], send[rank] = own_recv, own_send
+    try:
+        _compat.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
+    except ValueError:
+        return "ValueError"
+    except Exception as error:
+        return repr(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("own", [(3, 1), (3, 2), (0, 1), (1, 0), (-1, -1)])
+def test_wrong_sizes_of_own_rows(gloo_pool: GlooPool, own: tuple[int, int]) -> None:
+    assert gloo_pool.run(2, refused_own, *own) == ["ValueError"] * 2
 
 
 def with_other_traffic(rank: int, mesh: DeviceMesh) -> list[bool]:
@@ -411,3 +433,18 @@ def test_steps(gloo_pool: GlooPool, step: Callable[..., list[float]], keep_kv: b
     assert plan.num_pieces() == 3
     for found in gloo_pool.run(3, leaving_nothing, step, plan, problem_of(torch.float32)):
         assert found and max(found) <= FLOAT32[2], found
+
+
+def selectively_checkpointed(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
+    local = plan.local(mesh, "cpu")
+    leaves, grad = leaves_of(plan, mesh, problem)
+    attention = functools.partial(spanwise.context_parallel_attention, plan=local, mesh=mesh, kernel="sdpa")
+    save_all = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    out = checkpoint(attention, *leaves, use_reentrant=False, context_fn=save_all)
+    out.backward(grad)
+    return errors(plan, rank, problem, out, *(x.grad for x in leaves))
+
+
+def test_a_selective_checkpoint_that_saves_everything(gloo_pool: GlooPool) -> None:
+    for found in gloo_pool.run(3, selectively_checkpointed, needed_plan(3, 3, True), problem_of(torch.float32)):
+        assert max(found) <= FLOAT32[2]
