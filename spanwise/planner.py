@@ -86,7 +86,9 @@ def make_plan(
 
     "auto" compares the predicted seconds of a step: contiguous, head_tail and local layouts (longest-first instead of
     local where all_gather is asked for, and locality buys nothing), both exchanges, and the numbers of pieces. The
-    simplest way within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` tell what was compared.
+    simplest way within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` tell what was compared. Each
+    exchange and number of pieces is a graph of its own to `torch.compile`: name `exchange` and `stages` where every
+    batch has a plan of its own.
 
     Raises:
         ValueError: masks that differ in length or batch size or are not square, unknown names, bad numbers.

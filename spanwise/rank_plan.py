@@ -203,7 +203,8 @@ def _needed_stages(
         sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
         spare = _spare_keys(len(order), flex_tables)
         route = Route(
-            send=_compat.mark_dynamic(_on_device(np.concatenate(sent), device), 0),
+            # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
+            send=_compat.mark_unbacked(_on_device(np.concatenate(sent), device), 0),
             order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
             send_sizes=tuple(_size(len(at), device) for at in sent),
             recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_ranks).tolist()),

@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 LENGTH = 50
 CU = [0, 1, 17, 33, 50]
 MASK = SpanMask.documents(CU)
-PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", exchange="all_gather", block_size=4)
 VISIBLE = torch.from_numpy(MASK.dense())
 
 
@@ -243,10 +243,11 @@ def test_a_plan_is_compared_at_each_call_and_a_rank_plan_is_not(collectives: lis
     x = torch.zeros(1, 2, PLAN.layout.tokens_per_rank.max(), 8)
 
     def on_rank(rank: int, mesh: object) -> bool:
-        first = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+        options = dict(balancer="ptrr", exchange="all_gather", block_size=4)
+        first = spanwise.make_plan(MASK, 3, **options)
         q = x[:, :, : first.layout.num_tokens(rank)]
         spanwise.context_parallel_attention(q, q, q, first, mesh)
-        second = first if rank == 0 else spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+        second = first if rank == 0 else spanwise.make_plan(MASK, 3, **options)
         spanwise.context_parallel_attention(q, q, q, second, mesh)
         return first.local(mesh) is first.local(mesh, "cpu")
 

@@ -113,7 +113,7 @@ def compiled_layers(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[f
             "window": SpanMask.block_causal(length, 8, 1, global_tokens=i % 3),
             "causal": SpanMask.causal(length),
         }
-        plan = spanwise.make_plan(masks, 2, balancer=("head_tail", "lpt")[i % 2], block_size=4)
+        plan = spanwise.make_plan(masks, 2, balancer=("head_tail", "lpt")[i % 2], exchange="all_gather", block_size=4)
         problems = [make_problem(masks[name].dense(), seed=i) for name in names]
         q, k, v = (spanwise.shard(plan, mesh, x, dim=2) for x in problems[0][:3])
         outs = attend(q, k, v, plan.local(mesh))

@@ -45,11 +45,13 @@ def test_losses_and_gradients_are_those_of_one_device(three_steps: Path, data: s
     assert values["max_grad_error"] <= 1e-10
     assert max(values["grad_errors"]) == values["max_grad_error"] > 0  # another order of summation
     assert values["proved"] is True
-    # Each of two sequences a step: what one rank holds of its 101 tokens, the other receives.
-    assert [sum(received) for received in values["recv_tokens"]] == [2 * 101] * 3
     config = tiny(data, ranks=2, **SHARED)
     stream = DocumentStream(find_documents([data]).split(0.4)[0], 0, 60)
-    imbalance = [plan_sequence(config, stream.cu_seqlens(n * 101, 101)).imbalance() for n in range(6)]
+    plans = [plan_sequence(config, stream.cu_seqlens(n * 101, 101)) for n in range(6)]
+    # Two sequences a step.
+    received = [(a.recv_tokens() + b.recv_tokens()).tolist() for a, b in itertools.pairwise(plans)][::2]
+    assert values["recv_tokens"] == received and any(map(any, received))
+    imbalance = [plan.imbalance() for plan in plans]
     assert values["imbalance"] == [max(pair) for pair in itertools.pairwise(imbalance)][::2]
     assert max(values["imbalance"]) > 1
     assert values["eval_losses"][-1]["step"] == 3
