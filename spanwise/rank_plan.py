@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _compat
 from spanwise.exchange import failure
 from spanwise.exchange.needed import Route
-from spanwise.layout import count_tokens, intersect_runs, merge_tokens, ragged_arange
+from spanwise.layout import count_tokens, intersect_runs, merge_tokens, ragged_arange, subtract_runs
 from spanwise.mask import SpanMask
 from spanwise.pieces import piece_of
 from spanwise.plan import Plan
@@ -151,7 +151,8 @@ def _gathered_stages(
 
     if plan.num_ranks == 1:
         return (stage(own, 0, False),)
-    others = [_complement(runs, plan.seq_len) for runs in own]
+    everything = np.array([[0, plan.seq_len]], dtype=np.int64)
+    others = [subtract_runs(everything, runs) for runs in own]
     return stage(own, 0, False), stage(others, _spare_keys(count_tokens(others[0]), flex_tables), True)
 
 
@@ -290,11 +291,6 @@ def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on the device; to an accelerator through pinned memory, so that the host need not wait."""
     x = torch.from_numpy(array)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def _complement(runs: np.ndarray, seq_len: int) -> np.ndarray:
-    edges = np.concatenate([[0], runs.ravel(), [seq_len]]).reshape(-1, 2)
-    return edges[edges[:, 0] < edges[:, 1]].astype(np.int64)
 
 
 def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tensor:
