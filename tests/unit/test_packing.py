@@ -1,0 +1,210 @@
+"""Packing: storage and valid lengths, masks over storage, the dual-chunk order, identity, errors."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanwise.mask import SpanMask
+from spanwise.packing import Packing
+
+# Valid lengths 5, 0, 1, 4, 0 in slots of 8, 2, 1, 4, 0 rows; 3 rows before the first slot, 2 after the last.
+CU = [0, 5, 5, 6, 10, 10]
+PADDED = [3, 11, 13, 14, 18, 18]
+STORAGE = 20
+
+
+def odd_packing() -> Packing:
+    return Packing(CU, cu_seqlens_q_padded=PADDED, q_len=STORAGE)
+
+
+@st.composite
+def side(draw: st.DrawFn, num_sequences: int, unit: int = 1) -> tuple[list[int], list[int], int]:
+    """Valid offsets, storage offsets and storage length; slots are multiples of `unit`."""
+    count = st.integers(0, 4 if unit > 1 else 9)
+    slots = [unit * draw(count) for _ in range(num_sequences)]
+    lens = [draw(st.integers(0, slot) | st.just(slot)) for slot in slots]
+    before, after = unit * draw(st.integers(0, 2)), unit * draw(st.integers(0, 2))
+    offsets = np.cumsum([before, *slots])
+    return np.cumsum([0, *lens]).tolist(), offsets.tolist(), int(offsets[-1]) + after
+
+
+@st.composite
+def packings(draw: st.DrawFn, *, square: bool | None = None, unit: int = 1) -> Packing:
+    num_sequences = draw(st.integers(0, 5))
+    cu, padded, length = draw(side(num_sequences, unit))
+    if square if square is not None else draw(st.booleans()):
+        return Packing(cu, cu_seqlens_q_padded=padded, q_len=length)
+    kv_cu, kv_padded, kv_length = draw(side(num_sequences, unit))
+    return Packing(
+        cu,
+        cu_seqlens_q_padded=padded,
+        q_len=length,
+        cu_seqlens_kv=kv_cu,
+        cu_seqlens_kv_padded=kv_padded,
+        kv_len=kv_length,
+    )
+
+
+def dense_of(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str | None) -> np.ndarray:
+    """bool [q_len, kv_len] from the definition, cell by cell."""
+    dense = np.zeros((packing.q_len, packing.kv_len), bool)
+    for s in range(packing.num_sequences):
+        queries, keys = int(packing.q_lens[s]), int(packing.kv_lens[s])
+        shift = 0 if align == "top_left" else keys - queries
+        for i in range(queries):
+            for j in range(keys):
+                near = window is None or i + shift - window[0] <= j <= i + shift + window[1]
+                dense[packing.q_starts[s] + i, packing.kv_starts[s] + j] = near and (not causal or j <= i + shift)
+    return dense
+
+
+windows = st.none() | st.tuples(st.integers(0, 12), st.integers(0, 12))
+
+
+@given(packings(), st.booleans(), windows, st.sampled_from(["top_left", "bottom_right"]))
+def test_mask_is_its_definition(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str) -> None:
+    mask = packing.mask(causal=causal, window=window, align=align)
+    np.testing.assert_array_equal(mask.dense()[0], dense_of(packing, causal, window, align))
+    packing.check_mask(mask)
+
+
+@given(packings(square=True), st.booleans(), windows)
+def test_square_masks_need_no_alignment(packing: Packing, causal: bool, window: tuple[int, int] | None) -> None:
+    expected = dense_of(packing, causal, window, None)
+    np.testing.assert_array_equal(packing.mask(causal=causal, window=window).dense()[0], expected)
+    if not packing.padded:
+        assert packing.mask(causal=causal, window=window) == SpanMask.documents(
+            packing.q_offsets, causal=causal, window=window
+        )
+
+
+@given(packings())
+def test_valid_rows_positions_and_ids(packing: Packing) -> None:
+    for name, valid in (("q", packing.valid_q), ("kv", packing.valid_kv)):
+        lens, starts = getattr(packing, f"{name}_lens"), getattr(packing, f"{name}_starts")
+        length = getattr(packing, f"{name}_len")
+        ids, positions = np.full(length, -1), np.zeros(length, int)
+        for s, (start, count) in enumerate(zip(starts, lens, strict=True)):
+            ids[start : start + count], positions[start : start + count] = s, np.arange(count)
+        np.testing.assert_array_equal(packing.sequence_ids(name), ids)
+        np.testing.assert_array_equal(packing.positions(name), positions)
+        np.testing.assert_array_equal(valid, ids >= 0)
+    assert packing.padded == (not packing.valid_q.all() or not packing.valid_kv.all())
+
+
+def test_two_sided_window_in_sequences_of_different_lengths() -> None:
+    """Position 4 of the 8 tokens of sequence 0, which rank 1 of 2 holds, reads all eight with a window of 4 and 4."""
+    packing = Packing([0, 8, 40])
+    assert 4 in packing.dual_chunk_layout(2).indices(1)
+    mask = packing.mask(causal=False, window=(4, 4))
+    assert (mask.start[0, 0, 4], mask.end[0, 0, 4]) == (0, 8)
+
+
+def test_worked_example() -> None:
+    """Lengths 5 and 8 in slots of 8 and 8 rows on two ranks: tokens, valid queries and visible keys of each chunk."""
+    packing = Packing([0, 5, 13], cu_seqlens_q_padded=[0, 8, 16])
+    layout = packing.dual_chunk_layout(2)
+    assert layout.indices(0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert layout.indices(1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    ids, positions, mask = packing.sequence_ids(), packing.positions(), packing.mask()
+    expected = {
+        (0, 0): ([0, 2, 4], [0, 2, 4]),
+        (0, 3): ([0, 0, 2], [0, 5, 13]),
+        (1, 1): ([0, 2, 4], [0, 4, 8]),
+        (1, 2): ([0, 1, 3], [0, 5, 11]),
+    }
+    for (rank, chunk), (cu_q, cu_kv) in expected.items():
+        queries, keys = [0], [0]
+        for s, start in enumerate(packing.q_offsets[:-1]):
+            rows = start + np.arange(2 * chunk, 2 * chunk + 2)
+            assert np.isin(rows, layout.indices(rank)).all()
+            queries.append(queries[-1] + int((ids[rows] == s).sum()))
+            visible = np.flatnonzero((ids == s) & (np.arange(16) <= rows[-1]))  # what causal queries there would see
+            keys.append(keys[-1] + len(visible))
+            if (ids[rows] == s).any():
+                assert mask.dense()[0, rows].any(axis=0).nonzero()[0].tolist() == visible.tolist()
+                assert positions[visible].tolist() == list(range(len(visible)))
+        assert (queries, keys) == (cu_q, cu_kv)
+
+
+def test_alignment_is_not_guessed() -> None:
+    cross = Packing([0, 3, 5], cu_seqlens_kv=[0, 3, 9])
+    for options in ({}, {"causal": False, "window": (1, 1)}):
+        with pytest.raises(ValueError, match=r"sequence 1 has 2 queries and 6 keys.*top_left.*bottom_right"):
+            cross.mask(**options)
+    assert cross.mask(causal=False).area().tolist() == [[3, 3, 3, 6, 6]]
+    assert cross.mask(align="top_left").area().tolist() == [[1, 2, 3, 1, 2]]
+    assert cross.mask(align="bottom_right").area().tolist() == [[1, 2, 3, 5, 6]]
+    # Without queries or without keys there is nothing to align.
+    Packing([0, 0, 5], cu_seqlens_kv=[0, 7, 7]).mask()
+    with pytest.raises(ValueError, match="align must be .* got 'center'"):
+        cross.mask(align="center")
+
+
+def test_keys_default_to_queries_and_inputs_are_copied() -> None:
+    cu, padded = np.array(CU), torch.tensor(PADDED, dtype=torch.int32)
+    packing = Packing(cu, cu_seqlens_q_padded=padded, q_len=STORAGE)
+    cu[1] = 0
+    assert packing == odd_packing() and packing.square and packing.padded
+    assert packing.kv_len == STORAGE and packing.kv_offsets.tolist() == PADDED
+    for array in packing.to_arrays().values():
+        assert array.dtype == np.int64
+    for name in ("q_starts", "q_lens", "q_offsets", "kv_starts", "kv_lens", "kv_offsets"):
+        assert not getattr(packing, name).flags.writeable
+    assert not Packing([0, 3, 3, 4]).padded
+    assert Packing([0, 3], q_len=4).padded and Packing([0, 3], q_len=4).square
+    assert not Packing([0, 3], kv_len=4).square
+
+
+@given(packings(), packings())
+def test_identity(first: Packing, second: Packing) -> None:
+    copy = Packing.from_arrays(first.to_arrays())
+    assert copy == first and hash(copy) == hash(first) and copy.digest() == first.digest()
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert (first == second) == (first.digest() == second.digest())
+
+
+def test_what_a_packing_refuses() -> None:
+    cases = [
+        (lambda: Packing([0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),
+        (lambda: Packing([0, 5, 4]), "cu_seqlens_q must not decrease, got 4 after 5 at position 2"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[4, 8, 6]), "cu_seqlens_q_padded must not decrease"),
+        (lambda: Packing([0, 2], cu_seqlens_q_padded=[-1, 6]), "cu_seqlens_q_padded must not be negative"),
+        (lambda: Packing([2, 4]), "must begin with 0, got 2; storage offsets are cu_seqlens_q_padded"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[0, 4]), "equally long, got 3 and 2 entries"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_kv=[0, 4]), "same number of sequences, got 2 .* and 1"),
+        (lambda: Packing([0, 4], cu_seqlens_kv=[0, 5], cu_seqlens_kv_padded=[0, 4]), "5 tokens in cu_seqlens_kv"),
+        (lambda: Packing([0, 4], cu_seqlens_kv_padded=[0, 4]), "cu_seqlens_kv_padded needs cu_seqlens_kv"),
+        (lambda: Packing([0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
+        (lambda: Packing([0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
+        (lambda: Packing([0.0, 4.0]), "cu_seqlens_q must hold integers"),
+        (lambda: Packing([]), r"cu_seqlens_q must be \[num_sequences \+ 1\] offsets, got shape \[0\]"),
+        (lambda: Packing([[0, 4]]), r"got shape \[1, 2\]"),
+        (lambda: Packing([0, 4]).positions("k"), 'side must be "q" or "kv"'),
+        (lambda: Packing.from_arrays({}), "must include 'q_lens'"),
+    ]
+    for make, message in cases:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_check_mask() -> None:
+    packing = odd_packing()
+    packing.check_mask(packing.mask() & SpanMask.sliding_window(STORAGE, 2) | packing.mask(window=(0, 0)))
+    cases = [
+        (SpanMask.causal(STORAGE), "query row 0 is padding, .* read the keys \\[0, 1\\)"),
+        (SpanMask.full(STORAGE, STORAGE + 1), "20 queries x 21 keys, the packing's storage 20 x 20"),
+        (SpanMask.stack([packing.mask()] * 2), "batch size 2"),
+    ]
+    start, end = packing.mask().start[0].copy(), packing.mask().end[0].copy()
+    end[0, 7] = 10  # row 7 is the last token of sequence 0; keys 8 and 9 are padding
+    cases.append((SpanMask(start, end, STORAGE), r"key 8 is padding, .* query row 7 read the keys \[3, 10\)"))
+    for mask, message in cases:
+        with pytest.raises(ValueError, match=message):
+            packing.check_mask(mask)
