@@ -12,7 +12,7 @@ Eager code only: in a compiled graph, selective activation checkpointing decides
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 
 from spanwise.exchange._gradients import check_first_order
 
-# Waits for a piece and gives its keys and values, [B, H, K, D] each, contiguous.
-Fetched = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+# Waits for a piece and gives its keys and values, [B, H, K, D] each, contiguous; or one tensor, if in the forward both
+# lay in one storage. Only storages count: what lies where in them is as in the forward.
+Fetched = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class Again:
@@ -29,12 +30,14 @@ class Again:
 
     Args:
         fetches: for each piece, in forward order, what starts its collective.
+        chained: whether a piece is fetched from the one after it, which all but the last take as an argument.
     """
 
-    def __init__(self, fetches: list[Callable[[], Fetched]]) -> None:
+    def __init__(self, fetches: Sequence[Callable[..., Fetched]], *, chained: bool = False) -> None:
         self._fetches = fetches
+        self._chained = chained
         self._under_way: dict[int, Fetched] = {}
-        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def forgetting(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
         """Within it, autograd keeps no tensor that lies in ``k`` or ``v``, which are contiguous: the ``i``-th piece.
@@ -63,9 +66,9 @@ class Again:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def remind(self, i: int, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def remind(self, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The kernel's results; their backward, which comes before the kernel's, fetches piece ``i``; -1 is none."""
-        return _Remind.apply(out, lse, self, i)
+        return _Remind.apply(self, i, *tensors)
 
     def start(self, i: int) -> None:
         """Start fetching piece ``i`` and the one that the backward needs next."""
@@ -73,9 +76,10 @@ class Again:
         with torch.no_grad():
             for j in (i, i - 1):
                 if j >= 0 and j not in self._under_way:
-                    self._under_way[j] = self._fetches[j]()
+                    later = (self._take(j + 1),) if self._chained and j + 1 < len(self._fetches) else ()
+                    self._under_way[j] = self._fetches[j](*later)
 
-    def _take(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _take(self, i: int) -> tuple[torch.Tensor, ...]:
         if i not in self._arrived:
             with torch.no_grad():
                 self._arrived[i] = self._under_way.pop(i)()
@@ -90,15 +94,15 @@ class Again:
 
 class _Remind(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor, lse: torch.Tensor, again: Again, i: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, again: Again, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.again, ctx.i = again, i
-        return out.view_as(out), lse.view_as(lse)
+        results = tuple(x.view_as(x) for x in tensors)
+        ctx.mark_non_differentiable(*(y for x, y in zip(tensors, results, strict=True) if not x.requires_grad))
+        return results
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
         ctx.again.finish(ctx.i + 1)
         ctx.again.start(ctx.i)
-        return grad_out, grad_lse, None, None
+        return None, None, *grads

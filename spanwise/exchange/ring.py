@@ -1,0 +1,215 @@
+"""Shards of K/V round a ring, hop by hop; their gradients come home the other way round.
+
+Every rank sends the shard that it holds to a rank further on and receives another, which it attends to and sends on. At
+any time it holds its own shard and two more: the one that it computes on, which is also leaving, and the one that
+arrives. The gradient of a shard follows its last hop back and gathers at each stop what that rank adds, so that no rank
+ever holds the gradients of more than two shards either:
+
+    forward    start 1 | local attention | wait 1, start 2 | attention 1 | … | wait n | attention n
+    backward   attention n | start n | attention n-1 | wait n, add, start n-1 | … | local attention | wait 1
+
+Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the attention of a piece
+beside the gradient of the piece after it. Sizes follow from the plan, which every rank has whole: no sizes travel. Ring
+attention: Liu, Zaharia and Abbeel, 2023 (arXiv 2310.01889).
+
+A hop that no rank reads is left out: the stride before it grows. A hop is an all-to-all in which each rank has one peer
+to send to and one to receive from; on gloo a plain send and receive.
+"""
+
+# B batch, H heads of K/V, T tokens of a shard, D head dim (V may have one of its own), F features of a token: B * H *
+# (D + Dv). A shard in transit is [T, F] by its size only: first all of K as [B, H, T, D], then all of V, so that both
+# are contiguous views of what arrived and nothing is copied on the way.
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from spanwise import _compat
+from spanwise.exchange import failure
+from spanwise.exchange._gradients import anchor, check_first_order, returned
+from spanwise.exchange.again import Fetched
+
+Dims = tuple[int, int, int, int]  # B, H, D, Dv
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """What one rank receives in one hop; a pytree of a tensor.
+
+    Attributes:
+        received: ``[rows, 0]``, tokens of the shard that arrives; only its shape means something.
+        stride: how many ranks on the shard goes, the same for all ranks. What arrives after some hops is the shard of
+            the rank as many ranks before as their strides together.
+    """
+
+    received: torch.Tensor
+    stride: int
+
+
+_compat.register_pytree_dataclass(Hop, static=("stride",))
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One buffer ``[T, F]`` that holds `k` ``[B, H, T, D]`` and then `v` ``[B, H, T, Dv]``; a copy.
+
+    Args:
+        dtype: of the buffer; default: that of `k`.
+    """
+    dims = _dims(k, v)
+    batch, heads, k_dim, v_dim = dims
+    buffer = k.new_empty(k.shape[2], batch * heads * (k_dim + v_dim), dtype=dtype)
+    for part, x in zip(unpack(buffer, dims), (k, v), strict=True):
+        part.copy_(x)
+    return buffer
+
+
+def unpack(buffer_TF: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a buffer, contiguous views of it."""
+    batch, heads, k_dim, v_dim = dims
+    tokens = buffer_TF.shape[0]
+    k_flat, v_flat = buffer_TF.view(-1).split([batch * heads * tokens * d for d in (k_dim, v_dim)])
+    return k_flat.view(batch, heads, tokens, k_dim), v_flat.view(batch, heads, tokens, v_dim)
+
+
+def _dims(k: torch.Tensor, v: torch.Tensor) -> Dims:
+    return k.shape[0], k.shape[1], k.shape[3], v.shape[3]
+
+
+def _sizes(sent: int, received: int, stride: int, rank: int, num_ranks: int) -> list[int]:
+    """Rows sent to rank 0, 1, … in a hop, then rows received from them."""
+    sizes = [0] * (2 * num_ranks)
+    sizes[(rank + stride) % num_ranks] = sent
+    sizes[num_ranks + (rank - stride) % num_ranks] = received
+    return sizes
+
+
+def _send(x_TF: torch.Tensor, sizes: list[int], name: str, what: str, *, home: bool = False) -> torch.Tensor:
+    """Start a hop, or, with `home`, its reverse; what arrives is not readable before it was waited for."""
+    half = len(sizes) // 2
+    to, of = (sizes[half:], sizes[:half]) if home else (sizes[:half], sizes[half:])
+    return failure.start(what, name, _compat.start_all_to_all, x_TF, of, to, name)
+
+
+class _Start(torch.autograd.Function):
+    """The first hop departs; the backward waits for this rank's gradient to come home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, sizes: list[int], name: str, what: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.dims, ctx.dtype, ctx.name, ctx.what = _dims(k, v), k.dtype, name, what
+        own_TF = pack(k, v)
+        data = _send(own_TF, sizes, name, what)
+        ctx.mark_non_differentiable(data)
+        return data, anchor(own_TF.shape, own_TF)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total_TF = failure.wait(pending, f"{ctx.what}, gradients", ctx.name)
+        grad_k, grad_v = unpack(total_TF, ctx.dims)
+        return grad_k.to(ctx.dtype), grad_v.to(ctx.dtype), None, None, None
+
+
+class _Step(torch.autograd.Function):
+    """Waits for a hop and starts the next; backward, waits for the gradient of the next hop, adds and sends it home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        data: torch.Tensor,
+        sent: torch.Tensor,
+        dims: Dims,
+        sizes: list[int],
+        next_sizes: list[int],
+        name: str,
+        what: str,
+        next_what: str,
+    ) -> tuple[torch.Tensor, ...]:
+        # `sent` is the anchor of what this rank sent in the hop: its gradient is what comes back.
+        ctx.dims, ctx.sizes, ctx.name, ctx.what, ctx.next_what = dims, sizes, name, what, next_what
+        ctx.sum_dtype = sent.dtype
+        arrived_TF = failure.wait(data, what, name)
+        piece = unpack(arrived_TF, dims)
+        if not next_sizes:
+            return piece
+        pending = _send(arrived_TF, next_sizes, name, next_what)
+        ctx.mark_non_differentiable(pending)
+        return *piece, pending, anchor(arrived_TF.shape, arrived_TF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *later: Any) -> tuple[Any, ...]:
+        check_first_order()
+        if later:
+            total_TF = failure.wait(later[1], f"{ctx.next_what}, gradients", ctx.name)
+            for part, grad in zip(unpack(total_TF, ctx.dims), (grad_k, grad_v), strict=True):
+                part.add_(grad)
+        else:
+            total_TF = pack(grad_k, grad_v, ctx.sum_dtype)
+        pending = _send(total_TF, ctx.sizes, ctx.name, f"{ctx.what}, gradients", home=True)
+        return None, returned(pending), None, None, None, None, None, None
+
+
+def start(
+    k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Start sending this rank's shard round; iterate to get keys and values of each hop, as they arrive.
+
+    When an item comes, the next hop has been started. Two shards beside the rank's own are alive at most, if the caller
+    has dropped an item before it asks for the next and autograd does not keep it.
+
+    Args:
+        k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
+        hops: at least one.
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+
+    Returns:
+        Iterator over ``[B, H, rows, D]`` and ``[B, H, rows, Dv]``, contiguous views of one buffer.
+
+    Raises:
+        spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
+    """
+    rows = [k.shape[2], *(hop.received.shape[0] for hop in hops)]
+    sizes = [_sizes(rows[i], rows[i + 1], hop.stride, rank, num_ranks) for i, hop in enumerate(hops)]
+    whats = [f"hop {i + 1} of {len(hops)} of {label}" for i in range(len(hops))]
+    pending = _Start.apply(k, v, sizes[0], name, whats[0])
+    return _arriving(pending, _dims(k, v), sizes, name, whats)
+
+
+def _arriving(
+    pending: tuple[torch.Tensor, ...], dims: Dims, sizes: list[list[int]], name: str, whats: list[str]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for i in range(len(sizes)):
+        following = (sizes[i + 1], whats[i + 1]) if i + 1 < len(sizes) else ([], "")
+        k, v, *pending = _Step.apply(*pending, dims, sizes[i], following[0], name, whats[i], following[1])
+        yield k, v
+        del k, v  # or this piece would live until the one after next has been started
+
+
+def fetches(
+    k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
+) -> list[Callable[..., Fetched]]:
+    """For `again.Again`, chained: what starts fetching each piece again, the last one first.
+
+    The last piece comes from its owner, by one hop; every other one by a hop back from the piece after it.
+
+    Args: as of :func:`start`.
+    """
+
+    def fetch(i: int, later: tuple[torch.Tensor, ...] | None = None) -> Fetched:
+        what = f"hop {i + 1} of {len(hops)} of {label}"
+        stride = sum(hop.stride for hop in hops) if later is None else -hops[i + 1].stride
+        held_TF = pack(k, v) if later is None else later[0]
+        sizes = _sizes(held_TF.shape[0], hops[i].received.shape[0], stride, rank, num_ranks)
+        return functools.partial(_arrived, _send(held_TF, sizes, name, what), what, name)
+
+    return [functools.partial(fetch, i) for i in range(len(hops))]
+
+
+def _arrived(data: torch.Tensor, what: str, name: str) -> tuple[torch.Tensor]:
+    return (failure.wait(data, what, name),)
