@@ -1,6 +1,7 @@
 """Local attention kernels. They know nothing of ranks: q, k, v and spans in, (out, lse) out.
 
-`attend` is the only door. An explicit kernel name never falls back to another one.
+`attend` is the door to one problem; `queries`, `attend_part` and `merge` to one whose keys come piece by piece. An
+explicit kernel name never falls back to another one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spanwise.kernels._checks import check_problem
+from spanwise.kernels.merge import Part
 
 if TYPE_CHECKING:
+    from spanwise.kernels.sdpa import Queries
     from spanwise.rank_plan import Stage
 
 KERNELS = ("reference", "sdpa", "flex", "varlen")
@@ -120,6 +123,46 @@ def attend(
         q, k, v, stage.start, stage.end, stage.tables,
         scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
     )  # fmt: skip
+
+
+def queries(kernel: str, q: torch.Tensor) -> torch.Tensor | Queries:
+    """``q`` ``[B, Hq, T, Dk]`` in the form that `attend_part` takes, made once for all parts.
+
+    Under "sdpa" the gradients of the parts are then summed in float32, whatever q's dtype.
+    """
+    if kernel != "sdpa":
+        return q
+    from spanwise.kernels import sdpa
+
+    return sdpa.queries(q)
+
+
+def attend_part(
+    kernel: str,
+    q: torch.Tensor | Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stage: Stage,
+    q_pos: torch.Tensor,
+    *,
+    scale: float,
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+) -> Part:
+    """`attend` over one piece of several, for nothing but `merge.Merging` or `merge.merge`.
+
+    Args:
+        q: from `queries`. All else as of `attend`.
+
+    Returns:
+        What the merge takes: tensors of which the first two are out and lse. Only their values are the caller's; what
+        flows back through them is the merge's affair.
+    """
+    if isinstance(q, torch.Tensor):
+        return attend(kernel, q, k, v, stage, q_pos, scale=scale, score_mod=score_mod, softcap=softcap)
+    from spanwise.kernels.sdpa import sdpa_part
+
+    return sdpa_part(q, k, v, stage.start, stage.end, scale=scale, softcap=softcap)
 
 
 def max_logit(

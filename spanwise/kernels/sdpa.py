@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -251,25 +251,30 @@ def _sdpa_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     lse: torch.Tensor,
     start: torch.Tensor,
     end: torch.Tensor,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq in the dtype of lse; dk, dv in that of k, v. ``out`` None: grad_lse is already less rowsum(grad_out * out).
+
+    What `out` and `lse` are results over, these keys or these and others, is what the gradients are those of.
+    """
     engine = _Engine(q, k, v, scale, softcap, base=_LOG2_E)
     heads = (engine.kv_heads, engine.group)
-    dq = q.new_zeros(q.shape)
+    dq = torch.zeros(q.shape, dtype=engine.dtype)
     dk, dv = torch.zeros(k.shape, dtype=engine.dtype), torch.zeros(v.shape, dtype=engine.dtype)
     for b, tile, spans in engine.tiles(start, end):
         rows = slice(tile.first, tile.stop)
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
-        delta = engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1)
         shift = lse[b, :, rows].reshape(engine.kv_heads, -1)
         is_empty = shift == _NO_KEY
-        delta -= grad_lse[b, :, rows].reshape(engine.kv_heads, -1).masked_fill(is_empty, 0)
+        delta = grad_lse[b, :, rows].reshape(engine.kv_heads, -1).masked_fill(is_empty, 0).neg_()
+        if out is not None:
+            delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1)
         shift = shift.mul(_LOG2_E).masked_fill_(is_empty, 0).unsqueeze(1)
         delta = delta.unsqueeze(1)
         dq_tile = engine.buffer("dq", q_tile.shape[0], q_tile.shape[2], q_tile.shape[1]).zero_()
@@ -312,7 +317,7 @@ def _(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return q.new_empty(q.shape, dtype=_lse_dtype(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -321,8 +326,84 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.softcap)
-    return *grads, None, None, None, None
+    dq, dk, dv = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.softcap)
+    return dq.to(dk.dtype), dk, dv, None, None, None, None
 
 
 _sdpa.register_autograd(_backward, setup_context=_save)
+
+
+class Queries(NamedTuple):
+    """Queries that several calls of `sdpa_part` share.
+
+    Attributes:
+        values: ``[B, H, Q, D]``, cut off from autograd.
+        anchor: ``[B, H, Q, D]``, float32 at least: what the gradients of all calls are added up for. Never read, and
+            without memory where the queries have fewer bits.
+    """
+
+    values: torch.Tensor
+    anchor: torch.Tensor
+
+
+def queries(q: torch.Tensor) -> Queries:
+    """``q`` ``[B, H, Q, D]`` for `sdpa_part`; its gradient is summed over the parts in float32 and rounded once."""
+    return Queries(q.detach(), q if q.dtype == _lse_dtype(q) else _Anchor.apply(q))
+
+
+def sdpa_part(
+    q: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sdpa` over some of the keys, as a part for `spanwise.kernels.merge`, which gives the parts their gradients.
+
+    Arguments and errors as of `sdpa`. Nothing but q, k, v and the spans is kept for the backward.
+
+    Returns:
+        out and lse as of `sdpa`, and a token ``[B, H, Q]`` without memory. The three are for the merge alone: what it
+        sends back in the place of their gradients is not their gradients; see there.
+    """
+    _check(q.values, k, v, start, end, softcap)
+    return _Part.apply(*q, k, v, start, end, scale, softcap)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = q.dtype
+        return torch.zeros((), dtype=_lse_dtype(q), device=q.device).expand(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        anchor: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(q, k, v, start, end)
+        ctx.scale, ctx.softcap = scale, softcap
+        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
+        return out, lse, lse.new_zeros(()).expand(lse.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, start, end = ctx.saved_tensors
+        grads = torch.ops.spanwise.sdpa_backward(grad_out, rows, q, k, v, None, lse, start, end, ctx.scale, ctx.softcap)
+        return None, *grads, None, None, None, None
