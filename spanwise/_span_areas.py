@@ -14,19 +14,20 @@ Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 
 
-def local_area(start: Int32, end: Int32, pieces: Int64, num_ranks: int) -> Int64:
+def local_area(start: Int32, end: Int32, rows: Int64, keys: Int64, num_ranks: int) -> Int64:
     """(query, key) pairs of each rank whose key it holds itself.
 
     Args:
-        start, end: spans ``[num_spans, seq_len]`` of a square mask.
-        pieces: int64 ``[n, 3]``: rank, first token and end of each run, sorted by rank, then token; they tile the
-            sequence.
+        start, end: spans ``[num_spans, q_len]``.
+        rows: int64 ``[n, 3]``: rank, first row and end of each run of query rows, sorted by rank, then row; they tile
+            ``[0, q_len)``.
+        keys: the same for keys; ``rows`` itself in self-attention.
 
     Returns:
         int64 ``[num_ranks]``.
     """
-    count = _TokensBefore(pieces, num_ranks, start.shape[1])
-    in_order = pieces[np.argsort(pieces[:, 1], kind="stable")]
+    count = _TokensBefore(keys, num_ranks, int(keys[:, 2].max(initial=0)))
+    in_order = rows[np.argsort(rows[:, 1], kind="stable")]
     area = np.zeros(num_ranks, dtype=np.int64)
     for low, high in zip(start, end, strict=True):
         if not (low < high).any():
@@ -39,13 +40,13 @@ def local_area(start: Int32, end: Int32, pieces: Int64, num_ranks: int) -> Int64
 class _TokensBefore:
     """``F_r(x)``, and its sum over ``x`` of an interval, for all ranks."""
 
-    def __init__(self, pieces: Int64, num_ranks: int, seq_len: int) -> None:
+    def __init__(self, pieces: Int64, num_ranks: int, kv_len: int) -> None:
         # A run of no tokens at 0 for every rank, so that each position has a run at or before it.
         runs = np.concatenate([np.stack([np.arange(num_ranks), *np.zeros((2, num_ranks), np.int64)], axis=1), pieces])
         runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
         self.rank, self.first, stop = runs.T
         self.length = stop - self.first
-        self.num_ranks, self.stride = num_ranks, seq_len + 2
+        self.num_ranks, self.stride = num_ranks, kv_len + 2
         self.key = self.rank * self.stride + self.first
         opens = np.concatenate([[True], self.rank[1:] != self.rank[:-1]])
         self.before = _restarted_cumsum(self.length, opens)

@@ -36,6 +36,7 @@ class LayoutProblem:
         block_size: tokens of a block.
         cu_seqlens: document offsets, int ``[num_docs + 1]`` from 0 to ``seq_len``; or one such array for each batch
             row, as a list or an int array ``[batch, num_docs + 1]``; or None if unknown. Documents may be empty.
+        square: whether the masks must be those of self-attention.
 
     Raises:
         ValueError: masks that are not square or differ in length or batch, weights for unknown masks or not positive,
@@ -46,6 +47,7 @@ class LayoutProblem:
     weights: Mapping[str, float] | None = None
     block_size: int = 128
     cu_seqlens: ArrayLike | Sequence[ArrayLike] | None = None
+    square: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "masks", dict(self.masks))
@@ -57,11 +59,13 @@ class LayoutProblem:
         if self.seq_len < 1:
             raise ValueError("a layout needs at least one token, the masks have none")
         for name, mask in self.masks.items():
-            if mask.q_len != mask.kv_len:
+            if self.square and mask.q_len != mask.kv_len:
                 raise ValueError(
                     f"a layout is for self-attention, q_len == kv_len, but mask {name!r} has q_len {mask.q_len} "
                     f"and kv_len {mask.kv_len}"
                 )
+            if mask.kv_len != (kv_len := next(iter(self.masks.values())).kv_len):
+                raise ValueError(f"all masks must have as many keys, got {kv_len} and, of {name!r}, {mask.kv_len}")
             if mask.q_len != self.seq_len:
                 raise ValueError(
                     f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens "
@@ -141,8 +145,13 @@ class Contiguous:
     """Rank r holds the r-th of ``num_ranks`` equal chunks; chunks differ by at most one token."""
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        bounds = _bounds(_even_split(problem.seq_len, num_ranks))
-        return Layout([np.column_stack([np.arange(num_ranks), bounds[:-1], bounds[1:]])], num_ranks, problem.seq_len)
+        return contiguous(problem.seq_len, num_ranks)
+
+
+def contiguous(length: int, num_ranks: int) -> Layout:
+    """``num_ranks`` equal chunks of ``length`` tokens, as `Contiguous` deals them."""
+    bounds = _bounds(_even_split(length, num_ranks))
+    return Layout([np.column_stack([np.arange(num_ranks), bounds[:-1], bounds[1:]])], num_ranks, length)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _compat
-from spanwise.exchange import all_gather, needed
+from spanwise.exchange import all_gather, needed, ring
 from spanwise.exchange.again import Again, Fetched
-from spanwise.rank_plan import RankPlan, Stage, spread_slots
+from spanwise.rank_plan import RankPlan, Stage, outer_group, spread_slots
 
 Arriving = Callable[[], torch.Tensor]  # waits for a piece and returns it, [B, K, F]
 
@@ -82,7 +81,10 @@ def kv_pieces(
             "a plan with keep_kv=False is for eager code: in a compiled graph, selective activation checkpointing "
             "decides what is kept; make the plan with keep_kv=True"
         )
-    name = _compat.group_name(mesh.get_group())
+    name = outer_group(mesh)
+    if stages[1].hop is not None:
+        yield from _round_the_ring(k, v, stages, local, name, mask)
+        return
     fetch = _needed_pieces if stages[1].route is not None else _gathered_piece
     again = None
     if not local.keep_kv:
@@ -97,6 +99,28 @@ def kv_pieces(
         if again is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # or a kernel that wants them so would keep copies
         yield Piece(*pair, i, again)
+
+
+def _round_the_ring(
+    k: torch.Tensor, v: torch.Tensor, stages: tuple[Stage, ...], local: RankPlan, name: str, mask: str
+) -> Iterator[Piece]:
+    """The rank's own piece, then the shards that come round."""
+    hops = [stage.hop for stage in stages if stage.hop is not None]
+    again = None
+    if not local.keep_kv:
+        label = f"K/V again for the backward, mask {mask!r}"
+        fetches = ring.fetches(k.detach(), v.detach(), hops, local.group, local.num_groups, name, label)
+        again = Again(fetches, chained=True)
+    arriving = ring.start(k, v, hops, local.group, local.num_groups, name, f"K/V, mask {mask!r}")
+    yield Piece(k, v, again=again)
+    for i, pair in enumerate(arriving):
+        spare = stages[i + 1].kv_pos.shape[1] - pair[0].shape[2] if stages[i + 1].tables is not None else 0
+        if spare:  # keys that no span reads, see rank_plan
+            pair = tuple(torch.nn.functional.pad(x, (0, 0, 0, spare)) for x in pair)
+        piece = Piece(*pair, i, again)
+        del pair
+        yield piece
+        del piece  # or it would live until the one after next has been started
 
 
 def _by_head(data_BKF: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +160,14 @@ def _gathered_piece(
     """Start the gather."""
     batch, take = k.shape[0], stages[0].take
     assert take is not None
-    kv_RF = all_gather.pad_tokens(_side_by_side(k, v), local.padded.shape[0]).flatten(0, 1)
-    pending: list[Any] = [all_gather.start(kv_RF, local.num_ranks, name, label)]
+    padded = local.kv_padded.shape[0]
+    kv_RF = all_gather.pad_tokens(_side_by_side(k, v), padded).flatten(0, 1)
+    pending: list[Any] = [all_gather.start(kv_RF, local.num_groups, name, label)]
 
     def arrived() -> torch.Tensor:
-        gathered_PRF = all_gather.wait(pending.pop(), local.num_ranks, name, label)
-        return gathered_PRF.index_select(0, spread_slots(local, take, batch).flatten()).unflatten(0, (batch, -1))
+        gathered_PRF = all_gather.wait(pending.pop(), local.num_groups, name, label)
+        at = spread_slots(local, take, padded, batch).flatten()
+        return gathered_PRF.index_select(0, at).unflatten(0, (batch, -1))
 
     return [arrived]
 

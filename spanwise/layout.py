@@ -135,6 +135,36 @@ class Layout:
         """Global positions of the rank's tokens, in shard order (ascending): int64 ``[num_tokens(rank)]``."""
         return ragged_arange(self.runs(rank, row))
 
+    def grouped(self, size: int) -> Layout:
+        """The layout of groups of ``size`` ranks, ranks ``[0, size)`` first; a group holds what its ranks hold."""
+        if size < 1 or self.num_ranks % size:
+            raise ValueError(f"{self.num_ranks} ranks cannot be grouped by {size}")
+        if size == 1:
+            return self
+        tables = [self.pieces(row) // np.array([size, 1, 1]) for row in range(self.batch_size)]
+        return Layout(tables, self.num_ranks // size, self.seq_len)
+
+    def split(self, parts: int) -> Layout:
+        """Each rank's tokens dealt to ``parts`` ranks, consecutive and as equal as they come: undoes `grouped`."""
+        if parts == 1:
+            return self
+        tables = []
+        for row in range(self.batch_size):
+            pieces = self.pieces(row)
+            length = pieces[:, 2] - pieces[:, 1]
+            tokens = self.tokens_per_rank
+            # Cut positions within each rank's shard, as positions in the concatenated shards of all ranks.
+            size = tokens[:, None] // parts + (np.arange(parts) < tokens[:, None] % parts)
+            cuts = np.cumsum(size.ravel())
+            first = np.cumsum(length) - length
+            edges = np.unique(np.concatenate([first, first + length, cuts, [0]]))
+            left, right = edges[:-1], edges[1:]
+            piece = np.searchsorted(first, left, side="right") - 1
+            start = pieces[piece, 1] + left - first[piece]
+            owner = np.searchsorted(cuts, left, side="right")
+            tables.append(np.column_stack([owner, start, start + right - left]))
+        return Layout(tables, self.num_ranks * parts, self.seq_len)
+
     def pieces(self, row: int = 0) -> Int64Array:
         """All runs of a batch row with their owner, rank-major: int64 ``[num_runs, 3]`` of (rank, start, stop).
 

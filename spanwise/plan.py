@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spanwise import _span_areas, cost, pieces, predict
-from spanwise.layout import Layout, count_tokens, subtract_runs
+from spanwise import cost, counting, footprint, pieces, predict
+from spanwise.layout import Layout, count_tokens
 from spanwise.mask import SpanMask
+from spanwise.packing import Packing
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from spanwise.rank_plan import RankPlan
     from spanwise.timeline import Timeline
 
-EXCHANGES = ("all_gather", "needed")
+EXCHANGES = ("all_gather", "needed", "ring", "ulysses")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Candidate:
         balancer, exchange, stages: as the plan's.
         imbalance: busiest over mean work, all masks by weight.
         recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight.
+        held: bytes that the busiest rank holds for exchanges, as `make_plan` counts them against a memory budget.
         seconds: what `Plan.predict` gives for it.
     """
 
@@ -50,6 +52,7 @@ class Candidate:
     imbalance: float
     recv_mean: float
     recv_max: float
+    held: int
     seconds: Mapping[str, float]
 
 
@@ -60,7 +63,10 @@ class Plan:
     Attributes:
         masks: mask by name, all over the same tokens.
         layout: token runs of every rank.
-        num_ranks: size of the cp axis.
+        kv_layout: K/V tokens of every rank; `layout`, but for cross attention.
+        num_ranks: ranks of the cp axis or axes.
+        inner: ranks that trade heads for tokens among themselves (Ulysses); 1 without it. Ranks ``[0, inner)`` are the
+            first such group, and `exchange` works between groups.
         block_size: tile in tokens.
         balancer: what dealt out the tokens.
         exchange: how K/V travel.
@@ -72,13 +78,16 @@ class Plan:
         itemsize: bytes of one K/V element.
         hardware: rates that `predict` uses.
         cu_seqlens: document offsets of each batch row, or None.
+        packing: where packed sequences lie in storage, or None.
         reason: why this layout and this exchange were chosen.
         candidates: what "auto" compared; empty if nothing was left to it.
     """
 
     masks: dict[str, SpanMask]
     layout: Layout
+    kv_layout: Layout
     num_ranks: int
+    inner: int
     block_size: int
     balancer: str
     exchange: str
@@ -93,12 +102,17 @@ class Plan:
     itemsize: int
     hardware: cost.Hardware
     cu_seqlens: tuple[np.ndarray, ...] | None
+    packing: Packing | None
     reason: str
     candidates: tuple[Candidate, ...] = ()
 
     @property
     def seq_len(self) -> int:
         return self.layout.seq_len
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv_layout.seq_len
 
     @property
     def batch_size(self) -> int:
@@ -120,31 +134,43 @@ class Plan:
     @functools.cached_property
     def causal(self) -> tuple[str, ...]:
         """Names of the masks that are the plain causal mask."""
+        if self.kv_len != self.seq_len:
+            return ()
         causal = SpanMask.causal(self.seq_len)
         return tuple(sorted(name for name, mask in self.masks.items() if mask == causal))
 
-    # What the ranks do and receive.
+    # What the ranks do and receive. Groups are the ranks that trade heads: single ranks without Ulysses.
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of `inner` ranks: those that read K/V as one."""
+        return self.num_ranks // self.inner
+
+    @functools.cached_property
+    def groups(self) -> Layout:
+        """Tokens of each group; `layout` itself without Ulysses."""
+        return self.layout.grouped(self.inner)
+
+    @functools.cached_property
+    def kv_groups(self) -> Layout:
+        """K/V tokens of each group."""
+        return self.kv_layout.grouped(self.inner)
 
     def work(self, mask: str = "default") -> np.ndarray:
-        """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``."""
+        """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``.
+
+        Under Ulysses each rank of a group computes every pair of the group for its share of the heads: the area over
+        `inner`, float64.
+        """
         self.mask(mask)
-        return self._work[mask]
+        return self._of_ranks(self._work[mask])
+
+    def _of_ranks(self, of_groups: np.ndarray) -> np.ndarray:
+        return of_groups if self.inner == 1 else np.repeat(of_groups / self.inner, self.inner)
 
     @functools.cached_property
     def _work(self) -> dict[str, np.ndarray]:
-        found = {}
-        for name, mask in self.masks.items():
-            area = mask.area()
-            before = np.zeros((area.shape[0], self.seq_len + 1), dtype=np.int64)
-            np.cumsum(area, axis=1, out=before[:, 1:])
-            work = np.zeros(self.num_ranks, dtype=np.int64)
-            for row in range(self.batch_size):
-                total = before[row if area.shape[0] > 1 else 0]
-                rank, start, stop = self.layout.pieces(row if self.layout.batch_size > 1 else 0).T
-                np.add.at(work, rank, total[stop] - total[start])
-            work.setflags(write=False)
-            found[name] = work
-        return found
+        return {name: counting.area(mask, self.groups, self.batch_size) for name, mask in self.masks.items()}
 
     def imbalance(self, mask: str = "default") -> float:
         """Largest over mean work of the ranks; 1.0 is perfect, and what an empty mask has."""
@@ -152,61 +178,67 @@ class Plan:
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     def needs(self, rank: int, mask: str = "default", row: int = 0) -> np.ndarray:
-        """K/V runs that ``rank`` reads and does not own, int64 ``[n, 2]``, ascending, disjoint."""
+        """K/V runs that ``rank`` reads and its group does not own, int64 ``[n, 2]``, ascending, disjoint."""
         self.mask(mask)
-        return self._needs[mask][row][rank]
+        return self._needs[mask][row][rank // self.inner]
 
     @functools.cached_property
-    def _needs(self) -> dict[str, list[list[np.ndarray]]]:
-        needs: dict[str, list[list[np.ndarray]]] = {}
-        for name, mask in self.masks.items():
-            needs[name] = []
-            for row in range(self.batch_size):
-                unbatched = mask.row(row if mask.batch_size > 1 else 0)
-                runs = [self.runs(rank, row) for rank in range(self.num_ranks)]
-                reads = unbatched.keys_read_many(runs)
-                needs[name].append([subtract_runs(read, own) for read, own in zip(reads, runs, strict=True)])
-        return needs
+    def _needs(self) -> dict[str, counting.Needs]:
+        layouts = self.groups, self.kv_groups
+        return {name: counting.needs(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
 
     def needed_tokens(self, mask: str = "default") -> np.ndarray:
-        """K/V tokens that each rank reads and does not own, summed over batch rows; int64 ``[num_ranks]``.
+        """K/V tokens that each rank reads and its group does not own, summed over batch rows; int64 ``[num_ranks]``.
 
         The least any exchange can move for this layout.
         """
         self.mask(mask)
         rows = self._needs[mask]
-        return np.array([sum(count_tokens(row[rank]) for row in rows) for rank in range(self.num_ranks)], np.int64)
+        groups = [sum(count_tokens(row[group]) for row in rows) for group in range(self.num_groups)]
+        return np.repeat(np.array(groups, np.int64), self.inner)
 
     def local_work(self, mask: str = "default") -> np.ndarray:
-        """The part of `work` whose keys a rank holds itself; int64 ``[num_ranks]``."""
+        """The part of `work` whose keys the rank's group holds; the same dtype."""
         self.mask(mask)
-        return self._local_work[mask]
+        return self._of_ranks(self._local_work[mask])
 
     @functools.cached_property
     def _local_work(self) -> dict[str, np.ndarray]:
-        found = {}
-        for name, mask in self.masks.items():
-            area = np.zeros(self.num_ranks, dtype=np.int64)
-            for row in range(self.batch_size):
-                mask_row, layout_row = (row if x.batch_size > 1 else 0 for x in (mask, self.layout))
-                pieces = self.layout.pieces(layout_row)
-                area += _span_areas.local_area(mask.start[mask_row], mask.end[mask_row], pieces, self.num_ranks)
-            area.setflags(write=False)
-            found[name] = area
-        return found
+        layouts = self.groups, self.kv_groups
+        return {name: counting.local_area(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
 
     def traffic(self, mask: str = "default") -> np.ndarray:
         """K/V tokens that each rank gets from each other one in a forward; int64 ``[receivers, senders]``.
 
-        With the all_gather exchange that is every token of the other ranks, with "needed" those that the receiver
-        reads; summed over batch rows.
+        All_gather: every token of the others. Needed: those that the receiver reads. Ring: whole shards, from the rank
+        that passes them on. Summed over batch rows. Under Ulysses a token comes for the receiver's heads only: those of
+        the other ranks of its group, and from each other group through the rank of the same place in it.
         """
+        self.mask(mask)
+        groups = self.group_traffic(mask)
+        if self.inner == 1:
+            return groups
+        traffic = np.kron(groups, np.eye(self.inner, dtype=np.int64))
+        rank = np.arange(self.num_ranks)
+        alike = (rank[:, None] // self.inner == rank // self.inner) & (rank[:, None] != rank)
+        return traffic + alike * self.batch_size * self.kv_layout.tokens_per_rank
+
+    def group_traffic(self, mask: str = "default") -> np.ndarray:
+        """`traffic` between groups; int64 ``[receivers, senders]``."""
         self.mask(mask)
         if self.exchange == "needed":
             return self._needed_traffic[mask]
-        every = np.tile(self.batch_size * self.layout.tokens_per_rank, (self.num_ranks, 1))
+        held = self.batch_size * self.kv_groups.tokens_per_rank
+        if self.exchange == "ring":
+            return counting.ring_traffic(self.hops(mask), held).sum(axis=0)
+        every = np.tile(held, (self.num_groups, 1))
         np.fill_diagonal(every, 0)
         return every
+
+    def hops(self, mask: str = "default") -> tuple[int, ...]:
+        """Hops of a ring that some rank reads: on hop h rank r gets what rank r − h (or group) holds."""
+        self.mask(mask)
+        return counting.ring_hops(self._needed_traffic[mask])
 
     def lists(self, mask: str = "default") -> tuple[np.ndarray, int]:
         """What the exchange cuts into pieces: tokens of each pair's list, and how many batch rows take each list.
@@ -219,27 +251,20 @@ class Plan:
 
     @functools.cached_property
     def _needed_traffic(self) -> dict[str, np.ndarray]:
-        found = {}
-        for name, rows in self._needs.items():
-            traffic = np.zeros((self.num_ranks, self.num_ranks), dtype=np.int64)
-            for row, needs in enumerate(rows):
-                receiver = np.repeat(np.arange(self.num_ranks), [len(runs) for runs in needs])
-                run, sender, tokens = self.layout.owners_of(
-                    np.concatenate(needs), row if self.layout.batch_size > 1 else 0
-                )
-                np.add.at(traffic, (receiver[run], sender), tokens)
-            traffic.setflags(write=False)
-            found[name] = traffic
-        return found
+        return {name: counting.needed_traffic(rows, self.kv_groups) for name, rows in self._needs.items()}
 
     def num_pieces(self, mask: str = "default") -> int:
-        """Pieces in which the K/V of other ranks arrive: `stages`, or one where that would be less than a block for
-        every pair of ranks; none where nobody reads anything elsewhere. An all_gather is one piece.
+        """Pieces in which the K/V of other groups arrive.
+
+        Needed: `stages`, or one where that would be less than a block for every pair; none where nobody reads anything
+        elsewhere. Ring: one for each of its `hops`. An all_gather is one piece.
         """
         self.mask(mask)
         if self.exchange == "needed":
             return pieces.num_pieces(self.lists(mask)[0], self.stages, self.block_size)
-        return min(1, self.num_ranks - 1)
+        if self.exchange == "ring":
+            return len(self.hops(mask))
+        return min(1, self.num_groups - 1)
 
     def recv_tokens(self, mask: str = "default") -> np.ndarray:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
@@ -249,18 +274,29 @@ class Plan:
         return self.traffic(mask).sum(axis=1)
 
     def recv_bytes(self, mask: str = "default") -> np.ndarray:
-        """Bytes of K and V that each rank receives in one forward, int64; with all_gather padding included.
+        """Bytes that each rank receives in one forward, int64: K and V, and under Ulysses q and the output too.
 
-        Needs ``num_kv_heads`` and ``head_dim``.
+        With all_gather padding is included. Needs ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
         """
         self.mask(mask)
         self._require_shape("recv_bytes()")
-        _, kv_heads, qk_dim, v_dim = self.attention_shape
-        token = kv_heads * (qk_dim + v_dim) * self.itemsize
-        if self.exchange == "needed":
-            return self.recv_tokens(mask) * token
-        padded = int(self.layout.tokens_per_rank.max())
-        return np.full(self.num_ranks, self.batch_size * (self.num_ranks - 1) * padded * token, dtype=np.int64)
+        return footprint.received(self, mask)
+
+    def resident_bytes(self, mask: str = "default") -> np.ndarray:
+        """Bytes that each rank holds at most for the exchange in a layer's forward, int64: K/V of others, and under
+        Ulysses what was traded. Not counted: its own shards, and one piece while it is brought into order.
+
+        Needs what `recv_bytes` needs.
+        """
+        self.mask(mask)
+        self._require_shape("resident_bytes()")
+        return footprint.resident(self, mask)
+
+    def saved_bytes(self, mask: str = "default") -> np.ndarray:
+        """The part of `resident_bytes` that a layer keeps for its backward, int64."""
+        self.mask(mask)
+        self._require_shape("saved_bytes()")
+        return footprint.saved(self, mask)
 
     @property
     def sum_itemsize(self) -> int:
@@ -308,8 +344,8 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """The plan with other fields; what was counted of masks and layout is kept unless one of these changes."""
         other = dataclasses.replace(self, **changes)
-        if not changes.keys() & {"masks", "layout", "num_ranks"}:
-            for name in ("_work", "_needs", "_local_work", "_needed_traffic", "causal"):
+        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
+            for name in ("groups", "kv_groups", "_work", "_needs", "_local_work", "_needed_traffic", "causal"):
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
         return other
@@ -323,11 +359,14 @@ class Plan:
         header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
         digest.update(json.dumps(header, sort_keys=True).encode())
         digest.update(self.layout.digest())
+        digest.update(self.kv_layout.digest())
         for name in sorted(self.masks):
             digest.update(name.encode())
             digest.update(self.masks[name].digest())
         for cu in self.cu_seqlens or ():
             digest.update(np.ascontiguousarray(cu, dtype=np.int64).tobytes())
+        if self.packing is not None:
+            digest.update(self.packing.digest())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -340,6 +379,7 @@ class Plan:
         """Everything but arrays, as JSON holds it."""
         return {
             "num_ranks": self.num_ranks,
+            "inner": self.inner,
             "block_size": self.block_size,
             "balancer": self.balancer,
             "exchange": self.exchange,
@@ -357,13 +397,20 @@ class Plan:
             "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
         }
 
+    def told(self) -> str:
+        """How K/V travel, in words."""
+        between = f"exchange {self.exchange}, pieces {self.stages}"
+        if self.inner == 1:
+            return between
+        inside = f"heads traded (Ulysses) among {self.inner} ranks"
+        return inside if self.num_groups == 1 else f"{inside}, between them {between}"
+
     def explain(self) -> str:
         """Work, traffic, predicted time and the reason of the choice, as text for a person."""
         tokens = self.layout.tokens_per_rank
         lines = [
             f"{self.seq_len:,} tokens on {self.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",
-            f"balancer {self.balancer}, exchange {self.exchange}, pieces {self.stages}, blocks of "
-            f"{self.block_size} tokens",
+            f"balancer {self.balancer}, {self.told()}, blocks of {self.block_size} tokens",
             f"why: {self.reason}",
         ]
         for name in self.masks:
@@ -421,8 +468,8 @@ class Plan:
 
         return rank_plan.local_plan(self, mesh, device, kernel=kernel)
 
-    def shard(self, x: Any, rank: int, dim: int = 1, *, batch_dim: int | None = 0) -> Any:
+    def shard(self, x: Any, rank: int, dim: int = 1, *, batch_dim: int | None = 0, side: str = "q") -> Any:
         """``rank``'s shard of ``x``, a tensor or a pytree of tensors, without a mesh; see :func:`spanwise.shard`."""
         from spanwise import batch
 
-        return batch.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim)
+        return batch.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim, side=side)

@@ -16,9 +16,10 @@ import numpy as np
 from spanwise import cost
 from spanwise.layout import Layout
 from spanwise.mask import SpanMask
+from spanwise.packing import Packing
 from spanwise.plan import Candidate, Plan
 
-FORMAT = 3
+FORMAT = 4
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -26,15 +27,20 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     arrays: dict[str, np.ndarray] = {}
     for i, mask in enumerate(plan.masks.values()):
         arrays[f"mask{i}_start"], arrays[f"mask{i}_end"] = mask.start, mask.end
-    for row in range(plan.layout.batch_size):
-        for rank in range(plan.num_ranks):
-            arrays[f"runs{row}_{rank}"] = plan.layout.runs(rank, row)
+    for name, layout in (("runs", plan.layout), ("kv_runs", plan.kv_layout)):
+        if name == "runs" or layout != plan.layout:
+            for row in range(layout.batch_size):
+                for rank in range(plan.num_ranks):
+                    arrays[f"{name}{row}_{rank}"] = layout.runs(rank, row)
     for row, cu in enumerate(plan.cu_seqlens or ()):
         arrays[f"cu_seqlens{row}"] = cu
+    if plan.packing is not None:
+        arrays |= {f"packing_{name}": array for name, array in plan.packing.to_arrays().items()}
     header = plan.header() | {
         "format": FORMAT,
         "masks": list(plan.masks),
-        "kv_len": plan.seq_len,
+        "seq_len": plan.seq_len,
+        "kv_len": plan.kv_len,
         "layout_rows": plan.layout.batch_size,
         "cu_rows": len(plan.cu_seqlens or ()),
         "fingerprint": plan.fingerprint,
@@ -60,13 +66,21 @@ def load(path: str | os.PathLike[str]) -> Plan:
                 for i, name in enumerate(header["masks"])
             }
             ranks = range(header["num_ranks"])
-            rows = [[data[f"runs{row}_{rank}"] for rank in ranks] for row in range(header["layout_rows"])]
+
+            def layout(name: str, length: int) -> Layout:
+                rows = range(header["layout_rows"])
+                return Layout.from_runs([[data[f"{name}{row}_{rank}"] for rank in ranks] for row in rows], length)
+
+            own = layout("runs", header["seq_len"])
+            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0_0" in data else own
+            packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
+            packing = Packing.from_arrays(packed) if packed else None
             cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
         fields = {f.name for f in dataclasses.fields(Plan)}
         plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
         plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
         plain["candidates"] = tuple(Candidate(**candidate) for candidate in header["candidates"])
-        plan = Plan(masks=masks, layout=Layout.from_runs(rows, header["kv_len"]), cu_seqlens=cu, **plain)
+        plan = Plan(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
     except FileNotFoundError:
         raise
     except Exception as error:  # what zipfile, its decompressors and numpy raise for damaged bytes is no fixed set

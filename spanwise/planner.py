@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from spanwise import balancers, cost
+from spanwise import balancers, cost, heads
+from spanwise.layout import Layout
 from spanwise.mask import SpanMask
+from spanwise.packing import Packing
 from spanwise.plan import EXCHANGES, Candidate, Plan
 
-_DESIGNED_EXCHANGES = ("ring", "ulysses")
 # Simplest first. Where everything travels anyway, locality buys nothing, and longest-first balances best.
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_ALL_GATHER = ("contiguous", "head_tail", "lpt")
@@ -43,13 +44,13 @@ _NOMINAL_SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head
 
 def make_plan(
     mask: SpanMask | Mapping[str, Any] | Any,
-    num_ranks: int,
+    num_ranks: int | tuple[int, int],
     *,
     weights: Mapping[str, float] | None = None,
     balancer: str | balancers.LoadBalancer = "auto",
     exchange: str = "auto",
     stages: int | None = None,
-    keep_kv: bool = True,
+    keep_kv: bool | None = None,
     quality: str = "best",
     block_size: int = 128,
     num_q_heads: int | None = None,
@@ -58,20 +59,27 @@ def make_plan(
     v_head_dim: int | None = None,
     dtype: Any = "bfloat16",
     hardware: cost.Hardware | None = None,
+    memory_budget: int | None = None,
     cu_seqlens: Any = None,
+    packing: Packing | None = None,
 ) -> Plan:
     """Plan context parallelism of one sequence length over ``num_ranks`` ranks. Pure: no process group is read.
 
     Args:
         mask: a :class:`SpanMask`, a FlexAttention ``BlockMask``, or masks by name that share one layout.
-        num_ranks: size of the cp axis.
+        num_ranks: size of the cp axis; or ``(outer, inner)``, the shape of a 2-D cp mesh: the ranks of each inner axis
+            trade heads for tokens (Ulysses), and `exchange` works along the outer axis.
         weights: layers that use each named mask (default 1 each); what the layout balances.
         balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V to read
-            elsewhere under a bound on the imbalance), an object with ``assign(problem, num_ranks)``, or "auto".
-        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), or "auto".
+            elsewhere under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
+            object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross attention) takes
+            "contiguous", "dual_chunk" or "auto" (the former).
+        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), "ring"
+            (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), or "auto".
         stages: pieces in which "needed" brings the K/V, each computed while the next travels; None: 1, 2 or 4,
-            whichever is predicted to be fastest. An all_gather is one piece.
-        keep_kv: keep received K/V for the backward; False: drop them after the forward and fetch them again.
+            whichever is predicted to be fastest. Other exchanges have no choice.
+        keep_kv: keep received K/V for the backward; False: drop them after the forward and fetch them again. Default:
+            False for "ring", else True.
         quality: of the "local" search, "best" or "fast" (a quarter of the time).
         block_size: tile in tokens that block-wise balancers deal out.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, to speak of bytes and seconds
@@ -81,26 +89,36 @@ def make_plan(
         hardware: what "auto" and :meth:`Plan.predict` price with. If it has hosts, as :data:`spanwise.H100` has, the
             "local" search prefers traffic inside them. Default: H100s that are all joined by NVLink, since nothing is
             known of hosts.
+        memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), and
+            what one layer holds beside that (`Plan.resident_bytes`). "auto" leaves out what exceeds it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
             "per_document_head_tail", and the default of :func:`spanwise.shard_batch`.
+        packing: where packed sequences lie in storage, if they are padded or have other keys than queries; in place of
+            `cu_seqlens`. The masks are over storage, as :meth:`Packing.mask` makes them.
 
     "auto" compares the predicted seconds of a step: contiguous, head_tail and local layouts (longest-first instead of
-    local where all_gather is asked for, and locality buys nothing), both exchanges, and the numbers of pieces. The
-    simplest way within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` tell what was compared. Each
-    exchange and number of pieces is a graph of its own to `torch.compile`: name `exchange` and `stages` where every
-    batch has a plan of its own.
+    local where all_gather is asked for, and locality buys nothing); all_gather, needed in 1, 2 or 4 pieces, Ulysses
+    where the number of heads is given and divides, and under a `memory_budget` the ring, which is never the fastest.
+    The simplest way within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` tell what was compared.
+    Each exchange and number of pieces is a graph of its own to `torch.compile`: name `exchange` and `stages` where
+    every batch has a plan of its own.
 
     Raises:
-        ValueError: masks that differ in length or batch size or are not square, unknown names, bad numbers.
-        NotImplementedError: an exchange or balancer that does not exist yet.
+        ValueError: masks that differ in length or batch size, unknown names, bad numbers, heads that Ulysses cannot
+            divide, padding that the dual-chunk order cannot cut, a budget that nothing meets.
     """
     masks = _as_masks(mask)
-    if exchange in _DESIGNED_EXCHANGES:
-        raise NotImplementedError(f"exchange {exchange!r} does not exist yet; {list(EXCHANGES)} do")
+    outer, inner = _axes(num_ranks)
     if exchange not in (*EXCHANGES, "auto"):
         raise ValueError(f"unknown exchange {exchange!r}; choose one of {[*EXCHANGES, 'auto']}")
+    if exchange == "ulysses":
+        if not isinstance(num_ranks, (int, np.integer)):
+            raise ValueError(
+                f"num_ranks={num_ranks!r} has Ulysses on its inner axis already: exchange is that of the outer one, one "
+                f"of {[*EXCHANGES[:-1], 'auto']}"
+            )
+        outer, inner = 1, outer
     for name, value in (
-        ("num_ranks", num_ranks),
         ("block_size", block_size),
         ("stages", stages),
         ("num_q_heads", num_q_heads),
@@ -108,38 +126,44 @@ def make_plan(
         ("head_dim", head_dim),
         ("v_head_dim", v_head_dim),
     ):
-        if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if value is not None and value >= _LARGEST:
-            raise ValueError(f"{name} must be less than {_LARGEST}, got {value}")
+        if value is not None:
+            _check_count(name, value)
     num_q_heads, num_kv_heads, head_dim, v_head_dim = (
         None if value is None else int(value)
         for value in (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
     )
-    if num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
-        raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    if not isinstance(keep_kv, bool):
-        raise ValueError(f"keep_kv must be True or False, got {keep_kv!r}")
+    if num_q_heads is not None and num_kv_heads is not None:
+        if num_q_heads % num_kv_heads:
+            raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        heads.check_heads(num_q_heads, num_kv_heads, inner)
+    if keep_kv is not None and not isinstance(keep_kv, bool):
+        raise ValueError(f"keep_kv must be True, False or None, got {keep_kv!r}")
+    if keep_kv is False and outer == 1 and inner > 1:
+        raise ValueError("keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out")
     if hardware is not None and not isinstance(hardware, cost.Hardware):
         raise ValueError(
             f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
         )
-    if exchange == "all_gather" and stages not in (None, 1):
-        raise ValueError(f"an all_gather brings K/V in one piece, got stages={stages}; use exchange='needed'")
-    problem = balancers.LayoutProblem(masks=masks, weights=weights, block_size=int(block_size), cu_seqlens=cu_seqlens)
-    weight_of = {name: float(weight) for name, weight in (problem.weights or {}).items()}
+    if exchange not in ("needed", "auto") and stages not in (None, 1):
+        raise ValueError(f"exchange {exchange!r} has no choice of pieces, got stages={stages}; use exchange='needed'")
+    if packing is not None:
+        _check_packing(packing, masks, cu_seqlens)
+    if memory_budget is not None:
+        _check_count("memory_budget", memory_budget, largest=2**63)
+        if num_q_heads is None or head_dim is None:
+            raise ValueError("a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them")
     dtype_name, itemsize = _dtype(dtype)
     if quality not in _QUALITIES:
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
-    make = functools.partial(
+    dealing = _Dealing(masks, weights, int(block_size), cu_seqlens, packing, hardware or ASSUMED, quality)
+    base = functools.partial(
         Plan,
         masks=masks,
-        num_ranks=int(num_ranks),
         block_size=int(block_size),
         exchange="all_gather",
         stages=1,
-        keep_kv=keep_kv,
-        weights=weight_of,
+        keep_kv=keep_kv is not False,
+        weights=dealing.weights,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -147,31 +171,147 @@ def make_plan(
         dtype=dtype_name,
         itemsize=itemsize,
         hardware=hardware or ASSUMED,
-        cu_seqlens=problem.cu_seqlens_rows,
-        reason="chosen by the caller" if num_ranks > 1 else "one rank computes everything",
+        cu_seqlens=dealing.cu_seqlens,
+        packing=packing,
+        reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",
     )
 
-    def ways_of(label: str, assigned: str | balancers.LoadBalancer) -> list[Plan]:
-        layout = balancers.assign_layout(assigned, problem, int(num_ranks))
-        return _ways(make(layout=layout, balancer=label), exchange, stages)
+    def dealt(assigned: str | balancers.LoadBalancer, label: str, outer: int, inner: int) -> Plan:
+        layout, kv_layout = dealing.layouts(assigned, outer, inner)
+        return base(layout=layout, kv_layout=kv_layout, balancer=label, num_ranks=outer * inner, inner=inner)
 
-    search = functools.partial(_local, hardware or ASSUMED, int(num_ranks))
-    if not isinstance(balancer, str):
-        ways = ways_of(type(balancer).__name__, balancer)
-    elif balancer == "auto" and num_ranks == 1:
-        ways = ways_of("contiguous", "contiguous")
-    elif balancer != "auto":
-        ways = ways_of(balancer, search(quality) if balancer == "local" else balancer)
+    def ways_of(assigned: str | balancers.LoadBalancer, label: str = "") -> list[Plan]:
+        label = label or (assigned if isinstance(assigned, str) else type(assigned).__name__)
+        plan = dealt(assigned, label, outer, inner)
+        return _ways(plan, exchange, stages, keep_kv, with_ring=memory_budget is not None)
+
+    if balancer != "auto":
+        ways = ways_of(balancer)
+    elif outer == 1 or not dealing.square:
+        ways = ways_of("contiguous")
     elif exchange == "all_gather":
-        ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name, name)]
+        ways = [way for name in _BALANCERS_ALL_GATHER for way in ways_of(name)]
     else:
-        ways = [way for name in _BALANCERS for way in ways_of(name, name)]
-        if problem.num_blocks >= num_ranks:  # a search over whole blocks would leave ranks without tokens
-            bound = _exchange_bound(ways)
-            ways += ways_of("local", search(quality))
+        ways = [way for name in _BALANCERS for way in ways_of(name)]
+        if dealing.num_blocks >= outer:  # a search over whole blocks would leave ranks without tokens
+            bound = exchange != "ring" and _exchange_bound(ways)
+            ways += ways_of("local")
             if bound:  # where the exchange is what a step waits for, less balance may be worth it
-                ways += ways_of(f"local, imbalance to {_LOOSE:g}", search("fast", _LOOSE))
+                ways += ways_of(dealing.search(outer, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+    if exchange == "auto" and stages is None and keep_kv is not False and inner == 1 < outer:
+        if num_q_heads is not None and num_q_heads % outer == 0:
+            traded = dealt(*(("contiguous",) * 2 if balancer == "auto" else (balancer, ways[0].balancer)), 1, outer)
+            ways.append(traded.replace(exchange="ulysses"))
+    if memory_budget is not None:
+        ways = _within(ways, int(memory_budget))
     return ways[0] if len(ways) == 1 else _fastest(ways)
+
+
+def _axes(num_ranks: Any) -> tuple[int, int]:
+    """``(outer, inner)`` of what the caller gave."""
+    if isinstance(num_ranks, (tuple, list)):
+        if len(num_ranks) != 2:
+            raise ValueError(f"num_ranks must be an integer or (outer, inner), got {num_ranks!r}")
+        for value in num_ranks:
+            _check_count("each of num_ranks", value)
+        return int(num_ranks[0]), int(num_ranks[1])
+    _check_count("num_ranks", num_ranks)
+    return int(num_ranks), 1
+
+
+def _check_count(name: str, value: Any, largest: int = _LARGEST) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value >= largest:
+        raise ValueError(f"{name} must be less than {largest}, got {value}")
+
+
+def _check_packing(packing: Any, masks: dict[str, SpanMask], cu_seqlens: Any) -> None:
+    if not isinstance(packing, Packing):
+        raise ValueError(f"packing must be a spanwise.Packing, got a {type(packing).__name__}")
+    if cu_seqlens is not None:
+        raise ValueError("the packing says where documents are: give packing or cu_seqlens, not both")
+    for mask in masks.values():
+        packing.check_mask(mask)
+
+
+class _Dealing:
+    """Who gets which tokens: balancers for square masks, two orders that need no balancer for all others."""
+
+    def __init__(
+        self,
+        masks: dict[str, SpanMask],
+        weights: Mapping[str, float] | None,
+        block_size: int,
+        cu_seqlens: Any,
+        packing: Packing | None,
+        hardware: cost.Hardware,
+        quality: str,
+    ) -> None:
+        first = next(iter(masks.values()))
+        self.q_len, self.kv_len = first.q_len, first.kv_len
+        self.square = self.q_len == self.kv_len and (packing is None or packing.square)
+        self.packing, self.hardware, self.quality = packing, hardware, quality
+        if packing is not None and self.square:
+            cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
+        if not self.square and cu_seqlens is not None:
+            raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
+        # Of masks that are not square the problem is their queries'.
+        self.problem = balancers.LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)
+        self.weights = {name: float(weight) for name, weight in (self.problem.weights or {}).items()}
+        self.cu_seqlens = self.problem.cu_seqlens_rows if packing is None else None
+        self.num_blocks = self.problem.num_blocks
+
+    def layouts(self, balancer: str | balancers.LoadBalancer, outer: int, inner: int) -> tuple[Layout, Layout]:
+        """Token runs and K/V token runs of ``outer * inner`` ranks.
+
+        A balancer deals out to the groups, and each group's tokens are split among its ranks; with Ulysses alone there
+        is one group, and the balancer deals out to its ranks.
+        """
+        num_ranks = outer * inner
+        if balancer == "dual_chunk":
+            if self.packing is None:
+                raise ValueError(
+                    "balancer 'dual_chunk' is the order of a packing: give packing=spanwise.Packing(…), or use "
+                    "'per_document_head_tail' with cu_seqlens, which needs no padding"
+                )
+            layout = self.packing.dual_chunk_layout(num_ranks, side="q")
+            kv_layout = self.packing.dual_chunk_layout(num_ranks, side="kv")
+            return layout, layout if kv_layout == layout else kv_layout
+        if not self.square:
+            if balancer != "contiguous":
+                raise ValueError(
+                    f"queries and keys lie differently ({self.q_len} and {self.kv_len} tokens): use "
+                    f"balancer='contiguous' or, with a packing, 'dual_chunk'; got {balancer!r}"
+                )
+            return balancers.contiguous(self.q_len, num_ranks), balancers.contiguous(self.kv_len, num_ranks)
+        groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
+        assigned = self.search(groups, self.quality) if balancer == "local" else balancer
+        layout = balancers.assign_layout(assigned, self.problem, groups).split(parts)
+        return layout, layout
+
+    def search(self, num_ranks: int, quality: str, max_imbalance: float | None = None) -> balancers.LoadBalancer:
+        return _local(self.hardware, num_ranks, quality, max_imbalance)
+
+
+def _within(ways: list[Plan], budget: int) -> list[Plan]:
+    """The plans whose exchanges hold at most so many bytes on any rank."""
+    held = [_held(way) for way in ways]
+    fitting = [way for way, num_bytes in zip(ways, held, strict=True) if num_bytes <= budget]
+    if not fitting:
+        least = min(range(len(ways)), key=lambda i: held[i])
+        raise ValueError(
+            f"no way of those considered holds at most memory_budget={budget:,} bytes for its exchange; the least is "
+            f"{_told(ways[least])} with {held[least]:,} bytes: allow more, use more ranks, or keep_kv=False"
+        )
+    return fitting
+
+
+def _held(plan: Plan) -> int:
+    """Bytes that the busiest rank holds for exchanges: what all layers save, and what one holds beside that."""
+    saved = sum(weight * plan.saved_bytes(name) for name, weight in plan.weights.items())
+    beside = np.max([plan.resident_bytes(name) - plan.saved_bytes(name) for name in plan.masks], axis=0)
+    return int(np.ceil(np.max(saved + np.maximum(beside, 0))))
 
 
 def _local(
@@ -194,13 +334,17 @@ def _exchange_bound(ways: list[Plan]) -> bool:
     return least.seconds["exchange_forward"] > _EXPOSED * balanced
 
 
-def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
+def _ways(
+    plan: Plan, exchange: str, stages: int | None, keep_kv: bool | None, *, with_ring: bool
+) -> list[Plan]:
     """The plan with every exchange and number of stages that the caller left open, simplest first."""
-    ways = []
-    if plan.num_ranks == 1:
-        return [plan.replace(exchange="all_gather" if exchange == "auto" else exchange)]
+    if plan.num_groups == 1:
+        default = "all_gather" if plan.inner == 1 else "ulysses"
+        named = default if exchange == "auto" or plan.inner > 1 else exchange
+        return [plan.replace(exchange=named, keep_kv=plan.keep_kv if named != "ring" else bool(keep_kv))]
     if exchange == "needed" and stages is not None:
         return [plan.replace(exchange=exchange, stages=int(stages))]
+    ways = []
     if exchange in ("all_gather", "auto") and stages in (None, 1):
         ways.append(plan)
     if exchange in ("needed", "auto"):
@@ -208,6 +352,8 @@ def _ways(plan: Plan, exchange: str, stages: int | None) -> list[Plan]:
         pieces = [needed.replace(stages=n) for n in (_STAGES if stages is None else (int(stages),))]
         # What is not cut into so many pieces after all is no other way.
         ways += [way for way in pieces if way.stages in (1, stages) or way.stages in map(way.num_pieces, way.masks)]
+    if exchange == "ring" or (exchange == "auto" and with_ring and stages is None):
+        ways.append(plan.counted().replace(exchange="ring", keep_kv=bool(keep_kv)))
     return ways
 
 
@@ -251,13 +397,15 @@ def _priced(plan: Plan) -> Candidate:
         recv += weight * plan.recv_tokens(name)
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     return Candidate(
-        plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()), nominal.predict()
-    )
+        plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()), _held(nominal),
+        nominal.predict(),
+    )  # fmt: skip
 
 
 def _told(plan: Plan) -> str:
     pieces = f" in {plan.stages} pieces" if plan.stages > 1 else ""
-    return f"{plan.balancer} with {plan.exchange}{pieces}"
+    inside = f", Ulysses inside {plan.inner}" if plan.inner > 1 and plan.num_groups > 1 else ""
+    return f"{plan.balancer} with {plan.exchange}{pieces}{inside}"
 
 
 def _ms(seconds: float) -> str:

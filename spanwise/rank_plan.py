@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
+from spanwise.counting import row_of
 from spanwise.exchange import failure
 from spanwise.exchange.needed import Route
-from spanwise.layout import count_tokens, intersect_runs, merge_tokens, ragged_arange, subtract_runs
+from spanwise.exchange.ring import Hop
+from spanwise.exchange.ulysses import Trade
+from spanwise.layout import Layout, count_tokens, intersect_runs, merge_tokens, ragged_arange, subtract_runs
 from spanwise.mask import SpanMask
 from spanwise.pieces import piece_of
 from spanwise.plan import Plan
@@ -42,7 +44,8 @@ class Stage:
         tables: block tables for the flex kernel, or None.
         take: int64 ``[B, keys]``, where the keys lie in the gathered, padded shards, ordered ``[rank, row, token]`` and
             flattened; None unless an all-gather brings them.
-        route: which rows travel, if only the needed ones do; None otherwise. The rank's own stage has neither.
+        route: which rows travel, if only the needed ones do; None otherwise.
+        hop: how the piece comes round the ring; None otherwise. The rank's own stage has none of the three.
         rows: batch rows that have a mask or layout of their own; 1 serves any batch.
         flat: whether these rows follow one another on one axis, queries and keys alike.
     """
@@ -53,6 +56,7 @@ class Stage:
     tables: FlexTables | None
     take: torch.Tensor | None
     route: Route | None
+    hop: Hop | None
     rows: int
     flat: bool
 
@@ -63,32 +67,70 @@ class RankPlan:
 
     Attributes:
         tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
-        restore: int64 ``[B, seq_len]``, where each token lies in gathered, padded shards, as `Stage.take` counts.
+        kv_tokens: int64 ``[B, T of K/V]``, positions of the rank's keys; None where they are those of `tokens`.
+        group_tokens: int64 ``[B, S]``, positions of the tokens of the rank's group; None without Ulysses.
+        restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards of all ranks, ordered
+            ``[rank, row, token]`` and flattened.
         padded: ``[padded shard length, 0]``; only its shape means something.
+        kv_padded: the same of the K/V of a group.
+        valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
+        trade, kv_trade: how the group trades heads for tokens; None without Ulysses, `kv_trade` also where it is
+            `trade`.
         stages: for each mask the local stage, then the remote ones, if anything comes from elsewhere.
-        rank, num_ranks: plain numbers.
+        rank, num_ranks, inner: plain numbers; see `Plan`.
         batched: whether every batch row has a layout of its own.
         keep_kv: whether received K/V are kept for the backward, or fetched again.
         causal: names of the masks that are the plain causal mask.
+        packed: whether the plan has a packing.
     """
 
     tokens: torch.Tensor
+    kv_tokens: torch.Tensor | None
+    group_tokens: torch.Tensor | None
     restore: torch.Tensor
     padded: torch.Tensor
+    kv_padded: torch.Tensor
+    valid: torch.Tensor | None
+    kv_valid: torch.Tensor | None
+    trade: Trade | None
+    kv_trade: Trade | None
     stages: dict[str, tuple[Stage, ...]]
     rank: int
     num_ranks: int
+    inner: int
     batched: bool
     keep_kv: bool
     causal: tuple[str, ...]
+    packed: bool
 
     @property
     def seq_len(self) -> int:
         return self.restore.shape[1]
 
+    @property
+    def num_groups(self) -> int:
+        return self.num_ranks // self.inner
+
+    @property
+    def group(self) -> int:
+        """The group of `inner` ranks that this rank is in."""
+        return self.rank // self.inner
+
+    @property
+    def query_tokens(self) -> torch.Tensor:
+        """Positions of the queries that this rank computes: `group_tokens` under Ulysses, else `tokens`."""
+        return self.tokens if self.group_tokens is None else self.group_tokens
+
+    @property
+    def key_tokens(self) -> torch.Tensor:
+        """Positions of the rank's keys: `kv_tokens`, or `tokens` where they are the same."""
+        return self.tokens if self.kv_tokens is None else self.kv_tokens
+
 
 _compat.register_pytree_dataclass(Stage, static=("rows", "flat"))
-_compat.register_pytree_dataclass(RankPlan, static=("rank", "num_ranks", "batched", "keep_kv", "causal"))
+_compat.register_pytree_dataclass(
+    RankPlan, static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed")
+)
 
 
 def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tables: bool = False) -> RankPlan:
@@ -104,101 +146,181 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
             f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
             f"fewer ranks, smaller blocks or another balancer"
         )
-    layout, num_ranks = plan.layout, plan.num_ranks
-    rows = layout.batch_size
-    padded = int(layout.tokens_per_rank.max())
-    tokens = np.stack([layout.indices(rank, row) for row in range(rows)])
-    # Slot of every token in the gathered shards: rank-major, then the batch row, then the token within the shard.
-    slots = np.empty((rows, plan.seq_len), dtype=np.int64)
-    for row in range(rows):
-        for other in range(num_ranks):
-            mine = layout.indices(other, row)
-            slots[row, mine] = (other * rows + row) * padded + np.arange(len(mine))
-    stage_of = _needed_stages if plan.exchange == "needed" else _gathered_stages
+    layout, same = plan.layout, plan.kv_layout == plan.layout
+    rows = range(layout.batch_size)
+    group = rank // plan.inner
+
+    def tokens_of(of: Layout, index: int) -> torch.Tensor:
+        tokens = _on_device(np.stack([of.indices(index, row) for row in rows]), device)
+        return tokens if flex_tables else _compat.mark_dynamic(tokens, 1)
+
+    tokens = tokens_of(layout, rank)
+    valid = kv_valid = None
+    if plan.packing is not None and plan.packing.padded:
+        valid = _on_device(plan.packing.valid_q[layout.indices(rank)], device)
+        kv_valid = _on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
+    trade = kv_trade = group_tokens = None
+    if plan.inner > 1:
+        group_tokens = tokens_of(plan.groups, group)
+        trade = _trade(plan, layout, plan.groups, rank, device)
+        kv_trade = None if same else _trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
+    stages_of = {"needed": _needed_stages, "ring": _ring_stages}.get(plan.exchange, _gathered_stages)
     return RankPlan(
-        tokens=_on_device(tokens, device) if flex_tables else _compat.mark_dynamic(_on_device(tokens, device), 1),
-        restore=_on_device(slots, device),
-        padded=torch.empty(padded, 0, device=device),
-        stages={name: stage_of(plan, name, rank, slots, device, flex_tables) for name in plan.masks},
+        tokens=tokens,
+        kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
+        group_tokens=group_tokens,
+        restore=_on_device(_slots(layout), device),
+        padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
+        kv_padded=torch.empty(int(plan.kv_groups.tokens_per_rank.max()), 0, device=device),
+        valid=valid,
+        kv_valid=kv_valid,
+        trade=trade,
+        kv_trade=kv_trade,
+        stages={name: stages_of(plan, name, group, device, flex_tables) for name in plan.masks},
         rank=rank,
-        num_ranks=num_ranks,
-        batched=rows > 1,
+        num_ranks=plan.num_ranks,
+        inner=plan.inner,
+        batched=len(rows) > 1,
         keep_kv=plan.keep_kv,
         causal=plan.causal,
+        packed=plan.packing is not None,
+    )
+
+
+def _slots(layout: Layout) -> np.ndarray:
+    """Where each token lies in gathered, padded shards, ordered ``[rank, row, token]``: int64 ``[rows, seq_len]``."""
+    rows, padded = layout.batch_size, int(layout.tokens_per_rank.max())
+    slots = np.empty((rows, layout.seq_len), dtype=np.int64)
+    for row in range(rows):
+        for rank in range(layout.num_ranks):
+            mine = layout.indices(rank, row)
+            slots[row, mine] = (rank * rows + row) * padded + np.arange(len(mine))
+    return slots
+
+
+def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
+    """How this rank's group trades the tokens of `layout` for heads."""
+    inner = plan.inner
+    group = range(rank // inner * inner, rank // inner * inner + inner)
+    places = np.stack(
+        [
+            np.concatenate([_positions(layout.indices(r, row), groups.runs(rank // inner, row)) for r in group])
+            for row in range(layout.batch_size)
+        ]
+    )
+    order = np.argsort(places, axis=1, kind="stable")
+    return Trade(
+        sizes=tuple(_size(layout.num_tokens(r), device) for r in group),
+        order=_compat.mark_dynamic(_on_device(order, device), 1),
+        places=_compat.mark_dynamic(_on_device(places, device), 1),
+        rank=rank - group[0],
+        num_ranks=inner,
     )
 
 
 def _gathered_stages(
-    plan: Plan, name: str, rank: int, slots: np.ndarray, device: torch.device, flex_tables: bool
+    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
 ) -> tuple[Stage, ...]:
     """Own tokens, then everybody else's out of the gathered shards; batch rows side by side."""
-    mask, rows = plan.mask(name), plan.layout.batch_size
-    own = [plan.layout.runs(rank, row) for row in range(rows)]
+    mask, layout = plan.mask(name), plan.kv_groups
+    rows = layout.batch_size
+    queries = [plan.groups.runs(group, row) for row in range(rows)]
+    own = [layout.runs(group, row) for row in range(rows)]
 
-    def stage(keys: list[np.ndarray], spare: int, gathered: bool) -> Stage:
+    def stage(keys: list[np.ndarray], spare: int, slots: np.ndarray | None) -> Stage:
         if rows == 1:
-            local = mask.select(own[0], keys[0])
+            local = mask.select(queries[0], keys[0])
         else:
-            each = [mask.row(row if mask.batch_size > 1 else 0) for row in range(rows)]
-            local = SpanMask.stack([m.select(own[row], keys[row]) for row, m in enumerate(each)])
+            each = [mask.row(row_of(mask, row)) for row in range(rows)]
+            local = SpanMask.stack([m.select(queries[row], keys[row]) for row, m in enumerate(each)])
         # Spare keys repeat a real token, so that they hold numbers.
         key_tokens = np.pad(np.stack([ragged_arange(runs) for runs in keys]), ((0, 0), (0, spare)))
         take = None
-        if gathered:
+        if slots is not None:
             take = _compat.mark_dynamic(_on_device(np.take_along_axis(slots, key_tokens, axis=1), device), 1)
         tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, flex_tables)
-        return Stage(**tensors, take=take, route=None, rows=max(rows, mask.batch_size), flat=False)
+        return Stage(**tensors, take=take, route=None, hop=None, rows=max(rows, mask.batch_size), flat=False)
 
-    if plan.num_ranks == 1:
-        return (stage(own, 0, False),)
-    everything = np.array([[0, plan.seq_len]], dtype=np.int64)
+    if plan.num_groups == 1:
+        return (stage(own, 0, None),)
+    everything = np.array([[0, plan.kv_len]], dtype=np.int64)
     others = [subtract_runs(everything, runs) for runs in own]
-    return stage(own, 0, False), stage(others, _spare_keys(count_tokens(others[0]), flex_tables), True)
+    return stage(own, 0, None), stage(others, _spare_keys(count_tokens(others[0]), flex_tables), _slots(layout))
+
+
+class _Pieces:
+    """Builds the stages of one mask whose batch rows, where they differ, follow one another on one axis.
+
+    What they receive differs, and side by side is not rectangular.
+    """
+
+    def __init__(self, plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> None:
+        self.mask, self.device, self.flex_tables = plan.mask(name), device, flex_tables
+        self.rows = max(self.mask.batch_size, plan.layout.batch_size)
+        self.queries = [plan.groups.runs(group, row_of(plan.groups, row)) for row in range(self.rows)]
+
+    def stage(self, keys: list[np.ndarray], spare: int = 0, *, route: Route | None = None, hop: Hop | None = None) -> Stage:
+        """The stage of the key runs of each batch row, with so many keys more that no span reads."""
+        each = [self.mask.row(row_of(self.mask, row)) for row in range(self.rows)]
+        local = _one_after_another([m.select(self.queries[row], keys[row]) for row, m in enumerate(each)])
+        key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
+        tensors = _stage_tensors(local, self.mask.num_spans, key_tokens, self.device, self.flex_tables)
+        return Stage(**tensors, take=None, route=route, hop=hop, rows=self.rows, flat=self.rows > 1)
+
+
+def _ring_stages(
+    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
+) -> tuple[Stage, ...]:
+    """Own tokens, then the shards of other groups as they come round."""
+    pieces = _Pieces(plan, name, group, device, flex_tables)
+    layout = plan.kv_groups
+
+    def held(by: int) -> list[np.ndarray]:
+        return [layout.runs(by, row_of(layout, row)) for row in range(pieces.rows)]
+
+    stages, before = [pieces.stage(held(group))], 0
+    for distance in plan.hops(name):
+        owner = (group - distance) % plan.num_groups
+        rows = pieces.rows * layout.num_tokens(owner)
+        hop = Hop(received=_size(rows, device), stride=distance - before)
+        stages.append(pieces.stage(held(owner), _spare_keys(rows, flex_tables), hop=hop))
+        before = distance
+    return tuple(stages)
 
 
 def _needed_stages(
-    plan: Plan, name: str, rank: int, slots: np.ndarray, device: torch.device, flex_tables: bool
+    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
 ) -> tuple[Stage, ...]:
-    """Own tokens, then those that this rank reads elsewhere, in pieces.
-
-    Batch rows that differ follow one another: what they receive differs too, and side by side is not rectangular.
-    """
-    mask, layout = plan.mask(name), plan.layout
-    rows = max(mask.batch_size, layout.batch_size)
-    own = [plan.runs(rank, row) for row in range(rows)]
-    shard = layout.num_tokens(rank)
-
-    def stage(keys: list[np.ndarray], spare: int, route: Route | None) -> Stage:
-        each = [mask.row(row if mask.batch_size > 1 else 0) for row in range(rows)]
-        local = _one_after_another([m.select(own[row], keys[row]) for row, m in enumerate(each)])
-        key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
-        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, flex_tables)
-        return Stage(**tensors, take=None, route=route, rows=rows, flat=rows > 1)
-
-    local_stage = stage(own, 0, None)
+    """Own tokens, then those that this group reads elsewhere, in pieces."""
+    pieces = _Pieces(plan, name, group, device, flex_tables)
+    layout, rows, first = plan.kv_groups, pieces.rows, group * plan.inner
+    own = [layout.runs(group, row_of(layout, row)) for row in range(rows)]
+    shard = layout.num_tokens(group)
+    stages = [pieces.stage(own)]
     num_pieces = plan.num_pieces(name)
     if num_pieces == 0:
-        return (local_stage,)  # nobody reads anything elsewhere, and every rank knows
-    needs = [plan.needs(rank, name, row) for row in range(rows)]
+        return tuple(stages)  # nobody reads anything elsewhere, and every rank knows
+    needs = [plan.needs(first, name, row) for row in range(rows)]
     wanted = np.concatenate([ragged_arange(runs) for runs in needs])
-    row_of = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
+    row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
     # The slot of a token says who owns it.
-    sender = slots[row_of % layout.batch_size, wanted] // (layout.batch_size * int(layout.tokens_per_rank.max()))
-    recv_piece = _pieces_received(sender, rank, num_pieces, plan.block_size)
+    sender = _slots(layout)[row_at % layout.batch_size, wanted] // (
+        layout.batch_size * int(layout.tokens_per_rank.max())
+    )
+    recv_piece = _pieces_received(sender, group, num_pieces, plan.block_size)
     send = []
-    for other in range(plan.num_ranks):
-        read = [intersect_runs(plan.needs(other, name, row), own[row]) for row in range(rows)]
+    for other in range(plan.num_groups):
+        read = [intersect_runs(plan.needs(other * plan.inner, name, row), own[row]) for row in range(rows)]
         at = [_positions(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
         send.append(np.concatenate(at))
     send_piece = [
-        piece_of(np.arange(len(at)), len(at), num_pieces, plan.block_size, other - rank)
+        piece_of(np.arange(len(at)), len(at), num_pieces, plan.block_size, other - group)
         for other, at in enumerate(send)
     ]
-    stages = [local_stage]
     for i in range(num_pieces):
         mine = recv_piece == i
-        keys = [merge_tokens(wanted[mine & (row_of == row)]) for row in range(rows)]
-        # Rows arrive by sending rank, then batch row, then token; the stage wants them by batch row, then token.
+        keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
+        # Rows arrive by sending group, then batch row, then token; the stage wants them by batch row, then token.
         order = np.empty(np.count_nonzero(mine), dtype=np.int64)
         order[np.argsort(sender[mine], kind="stable")] = np.arange(len(order))
         sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
@@ -208,10 +330,10 @@ def _needed_stages(
             send=_compat.mark_unbacked(_on_device(np.concatenate(sent), device), 0),
             order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
             send_sizes=tuple(_size(len(at), device) for at in sent),
-            recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_ranks).tolist()),
+            recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()),
             spare=flex_tables,
         )
-        stages.append(stage(keys, spare, route))
+        stages.append(pieces.stage(keys, spare, route=route))
     return tuple(stages)
 
 
@@ -293,17 +415,17 @@ def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def spread_slots(local: RankPlan, slots: torch.Tensor, batch: int) -> torch.Tensor:
+def spread_slots(local: RankPlan, slots: torch.Tensor, padded: int, batch: int) -> torch.Tensor:
     """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
 
     Args:
         slots: `local.restore` or a stage's `take`.
+        padded: length of the gathered shards.
 
     A batched layout has them already; a one-row layout serves any number of rows.
     """
     if local.batched or batch == 1:
         return slots
-    padded = local.padded.shape[0]
     rank, token = slots // padded, slots % padded
     row = torch.arange(batch, device=slots.device).unsqueeze(1)
     return (rank * batch + row) * padded + token
@@ -329,9 +451,9 @@ def local_plan(
         raise ValueError(
             "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
         )
-    rank = rank_on(mesh, plan.num_ranks)
+    rank = rank_on(mesh, plan.num_ranks, plan.inner)
     if mesh is not None and plan.num_ranks > 1:
-        compare_fingerprints(plan.fingerprint, mesh.get_group())
+        compare_fingerprints(plan.fingerprint, mesh)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -342,12 +464,24 @@ def local_plan(
     return plan.built[key]
 
 
-def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
-    """This rank's coordinate on the 1-D cp ``mesh``; ``ValueError`` if the mesh is not one of ``num_ranks`` ranks."""
+def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
+    """This rank's number on the cp ``mesh``; ``ValueError`` if the mesh does not fit the plan.
+
+    Args:
+        inner: ranks of a Ulysses group; where there are several groups, the mesh is ``(groups, inner)``.
+    """
     if mesh is None:
         if num_ranks == 1:
             return 0
         raise ValueError(f"the plan is for {num_ranks} ranks and needs their mesh; got mesh=None")
+    shape = tuple(mesh.mesh.shape)
+    if inner > 1 and shape == (num_ranks // inner, inner):
+        return mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
+    if 1 < inner < num_ranks:
+        raise ValueError(
+            f"the plan is for a 2-D cp mesh of shape {(num_ranks // inner, inner)}, got {shape} with axes "
+            f"{mesh.mesh_dim_names}; pass both axes, as in mesh['cp_outer', 'cp_inner']"
+        )
     if mesh.ndim != 1:
         raise ValueError(
             f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in mesh['cp']"
@@ -361,19 +495,35 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int) -> int:
 
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
     """``ValueError`` unless `local` is the part of this very rank of ``mesh``."""
-    rank = rank_on(mesh, local.num_ranks)
+    rank = rank_on(mesh, local.num_ranks, local.inner)
     if rank != local.rank:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
 
 
-def compare_fingerprints(fingerprint: str, group: dist.ProcessGroup) -> None:
-    """Raise ``ValueError`` on every rank of ``group`` if their fingerprints differ, naming them all. A collective."""
-    device = _compat.comparison_device(group)
-    mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=device)
-    what, name = "all-gather of plan fingerprints", _compat.group_name(group)
-    pending = failure.start(what, name, _compat.start_all_gather, mine, group.size(), name)
-    everyone = failure.wait(pending, what, name)
-    prints = [bytes(row).hex() for row in everyone.view(group.size(), -1).tolist()]
+def outer_group(mesh: DeviceMesh) -> str:
+    """Name of the process group in which K/V travel between groups: the mesh's first axis."""
+    return _compat.group_name(mesh.get_group(0))
+
+
+def inner_group(mesh: DeviceMesh) -> str:
+    """Name of the process group that trades heads for tokens: the mesh's last axis."""
+    return _compat.group_name(mesh.get_group(mesh.ndim - 1))
+
+
+def compare_fingerprints(fingerprint: str, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` on every rank of ``mesh`` if their fingerprints differ, naming them all. A collective."""
+    what = "all-gather of plan fingerprints"
+    everyone = None
+    for axis in reversed(range(mesh.ndim)):  # the last axis first: so the result is in the order of ranks
+        group = mesh.get_group(axis)
+        device = _compat.comparison_device(group)
+        if everyone is None:
+            everyone = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8)
+        name = _compat.group_name(group)
+        pending = failure.start(what, name, _compat.start_all_gather, everyone.to(device), group.size(), name)
+        everyone = failure.wait(pending, what, name)
+    assert everyone is not None
+    prints = [bytes(row).hex() for row in everyone.view(mesh.size(), -1).tolist()]
     if len(set(prints)) > 1:
         held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))
         raise ValueError(

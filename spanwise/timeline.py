@@ -98,18 +98,27 @@ class Timeline:
         return tuple(found)
 
 
-def forward(pack: Float64, attention: Float64, exchange: Float64) -> Pass:
+def forward(pack: Float64, attention: Float64, exchange: Float64, *, ring: bool = False) -> Pass:
     """Simulates a forward.
 
     Args:
         pack: ``[P]`` seconds before a rank can start its collectives.
         attention: ``[P, n + 1]`` seconds of the local part and of each piece.
         exchange: ``[n]`` seconds of each piece's collective.
+        ring: a piece is passed on from rank to rank, so that its collective starts only when the ranks have the piece
+            before and turn to it; otherwise all are started first.
     """
-    through = pack.max(initial=0.0) + np.cumsum(exchange)
     compute = np.concatenate([pack[:, None], attention], axis=1)
-    arrival = np.concatenate([np.zeros(2), through])
-    start, end = _in_order(compute, np.broadcast_to(arrival, compute.shape))
+    start, end = np.empty(compute.shape), np.empty(compute.shape)
+    through = np.empty(len(exchange))
+    now, free = np.zeros(len(compute)), 0.0
+    for i in range(compute.shape[1]):
+        start[:, i] = np.maximum(now, through[i - 2] if i >= 2 else 0.0)
+        depart = i - 1  # a ring's next piece leaves when this one's turn comes, the first two after packing
+        if i >= 1 and depart < len(exchange):
+            ready = float(start[:, i].max()) if ring or depart == 0 else 0.0
+            through[depart] = free = max(free, ready) + exchange[depart]
+        now = end[:, i] = start[:, i] + compute[:, i]
     pieces = range(1, len(exchange) + 1)
     names = ("pack", "local attention", *(f"attention, piece {i}" for i in pieces))
     return Pass(names, start, end, tuple(f"K/V, piece {i}" for i in pieces), through - exchange, through)
@@ -153,12 +162,19 @@ def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Fl
     return Pass(names, start, end, tuple(exchange_names), np.array(begin), np.array(through))
 
 
-def _in_order(compute: Float64, earliest: Float64) -> tuple[Float64, Float64]:
-    """Start and end of what each rank computes one after the other, none before its ``earliest``."""
-    end = np.empty(compute.shape)
-    now = np.zeros(len(compute))
-    start = np.empty(compute.shape)
-    for i in range(compute.shape[1]):
-        start[:, i] = np.maximum(now, earliest[:, i])
-        now = end[:, i] = start[:, i] + compute[:, i]
-    return start, end
+def between_trades(inner: Pass, before: float, after: float) -> Pass:
+    """A pass that begins and ends with a collective that nothing hides, as where ranks trade heads for tokens.
+
+    Args:
+        before, after: seconds of the two.
+    """
+    finish = inner.seconds + before + after
+    wait = np.full((len(inner.start), 1), finish)
+    return Pass(
+        (*inner.names, "traded"),
+        np.concatenate([inner.start + before, wait], axis=1),
+        np.concatenate([inner.end + before, wait], axis=1),
+        ("heads for tokens", *inner.exchange_names, "tokens for heads"),
+        np.concatenate([[0.0], inner.exchange_start + before, [finish - after]]),
+        np.concatenate([[before], inner.exchange_end + before, [finish]]),
+    )

@@ -205,8 +205,8 @@ def _gradients(out: torch.Tensor, cotangent: torch.Tensor, of: list[torch.Tensor
 def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
     from spanwise.layout import Layout
 
-    layout = Layout.from_runs([[np.array([[0, plan.seq_len]])]], plan.seq_len)
-    whole = dataclasses.replace(plan, layout=layout, num_ranks=1)
+    layouts = [Layout.from_runs([[np.array([[0, length]])]], length) for length in (plan.seq_len, plan.kv_len)]
+    whole = dataclasses.replace(plan, layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1)
     return build(whole, 0, device, flex_tables=device.type == "cuda")
 
 
