@@ -77,7 +77,7 @@ class Packing:
             raise ValueError("cu_seqlens_kv_padded needs cu_seqlens_kv: offsets alone do not tell valid lengths")
         if cu_seqlens_kv is None:
             kv_lens, kv_offsets = lens, offsets
-            kv_length = length if kv_len is None else _storage_length("kv", offsets, kv_len)
+            kv_length = length if kv_len is None else check_storage("kv_len", offsets, kv_len)
         else:
             kv_lens, kv_offsets, kv_length = _side("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
         if len(kv_lens) != len(lens):
@@ -242,7 +242,7 @@ class Packing:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         _, offsets, length = self._of(side)
         edges = np.concatenate([[0], offsets, [length]])
-        _check_chunks(edges, num_ranks)
+        check_chunks(edges, num_ranks)
         edges = np.unique(edges)
         size = np.diff(edges) // (2 * num_ranks)
         chunk = np.arange(2 * num_ranks)
@@ -325,12 +325,12 @@ class Packing:
 def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:
     """Valid lengths, storage offsets and storage length of one side."""
     name = f"cu_seqlens_{side}"
-    cu = _offsets(cu_seqlens, name)
+    cu = check_offsets(cu_seqlens, name)
     if cu[0] != 0:
         raise ValueError(
             f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
         )
-    offsets = cu if padded is None else _offsets(padded, f"{name}_padded")
+    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded")
     if len(offsets) != len(cu):
         raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
     lens, slots = np.diff(cu), np.diff(offsets)
@@ -339,10 +339,10 @@ def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None
             f"sequence {s} has {lens[s]} tokens in {name}, but {name}_padded gives it storage for {slots[s]} only"
         )
     lens.setflags(write=False)
-    return lens, offsets, _storage_length(side, offsets, length)
+    return lens, offsets, check_storage(f"{side}_len", offsets, length)
 
 
-def _offsets(values: Any, name: str) -> Int64:
+def check_offsets(values: Any, name: str) -> Int64:
     """Integers ``[num_sequences + 1]``, 0 or more, that never decrease, as a read-only int64 array of our own."""
     offsets = np.array(int_array(values, name), dtype=np.int64)
     if offsets.ndim != 1 or len(offsets) == 0:
@@ -356,17 +356,18 @@ def _offsets(values: Any, name: str) -> Int64:
     return offsets
 
 
-def _storage_length(side: Side, offsets: Int64, length: SupportsIndex | None) -> int:
+def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> int:
+    """Rows of storage: `length`, called `name`, which the slots must fit; the last offset if None."""
     if length is None:
         return int(offsets[-1])
-    rows = check_length(length, f"{side}_len")
+    rows = check_length(length, name)
     if rows < offsets[-1]:
-        raise ValueError(f"{side}_len = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
+        raise ValueError(f"{name} = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
     return rows
 
 
-def _check_chunks(edges: Int64, num_ranks: int) -> None:
-    """`edges` are 0, the storage offsets and the storage length."""
+def check_chunks(edges: Int64, num_ranks: int) -> None:
+    """Checks that slots can be cut into dual chunks; `edges` are 0, the storage offsets and the storage length."""
     for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
         last = len(edges) - 2
         what = "storage before sequence 0" if s == 0 else "storage after the last sequence"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from spanwise.mask import SpanMask
 from spanwise.packing import Packing
+from spanwise.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
 
 # Valid lengths 5, 0, 1, 4, 0 in slots of 8, 2, 1, 4, 0 rows; 3 rows before the first slot, 2 after the last.
 CU = [0, 5, 5, 6, 10, 10]
@@ -208,3 +211,86 @@ def test_check_mask() -> None:
     for mask, message in cases:
         with pytest.raises(ValueError, match=message):
             packing.check_mask(mask)
+
+
+# ---------------------------------------------------------------- the dual-chunk order
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[Packing, int]:
+    num_ranks = draw(st.integers(1, 4))
+    packing = draw(packings(unit=2 * num_ranks))
+    return packing, num_ranks
+
+
+@given(chunked())
+def test_dual_chunk_layout_is_its_definition(case: tuple[Packing, int]) -> None:
+    packing, num_ranks = case
+    for name in ("q", "kv"):
+        offsets, length = getattr(packing, f"{name}_offsets"), getattr(packing, f"{name}_len")
+        if length == 0:
+            continue
+        layout = packing.dual_chunk_layout(num_ranks, name)
+        edges = [0, *offsets.tolist(), length]
+        for rank in range(num_ranks):
+            tokens = []
+            for start, stop in itertools.pairwise(edges):
+                size = (stop - start) // (2 * num_ranks)
+                for chunk in (rank, 2 * num_ranks - 1 - rank):
+                    tokens += range(start + chunk * size, start + (chunk + 1) * size)
+            assert layout.indices(rank).tolist() == tokens
+
+
+@given(chunked(), st.integers(0, 2), st.booleans())
+def test_converters_are_the_layouts_permutation(case: tuple[Packing, int], dim: int, as_tensor: bool) -> None:
+    packing, num_ranks = case
+    if packing.q_len == 0:
+        return
+    cu = torch.tensor(packing.q_offsets, dtype=torch.int32) if as_tensor else packing.q_offsets.tolist()
+    layout = packing.dual_chunk_layout(num_ranks)
+    shape = [2, 3, 2]
+    shape[dim] = packing.q_len
+    x = torch.randn(shape)
+    ranked = contiguous_to_dualchunk_order_thd(x, cu, num_ranks, dim - 3)
+    assert torch.equal(ranked, x.index_select(dim, layout.rearrange_indices()[0]))
+    stored = dualchunk_to_contiguous_order_thd(x, cu, num_ranks, dim)
+    assert torch.equal(stored, x.index_select(dim, layout.restore_indices()[0]))
+    assert torch.equal(dualchunk_to_contiguous_order_thd(ranked, cu, num_ranks, dim), x)
+
+
+@pytest.mark.parametrize(
+    ("convert", "back"),
+    [
+        (contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd),
+        (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd),
+    ],
+)
+def test_converters_are_differentiable_and_do_not_wait_for_a_device(convert: Callable, back: Callable) -> None:
+    cu = [4, 12, 12, 20]
+    x, weights = torch.randn(24, 3, requires_grad=True), torch.randn(24, 3)
+    (convert(x, cu, 2) * weights).sum().backward()
+    assert torch.equal(x.grad, back(weights, cu, 2))
+    # A meta tensor has no values: whoever reads one on the host fails.
+    on_device = torch.empty(4, dtype=torch.int32, device="meta")
+    assert convert(torch.empty(24, 3, device="meta"), on_device, 2).shape == (24, 3)
+    assert convert(x[:0], [0, 0], 2).shape == (0, 3)
+
+
+def test_what_the_dual_chunk_order_refuses() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 .* multiple of 2 \\* num_ranks = 4; any"):
+        Packing([0, 4, 10]).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="storage before sequence 0 has a padded length of 2"):
+        Packing([0, 4], cu_seqlens_q_padded=[2, 6], q_len=8).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="storage after the last sequence has a padded length of 3"):
+        Packing([0, 4], q_len=7).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        Packing([0, 4]).dual_chunk_layout(0)
+    for convert in (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd):
+        with pytest.raises(ValueError, match="sequence 0 has a padded length of 6"):
+            convert(torch.zeros(16), torch.tensor([0, 6, 16]), 2)
+        with pytest.raises(ValueError, match="dim 0 must be a multiple of 2 \\* num_ranks = 4 tokens, got 6"):
+            convert(torch.zeros(6), [0, 6], 2)
+        with pytest.raises(ValueError, match="dim 0 = 8 rows of storage are too few: the last sequence ends at 12"):
+            convert(torch.zeros(8), [0, 12], 2)
+        with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+            convert(torch.zeros(8), [0, 8], 0)
