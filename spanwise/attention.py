@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import kernels
-from spanwise.exchange import failure
-from spanwise.kernels.merge import merge
+from spanwise.exchange import failure, ulysses
+from spanwise.heads import check_heads
+from spanwise.kernels.merge import Merging, Part
 from spanwise.kv_pieces import kv_pieces
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, Stage, check_rank
+from spanwise.rank_plan import RankPlan, Stage, check_rank, inner_group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,10 +144,10 @@ def _attend(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
     options: dict[str, Any] = dict(scale=scale, score_mod=score_mod, softcap=softcap)
-    tokens = local.tokens
-    batch = q.shape[0]
-    if stages[0].flat:
-        q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
+    batch, num_heads = q.shape[0], q.shape[1]
+    tokens = local.query_tokens
+    flat = stages[0].flat
+    if flat:
         tokens = tokens.expand(batch, -1)
         if score_mod is not None:
             # The kernel sees one row: each query's position carries which row it really is.
@@ -155,28 +156,82 @@ def _attend(
         tokens = tokens.reshape(1, -1)
     # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
     # waiting.
-    kernels.check(kernel, q, k, v, stages[0], score_mod=score_mod, max_logit=request.max_logit)
-    parts = []
-    max_logits = []
-    for stage, piece in zip(stages, kv_pieces(k, v, stages, local, mesh, mask), strict=True):
+    own = _problem_of_rank(num_heads, k.shape[1], local)
+    q_like, k_like, v_like = (_shaped(x, flat, *shape) for x, shape in zip((q, k, v), own, strict=True))
+    kernels.check(kernel, q_like, k_like, v_like, stages[0], score_mod=score_mod, max_logit=request.max_logit)
 
-        def attend(
-            k_piece: torch.Tensor, v_piece: torch.Tensor, stage: Stage = stage
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return kernels.attend(kernel, q, k_piece, v_piece, stage, tokens, **options)
+    q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
+    traded = ""
+    if local.trade is not None:
+        assert mesh is not None
+        traded = inner_group(mesh)
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, traded, f"mask {mask!r}", kv_trade=local.kv_trade)
+        first = local.trade.rank * q.shape[1]
+        sinks = None if sinks is None else sinks[first : first + q.shape[1]]
+        if score_mod is not None:
+            options["score_mod"] = _for_later_heads(score_mod, first)
+    if flat:
+        q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
+    queries = kernels.queries(kernel, q)
+    merging = Merging()
+    max_logit = None
+    pieces = kv_pieces(k, v, stages, local, mesh, mask)
+    for stage in stages:
+        piece = next(pieces)
 
-        parts.append(piece.attended(attend))
+        def attend(k_piece: torch.Tensor, v_piece: torch.Tensor, stage: Stage = stage) -> Part:
+            return kernels.attend_part(kernel, queries, k_piece, v_piece, stage, tokens, **options)
+
+        merging.add(piece.attended(attend))
         if request.max_logit:
-            max_logits.append(kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options))
-    out, lse = merge(parts)
-    if stages[0].flat:
+            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
+            max_logit = largest if max_logit is None else torch.maximum(max_logit, largest)
+        del piece  # or it would live until the one after next has arrived
+    out, lse = merging.result()
+    if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    max_logit = torch.stack(max_logits).amax(dim=0) if max_logits else None
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
+        if traded:  # the heads of this rank, among those of its group
+            max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
         max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
+    if local.trade is not None:
+        out = ulysses.to_tokens(out, local.trade, traded, f"output, mask {mask!r}")
+        lse = ulysses.to_tokens(lse, local.trade, traded, f"lse, mask {mask!r}") if request.lse else lse
+    out = _zero_in_padding(out, local.valid)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
+
+
+def _problem_of_rank(num_heads: int, kv_heads: int, local: RankPlan) -> list[tuple[int, int]]:
+    """Heads and tokens of the q, k and v that this rank computes with; all heads and its own tokens without Ulysses.
+
+    Raises:
+        ValueError: the heads do not divide over the ranks that trade them.
+    """
+    if local.trade is None:
+        keys = (kv_heads, local.key_tokens.shape[1])
+        return [(num_heads, local.tokens.shape[1]), keys, keys]
+    check_heads(num_heads, kv_heads, local.inner)
+    own = num_heads // local.inner
+    keys = (own, (local.kv_trade or local.trade).order.shape[1])  # as many K/V heads as query heads, at most
+    return [(own, local.trade.order.shape[1]), keys, keys]
+
+
+def _shaped(x: torch.Tensor, flat: bool, heads: int, tokens: int) -> torch.Tensor:
+    """A tensor without memory, of the shape that `x` will have for the kernel."""
+    batch = x.shape[0]
+    shape = (1, heads, batch * tokens, x.shape[3]) if flat else (batch, heads, tokens, x.shape[3])
+    return x.detach().new_zeros(()).expand(shape)
+
+
+def _zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """`x` ``[B, H, T, D]`` with zeros where a token is padding, whatever it holds there; no gradient passes either."""
+    return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
+
+
+def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
@@ -201,11 +256,12 @@ def _check_shapes(
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")
-    num_tokens = local.tokens.shape[1]
-    if not q.shape[2] == k.shape[2] == v.shape[2] == num_tokens:
+    num_tokens, num_keys = local.tokens.shape[1], local.key_tokens.shape[1]
+    if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
         raise ValueError(
             f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
-            f"dim 2, got {shapes}; cut them with spanwise.shard(plan, mesh, x, dim=2)"
+            f"dim 2, and {num_keys} keys; got {shapes} with batch and heads in front; cut them with spanwise.shard(plan, mesh, "
+            f"x, dim), keys of another sequence with side='kv'"
         )
     if rows > 1 and q.shape[0] != rows:
         raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")

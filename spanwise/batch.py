@@ -39,7 +39,7 @@ def shard(plan: Plan | RankPlan, mesh: DeviceMesh | None, x: Any, dim: int = 1, 
     """
     if isinstance(plan, RankPlan):
         return _compat.tree_map(lambda t: _take(t, plan.tokens, plan.seq_len, dim, batch_dim), x)
-    return shard_for_rank(plan, rank_on(mesh, plan.num_ranks), x, dim=dim, batch_dim=batch_dim)
+    return shard_for_rank(plan, rank_on(mesh, plan.num_ranks, plan.inner), x, dim=dim, batch_dim=batch_dim)
 
 
 def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0) -> Any:
@@ -133,18 +133,19 @@ def unshard(
 
 def _gather_rows(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> torch.Tensor:
     """All ranks' rows ``[B, seq_len, F]`` in the original order."""
-    name, label = _compat.group_name(mesh.get_group()), "shards (unshard, roll)"
-    batch = x_BTF.shape[0]
-    rows_RF = all_gather.pad_tokens(x_BTF, local.padded.shape[0]).flatten(0, 1)
-    if x_BTF.is_floating_point():
-        gathered = all_gather.wait(
-            all_gather.start(rows_RF, local.num_ranks, name, label), local.num_ranks, name, label
-        )
-    else:
-        what = f"all-gather of {label}"
-        pending = failure.start(what, name, _compat.start_all_gather, rows_RF, local.num_ranks, name)
-        gathered = failure.wait(pending, what, name)
-    return gathered.index_select(0, spread_slots(local, local.restore, batch).flatten()).unflatten(0, (batch, -1))
+    label = "shards (unshard, roll)"
+    batch, padded = x_BTF.shape[0], local.padded.shape[0]
+    rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
+    for axis in reversed(range(mesh.ndim)):  # the last axis first: so ranks come in the order of their numbers
+        name, size = _compat.group_name(mesh.get_group(axis)), mesh.size(axis)
+        if x_BTF.is_floating_point():
+            rows_RF = all_gather.wait(all_gather.start(rows_RF, size, name, label), size, name, label)
+        else:
+            what = f"all-gather of {label}"
+            pending = failure.start(what, name, _compat.start_all_gather, rows_RF, size, name)
+            rows_RF = failure.wait(pending, what, name)
+    at = spread_slots(local, local.restore, padded, batch).flatten()
+    return rows_RF.index_select(0, at).unflatten(0, (batch, -1))
 
 
 def roll(

@@ -97,9 +97,7 @@ def ring_traffic(hops: tuple[int, ...], held: Int64) -> Int64:
     return traffic
 
 
-def ring_areas(
-    hops: tuple[int, ...], mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int
-) -> Int64:
+def ring_areas(hops: tuple[int, ...], mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs that each group computes after each hop; int64 ``[G, hops]``."""
     found = np.zeros((layout.num_ranks, len(hops)), dtype=np.int64)
     for i, hop in enumerate(hops):

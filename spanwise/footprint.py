@@ -32,7 +32,7 @@ def kv_token_bytes(plan: Plan) -> int:
 
 
 def traded_bytes(plan: Plan, *, backward: bool = False) -> tuple[Int64, Int64]:
-    """Bytes that each rank gets from each other rank of its group: q, K and V on the way in, the output on the way back.
+    """Bytes that each rank gets from each other one of its group: q, K and V on the way in, the output on the way back.
 
     Args:
         backward: of the gradients, which travel the other way (the tables are still those of the way in and back).
@@ -92,7 +92,9 @@ def saved(plan: Plan, mask: str) -> Int64:
 def _shards_received(plan: Plan, mask: str) -> Int64:
     """K/V tokens that arrive at each group on each hop of the ring: int64 ``[hops, groups]``."""
     held, group = plan.batch_size * plan.kv_groups.tokens_per_rank, np.arange(plan.num_groups)
-    return np.array([held[(group - hop) % plan.num_groups] for hop in plan.hops(mask)], np.int64).reshape(-1, len(group))
+    return np.array([held[(group - hop) % plan.num_groups] for hop in plan.hops(mask)], np.int64).reshape(
+        -1, len(group)
+    )
 
 
 def _traded(plan: Plan) -> Int64:

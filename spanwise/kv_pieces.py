@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.exchange import all_gather, needed, ring
 from spanwise.exchange.again import Again, Fetched
+from spanwise.kernels.merge import Part
 from spanwise.rank_plan import RankPlan, Stage, outer_group, spread_slots
 
 Arriving = Callable[[], torch.Tensor]  # waits for a piece and returns it, [B, K, F]
@@ -40,18 +41,16 @@ class Piece:
     index: int = -1
     again: Again | None = None
 
-    def attended(
-        self, attend: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``attend(k, v)``, the kernel's out and lse, without keeping a piece that is fetched again."""
+    def attended(self, attend: Callable[[torch.Tensor, torch.Tensor], Part]) -> Part:
+        """``attend(k, v)``, the kernel's part, without keeping a piece that is fetched again."""
         if self.again is None:
             return attend(self.k, self.v)
         hooks: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.index >= 0:
             hooks = self.again.forgetting(self.index, self.k, self.v)
         with hooks:
-            out, lse = attend(self.k, self.v)
-        return self.again.remind(self.index, out, lse)
+            part = attend(self.k, self.v)
+        return self.again.remind(self.index, *part)
 
 
 def kv_pieces(
@@ -106,6 +105,8 @@ def _round_the_ring(
 ) -> Iterator[Piece]:
     """The rank's own piece, then the shards that come round."""
     hops = [stage.hop for stage in stages if stage.hop is not None]
+    # Under flex, keys that no span reads, see rank_plan.
+    spares = [s.kv_pos.shape[1] - k.shape[0] * 0 - hop.received.shape[0] if s.tables is not None else 0 for s, hop in zip(stages[1:], hops)]
     again = None
     if not local.keep_kv:
         label = f"K/V again for the backward, mask {mask!r}"
@@ -113,14 +114,11 @@ def _round_the_ring(
         again = Again(fetches, chained=True)
     arriving = ring.start(k, v, hops, local.group, local.num_groups, name, f"K/V, mask {mask!r}")
     yield Piece(k, v, again=again)
-    for i, pair in enumerate(arriving):
-        spare = stages[i + 1].kv_pos.shape[1] - pair[0].shape[2] if stages[i + 1].tables is not None else 0
-        if spare:  # keys that no span reads, see rank_plan
-            pair = tuple(torch.nn.functional.pad(x, (0, 0, 0, spare)) for x in pair)
-        piece = Piece(*pair, i, again)
-        del pair
-        yield piece
-        del piece  # or it would live until the one after next has been started
+    for i, (k_piece, v_piece) in enumerate(arriving):
+        if spares[i]:
+            k_piece, v_piece = (torch.nn.functional.pad(x, (0, 0, 0, spares[i])) for x in (k_piece, v_piece))
+        yield Piece(k_piece, v_piece, i, again)
+        del k_piece, v_piece  # or they would live until the hop after next has been started
 
 
 def _by_head(data_BKF: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

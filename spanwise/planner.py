@@ -114,7 +114,7 @@ def make_plan(
     if exchange == "ulysses":
         if not isinstance(num_ranks, (int, np.integer)):
             raise ValueError(
-                f"num_ranks={num_ranks!r} has Ulysses on its inner axis already: exchange is that of the outer one, one "
+                f"num_ranks={num_ranks!r} has Ulysses on its inner axis already: exchange is the outer one's, one "
                 f"of {[*EXCHANGES[:-1], 'auto']}"
             )
         outer, inner = 1, outer
@@ -139,7 +139,9 @@ def make_plan(
     if keep_kv is not None and not isinstance(keep_kv, bool):
         raise ValueError(f"keep_kv must be True, False or None, got {keep_kv!r}")
     if keep_kv is False and outer == 1 and inner > 1:
-        raise ValueError("keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out")
+        raise ValueError(
+            "keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out"
+        )
     if hardware is not None and not isinstance(hardware, cost.Hardware):
         raise ValueError(
             f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
@@ -151,7 +153,9 @@ def make_plan(
     if memory_budget is not None:
         _check_count("memory_budget", memory_budget, largest=2**63)
         if num_q_heads is None or head_dim is None:
-            raise ValueError("a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them")
+            raise ValueError(
+                "a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them"
+            )
     dtype_name, itemsize = _dtype(dtype)
     if quality not in _QUALITIES:
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
@@ -198,10 +202,10 @@ def make_plan(
             ways += ways_of("local")
             if bound:  # where the exchange is what a step waits for, less balance may be worth it
                 ways += ways_of(dealing.search(outer, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
-    if exchange == "auto" and stages is None and keep_kv is not False and inner == 1 < outer:
-        if num_q_heads is not None and num_q_heads % outer == 0:
-            traded = dealt(*(("contiguous",) * 2 if balancer == "auto" else (balancer, ways[0].balancer)), 1, outer)
-            ways.append(traded.replace(exchange="ulysses"))
+    free = exchange == "auto" and stages is None and keep_kv is not False and inner == 1 < outer
+    if free and num_q_heads is not None and num_q_heads % outer == 0:
+        traded = dealt(*(("contiguous",) * 2 if balancer == "auto" else (balancer, ways[0].balancer)), 1, outer)
+        ways.append(traded.replace(exchange="ulysses"))
     if memory_budget is not None:
         ways = _within(ways, int(memory_budget))
     return ways[0] if len(ways) == 1 else _fastest(ways)
@@ -334,9 +338,7 @@ def _exchange_bound(ways: list[Plan]) -> bool:
     return least.seconds["exchange_forward"] > _EXPOSED * balanced
 
 
-def _ways(
-    plan: Plan, exchange: str, stages: int | None, keep_kv: bool | None, *, with_ring: bool
-) -> list[Plan]:
+def _ways(plan: Plan, exchange: str, stages: int | None, keep_kv: bool | None, *, with_ring: bool) -> list[Plan]:
     """The plan with every exchange and number of stages that the caller left open, simplest first."""
     if plan.num_groups == 1:
         default = "all_gather" if plan.inner == 1 else "ulysses"

@@ -64,10 +64,7 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     arriving = _arriving(plan, mask)
     pieces = len(arriving)
     received = arriving.sum(axis=2).T
-    if plan.exchange == "needed":
-        sent = arriving.sum(axis=(0, 1))
-    else:
-        sent = keys * bool(pieces)
+    sent = arriving.sum(axis=(0, 1)) if plan.exchange == "needed" else keys * bool(pieces)
     if plan.exchange == "all_gather" and plan.inner == 1:
         shard = plan.batch_size * float(plan.kv_layout.tokens_per_rank.max())
         to_go = [hardware.all_gather_seconds(shard * kv_bytes, plan.num_ranks)] * pieces
@@ -123,7 +120,7 @@ def _arriving(plan: Plan, mask: str) -> Float64:
         arriving[:] = counting.ring_traffic(plan.hops(mask), plan.batch_size * plan.kv_groups.tokens_per_rank)
     elif pieces:  # an all_gather, of padded shards
         arriving[:] = plan.batch_size * plan.kv_groups.tokens_per_rank.max() * (1 - np.eye(groups))
-    return arriving if plan.inner == 1 else np.kron(arriving, np.eye(plan.inner))
+    return arriving if plan.inner == 1 else np.asarray(np.kron(arriving, np.eye(plan.inner)), np.float64)
 
 
 def _over_ranks(of_groups: np.ndarray) -> np.ndarray:

@@ -218,9 +218,7 @@ def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.
     )
 
 
-def _gathered_stages(
-    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
-) -> tuple[Stage, ...]:
+def _gathered_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
     """Own tokens, then everybody else's out of the gathered shards; batch rows side by side."""
     mask, layout = plan.mask(name), plan.kv_groups
     rows = layout.batch_size
@@ -259,7 +257,9 @@ class _Pieces:
         self.rows = max(self.mask.batch_size, plan.layout.batch_size)
         self.queries = [plan.groups.runs(group, row_of(plan.groups, row)) for row in range(self.rows)]
 
-    def stage(self, keys: list[np.ndarray], spare: int = 0, *, route: Route | None = None, hop: Hop | None = None) -> Stage:
+    def stage(
+        self, keys: list[np.ndarray], spare: int = 0, *, route: Route | None = None, hop: Hop | None = None
+    ) -> Stage:
         """The stage of the key runs of each batch row, with so many keys more that no span reads."""
         each = [self.mask.row(row_of(self.mask, row)) for row in range(self.rows)]
         local = _one_after_another([m.select(self.queries[row], keys[row]) for row, m in enumerate(each)])
@@ -268,9 +268,7 @@ class _Pieces:
         return Stage(**tensors, take=None, route=route, hop=hop, rows=self.rows, flat=self.rows > 1)
 
 
-def _ring_stages(
-    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
-) -> tuple[Stage, ...]:
+def _ring_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
     """Own tokens, then the shards of other groups as they come round."""
     pieces = _Pieces(plan, name, group, device, flex_tables)
     layout = plan.kv_groups
@@ -288,9 +286,7 @@ def _ring_stages(
     return tuple(stages)
 
 
-def _needed_stages(
-    plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool
-) -> tuple[Stage, ...]:
+def _needed_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
     """Own tokens, then those that this group reads elsewhere, in pieces."""
     pieces = _Pieces(plan, name, group, device, flex_tables)
     layout, rows, first = plan.kv_groups, pieces.rows, group * plan.inner
