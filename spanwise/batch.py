@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _compat
-from spanwise._span_patterns import check_offset_rows
+from spanwise import _compat, documents
 from spanwise.exchange import all_gather, failure
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
@@ -175,71 +174,56 @@ def roll(
     """
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
-    cu_seqlens = _known_offsets(plan, cu_seqlens)
+    ids = _documents(plan, cu_seqlens)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = unshard(local, mesh, x, dim, batch_dim=batch_dim)
-    dim = _checked_dim(full, dim)
-    documents = document_ids(cu_seqlens, local.seq_len)
-    source = np.arange(local.seq_len) - shifts
-    inside = (source >= 0) & (source < local.seq_len)
-    source = np.clip(source, 0, max(local.seq_len - 1, 0))
-    rows = len(documents)
-    same = np.stack([inside & (row[source] == row) for row in documents])
-    rolled = full.index_select(dim, torch.from_numpy(source).to(full.device))
-    shape = [1] * full.dim()
-    shape[dim] = local.seq_len
-    if rows > 1:
-        if batch_dim is None or full.shape[batch_dim] != rows:
+    return shard(local, mesh, _shift(full, ids, int(shifts), dim, batch_dim, fill_value), dim, batch_dim=batch_dim)
+
+
+def _shift(
+    x: torch.Tensor, ids: np.ndarray, shifts: int, dim: int, batch_dim: int | None, fill_value: float
+) -> torch.Tensor:
+    """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`, or `fill_value`."""
+    source, inside = documents.shift(ids, shifts)
+    moved = x.index_select(dim, torch.from_numpy(source).to(x.device))
+    return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
+
+
+def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -> torch.Tensor:
+    """`rows` ``[rows, seq_len]`` as a tensor that broadcasts against `x`; one row serves every batch row."""
+    dim = _checked_dim(x, dim)
+    shape = [1] * x.dim()
+    shape[dim] = rows.shape[1]
+    if len(rows) > 1:
+        if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != len(rows):
             raise ValueError(
-                f"cu_seqlens has {rows} rows, the tensor has shape {tuple(x.shape)} and batch_dim={batch_dim}"
+                f"cu_seqlens has {len(rows)} rows, so batch_dim must be a dim of that size other than dim={dim}; got "
+                f"batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}"
             )
-        shape[_checked_dim(full, batch_dim)] = rows
-    keep = torch.from_numpy(same).to(full.device)
-    keep = (keep if batch_dim is None or rows == 1 or batch_dim % full.dim() < dim else keep.t()).reshape(shape)
-    return shard(local, mesh, torch.where(keep, rolled, torch.full_like(rolled, fill_value)), dim, batch_dim=batch_dim)
+        batch_dim = _checked_dim(x, batch_dim)
+        shape[batch_dim] = len(rows)
+        rows = rows if batch_dim < dim else rows.T
+    return torch.from_numpy(np.ascontiguousarray(rows)).to(x.device).reshape(shape)
 
 
-def _known_offsets(plan: Plan | RankPlan, cu_seqlens: Any) -> Any:
-    """`cu_seqlens`, else the plan's, else one document where the mask rules out that there are several."""
+def _documents(plan: Plan | RankPlan, cu_seqlens: Any) -> np.ndarray:
+    """Document of each token, -1 in padding: as `cu_seqlens` say, else the plan, else one document where the mask rules
+    out that there are several."""
     if cu_seqlens is not None:
-        return cu_seqlens
+        return documents.document_ids(cu_seqlens, plan.seq_len)
     if isinstance(plan, RankPlan):
         raise ValueError(
             "a RankPlan does not know where documents start; pass cu_seqlens ([0, seq_len] for one document)"
         )
     if plan.cu_seqlens is not None:
-        return plan.cu_seqlens
-    cuts = _cuts(plan)
+        return documents.document_ids(plan.cu_seqlens, plan.seq_len)
+    cuts = documents.cuts(plan.masks.values(), plan.seq_len)
     if len(cuts):
         raise ValueError(
             f"no span of the mask crosses token {cuts[0]}, so a document may start there, and spans alone do not tell; "
             f"pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
-    return [0, plan.seq_len]
-
-
-def _cuts(plan: Plan) -> np.ndarray:
-    """Positions in ``(0, seq_len)`` that no span of any mask and batch row crosses."""
-    crossed = np.zeros(plan.seq_len + 1, dtype=bool)
-    for mask in plan.masks.values():
-        position = np.arange(plan.seq_len)
-        is_span = mask.end > mask.start
-        first = np.where(is_span, np.minimum(mask.start, position), position).min(axis=(0, 1))
-        last = np.where(is_span, np.maximum(mask.end, position + 1), position + 1).max(axis=(0, 1))
-        # Token i and its keys hold [first, last) together: no cut strictly inside.
-        steps = np.bincount(first + 1, minlength=plan.seq_len + 2) - np.bincount(last, minlength=plan.seq_len + 2)
-        crossed |= np.cumsum(steps)[: plan.seq_len + 1] > 0
-    return np.flatnonzero(~crossed[1:-1]) + 1
-
-
-def document_ids(cu_seqlens: Any, seq_len: int) -> np.ndarray:
-    """Document of each token, int64 ``[rows, seq_len]``.
-
-    Raises:
-        ValueError: offsets that do not start at 0, decrease, or do not end at `seq_len`.
-    """
-    rows = check_offset_rows(cu_seqlens, seq_len)
-    return np.stack([np.repeat(np.arange(len(row) - 1), np.diff(row)) for row in rows])
+    return np.zeros((1, plan.seq_len), dtype=np.int64)
 
 
 def shard_batch(
@@ -249,49 +233,48 @@ def shard_batch(
     *,
     cu_seqlens: Any = None,
     shift_labels: bool = True,
+    dim: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Shift labels inside documents, add position ids, and cut every tensor to this rank's tokens.
 
     Args:
-        batch: tensors ``[B, seq_len, …]``, whole on every rank. ``"labels"`` (int64, −100 is ignored) are shifted:
-            the label of a token becomes the next token's, −100 at the end of each document. ``"position_ids"`` is added
-            if missing.
+        batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
+            (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
+            each document. ``"position_ids"`` is added if missing.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
             with. ``[0, seq_len]`` is one document.
         shift_labels: False where the loader already shifted.
+        dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
 
     Returns:
-        The same keys and ``"position_ids"`` int64 ``[B, T]``, counted from the start of each document.
+        The same keys and ``"position_ids"`` int64 ``[B, T]`` (``[T]`` with ``dim=0``), counted from the start of each
+        document.
 
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents.
     """
     if not batch:
         raise ValueError("shard_batch got an empty batch")
+    if dim not in (0, 1):
+        raise ValueError(f"dim must be 1 (tensors [B, seq_len, …]) or 0 (tensors [seq_len, …]), got {dim}")
+    expected = f"[{'batch, ' if dim else ''}{plan.seq_len}, …]"
     for name, x in batch.items():
-        if x.dim() < 2 or x.shape[1] != plan.seq_len:
-            raise ValueError(f"batch[{name!r}] must be [batch, {plan.seq_len}, …], got shape {tuple(x.shape)}")
+        if x.dim() <= dim or x.shape[dim] != plan.seq_len:
+            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}")
     sizes = {name: x.shape[0] for name, x in batch.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
     first = next(iter(batch.values()))
-    documents = document_ids(_known_offsets(plan, cu_seqlens), plan.seq_len)
-    if documents.shape[0] not in (1, first.shape[0]):
-        raise ValueError(f"cu_seqlens has {documents.shape[0]} rows, the batch has {first.shape[0]}")
+    ids = _documents(plan, cu_seqlens)
+    if len(ids) not in (1, first.shape[0] if dim else 1):
+        raise ValueError(f"cu_seqlens has {len(ids)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}")
     result = dict(batch)
     if shift_labels and "labels" in batch:
-        last = np.ones(documents.shape, dtype=bool)
-        last[:, :-1] = documents[:, 1:] != documents[:, :-1]
-        labels = torch.roll(batch["labels"], -1, dims=1)
-        ends = torch.from_numpy(last).to(labels.device)
-        result["labels"] = torch.where(ends, torch.full_like(labels, IGNORE_INDEX), labels)
+        result["labels"] = _shift(batch["labels"], ids, -1, dim, 0, IGNORE_INDEX)
     if "position_ids" not in batch:
-        starts = np.zeros(documents.shape, dtype=np.int64)
-        changes = documents[:, 1:] != documents[:, :-1]
-        starts[:, 1:] = np.where(changes, np.arange(1, plan.seq_len), 0)
-        positions = np.arange(plan.seq_len) - np.maximum.accumulate(starts, axis=1)
-        result["position_ids"] = torch.from_numpy(positions).to(first.device).expand(first.shape[0], -1)
-    return {name: shard(plan, mesh, x) for name, x in result.items()}
+        positions = torch.from_numpy(documents.positions(ids)).to(first.device)
+        result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]
+    return {name: shard(plan, mesh, x, dim) for name, x in result.items()}
 
 
 class _GlobalMean(torch.autograd.Function):

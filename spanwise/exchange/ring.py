@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,19 +80,32 @@ def _dims(k: torch.Tensor, v: torch.Tensor) -> Dims:
     return k.shape[0], k.shape[1], k.shape[3], v.shape[3]
 
 
-def _sizes(sent: int, received: int, stride: int, rank: int, num_ranks: int) -> list[int]:
-    """Rows sent to rank 0, 1, … in a hop, then rows received from them."""
-    sizes = [0] * (2 * num_ranks)
-    sizes[(rank + stride) % num_ranks] = sent
-    sizes[num_ranks + (rank - stride) % num_ranks] = received
-    return sizes
+class _Ring(NamedTuple):
+    """What is the same for all hops of a call, and for every plan that shares a graph.
+
+    Attributes:
+        strides: of each hop.
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+    """
+
+    strides: tuple[int, ...]
+    rank: int
+    num_ranks: int
+    name: str
+    label: str
 
 
-def _send(x_TF: torch.Tensor, sizes: list[int], name: str, what: str, *, home: bool = False) -> torch.Tensor:
-    """Start a hop, or, with `home`, its reverse; what arrives is not readable before it was waited for."""
-    half = len(sizes) // 2
-    to, of = (sizes[half:], sizes[:half]) if home else (sizes[:half], sizes[half:])
-    return failure.start(what, name, _compat.start_all_to_all, x_TF, of, to, name)
+def _send(ring: _Ring, x_TF: torch.Tensor, stride: int, rows: int, what: str) -> torch.Tensor:
+    """Start sending `x_TF` to the rank `stride` on; gives what arrives, `rows` rows, not readable before a wait."""
+    send_sizes, recv_sizes = [0] * ring.num_ranks, [0] * ring.num_ranks
+    send_sizes[(ring.rank + stride) % ring.num_ranks] = x_TF.shape[0]
+    recv_sizes[(ring.rank - stride) % ring.num_ranks] = rows
+    return failure.start(what, ring.name, _compat.start_all_to_all, x_TF, recv_sizes, send_sizes, ring.name)
+
+
+def _what(ring: _Ring, i: int, of: str = "") -> str:
+    return f"hop {i + 1} of {len(ring.strides)} of {of}{ring.label}"
 
 
 class _Start(torch.autograd.Function):
@@ -100,58 +113,50 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, sizes: list[int], name: str, what: str
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, ring: _Ring, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.dims, ctx.dtype, ctx.name, ctx.what = _dims(k, v), k.dtype, name, what
+        ctx.dims, ctx.dtype, ctx.ring = _dims(k, v), k.dtype, ring
         own_TF = pack(k, v)
-        data = _send(own_TF, sizes, name, what)
+        data = _send(ring, own_TF, ring.strides[0], rows, _what(ring, 0))
         ctx.mark_non_differentiable(data)
         return data, anchor(own_TF.shape, own_TF)
 
     @staticmethod
     def backward(ctx: Any, _: Any, pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total_TF = failure.wait(pending, f"{ctx.what}, gradients", ctx.name)
+        total_TF = failure.wait(pending, _what(ctx.ring, 0, "gradients, "), ctx.ring.name)
         grad_k, grad_v = unpack(total_TF, ctx.dims)
-        return grad_k.to(ctx.dtype), grad_v.to(ctx.dtype), None, None, None
+        return grad_k.to(ctx.dtype), grad_v.to(ctx.dtype), None, None
 
 
 class _Step(torch.autograd.Function):
-    """Waits for a hop and starts the next; backward, waits for the gradient of the next hop, adds and sends it home."""
+    """Waits for hop `i` and starts the next; backward, waits for the gradient of the next, adds and sends it home."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        data: torch.Tensor,
-        sent: torch.Tensor,
-        dims: Dims,
-        sizes: list[int],
-        next_sizes: list[int],
-        name: str,
-        what: str,
-        next_what: str,
+        ctx: Any, data: torch.Tensor, sent: torch.Tensor, dims: Dims, ring: _Ring, i: int, next_rows: int | None
     ) -> tuple[torch.Tensor, ...]:
         # `sent` is the anchor of what this rank sent in the hop: its gradient is what comes back.
-        ctx.dims, ctx.sizes, ctx.name, ctx.what, ctx.next_what = dims, sizes, name, what, next_what
-        ctx.sum_dtype = sent.dtype
-        arrived_TF = failure.wait(data, what, name)
+        ctx.dims, ctx.ring, ctx.i, ctx.rows_sent, ctx.sum_dtype = dims, ring, i, sent.shape[0], sent.dtype
+        arrived_TF = failure.wait(data, _what(ring, i), ring.name)
         piece = unpack(arrived_TF, dims)
-        if not next_sizes:
+        if next_rows is None:
             return piece
-        pending = _send(arrived_TF, next_sizes, name, next_what)
+        pending = _send(ring, arrived_TF, ring.strides[i + 1], next_rows, _what(ring, i + 1))
         ctx.mark_non_differentiable(pending)
         return *piece, pending, anchor(arrived_TF.shape, arrived_TF)
 
     @staticmethod
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *later: Any) -> tuple[Any, ...]:
         check_first_order()
+        ring, i = ctx.ring, ctx.i
         if later:
-            total_TF = failure.wait(later[1], f"{ctx.next_what}, gradients", ctx.name)
+            total_TF = failure.wait(later[1], _what(ring, i + 1, "gradients, "), ring.name)
             for part, grad in zip(unpack(total_TF, ctx.dims), (grad_k, grad_v), strict=True):
                 part.add_(grad)
         else:
             total_TF = pack(grad_k, grad_v, ctx.sum_dtype)
-        pending = _send(total_TF, ctx.sizes, ctx.name, f"{ctx.what}, gradients", home=True)
-        return None, returned(pending), None, None, None, None, None, None
+        pending = _send(ring, total_TF, -ring.strides[i], ctx.rows_sent, _what(ring, i, "gradients, "))
+        return None, returned(pending), None, None, None, None
 
 
 def start(
@@ -174,19 +179,16 @@ def start(
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
     """
-    rows = [k.shape[2], *(hop.received.shape[0] for hop in hops)]
-    sizes = [_sizes(rows[i], rows[i + 1], hop.stride, rank, num_ranks) for i, hop in enumerate(hops)]
-    whats = [f"hop {i + 1} of {len(hops)} of {label}" for i in range(len(hops))]
-    pending = _Start.apply(k, v, sizes[0], name, whats[0])
-    return _arriving(pending, _dims(k, v), sizes, name, whats)
+    ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
+    rows = [hop.received.shape[0] for hop in hops]
+    return _arriving(_Start.apply(k, v, ring, rows[0]), _dims(k, v), ring, rows)
 
 
 def _arriving(
-    pending: tuple[torch.Tensor, ...], dims: Dims, sizes: list[list[int]], name: str, whats: list[str]
+    pending: tuple[torch.Tensor, ...], dims: Dims, ring: _Ring, rows: list[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for i in range(len(sizes)):
-        following = (sizes[i + 1], whats[i + 1]) if i + 1 < len(sizes) else ([], "")
-        k, v, *pending = _Step.apply(*pending, dims, sizes[i], following[0], name, whats[i], following[1])
+    for i in range(len(rows)):
+        k, v, *pending = _Step.apply(*pending, dims, ring, i, rows[i + 1] if i + 1 < len(rows) else None)
         yield k, v
         del k, v  # or this piece would live until the one after next has been started
 
@@ -201,12 +203,12 @@ def fetches(
     Args: as of :func:`start`.
     """
 
+    ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
+
     def fetch(i: int, later: tuple[torch.Tensor, ...] | None = None) -> Fetched:
-        what = f"hop {i + 1} of {len(hops)} of {label}"
-        stride = sum(hop.stride for hop in hops) if later is None else -hops[i + 1].stride
-        held_TF = pack(k, v) if later is None else later[0]
-        sizes = _sizes(held_TF.shape[0], hops[i].received.shape[0], stride, rank, num_ranks)
-        return functools.partial(_arrived, _send(held_TF, sizes, name, what), what, name)
+        held_TF, stride = (pack(k, v), sum(ring.strides)) if later is None else (later[0], -ring.strides[i + 1])
+        data = _send(ring, held_TF, stride, hops[i].received.shape[0], _what(ring, i))
+        return functools.partial(_arrived, data, _what(ring, i), name)
 
     return [functools.partial(fetch, i) for i in range(len(hops))]
 

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 import spanwise
-from spanwise import SpanMask
+from spanwise import SpanMask, documents
 from spanwise.rank_plan import build
 from tests.ranks.harness import run_ranks
 
@@ -21,8 +19,8 @@ CU = [0, 1, 20, 20, 31, 45]
 
 
 def plan_for(num_ranks: int, *, batched: bool = False) -> spanwise.Plan:
-    documents = SpanMask.documents(CU)
-    mask = SpanMask.stack([documents, SpanMask.causal(LENGTH)]) if batched else documents
+    packed = SpanMask.documents(CU)
+    mask = SpanMask.stack([packed, SpanMask.causal(LENGTH)]) if batched else packed
     return spanwise.make_plan(mask, num_ranks, balancer="ptrr", block_size=4)
 
 
@@ -102,7 +100,7 @@ def test_roll_gradient() -> None:
     plan = plan_for(3)
     x = torch.randn(2, LENGTH, dtype=torch.float64)
     weights = torch.randn(2, LENGTH, dtype=torch.float64)
-    same = torch.tensor(spanwise.batch.document_ids(CU, LENGTH)[0])
+    same = torch.tensor(documents.document_ids(CU, LENGTH)[0])
     expected = torch.zeros_like(x)  # token i feeds token i - 1 of its document
     keep = same[1:] == same[:-1]
     expected[:, 1:] = torch.where(keep, weights[:, :-1], 0.0)
@@ -136,6 +134,42 @@ def test_labels_are_shifted_before_the_cut() -> None:
         4, lambda rank, mesh: spanwise.shard_batch({"labels": shifted}, plan, mesh, cu_seqlens=CU, shift_labels=False)
     )
     assert all(torch.equal(got["labels"], plan.shard(shifted, rank)) for rank, got in enumerate(kept))
+
+
+def test_batches_without_a_batch_dim_are_rows_of_one_with() -> None:
+    plan = plan_for(3)
+    tokens, features = torch.randint(0, 9, (LENGTH,)), torch.randn(LENGTH, 2, 3)
+    batch = {"labels": tokens, "features": features}
+
+    def on_rank(rank: int, mesh: object) -> tuple[dict, dict]:
+        flat = spanwise.shard_batch(batch, plan, mesh, cu_seqlens=CU, dim=0)
+        row = spanwise.shard_batch({k: x[None] for k, x in batch.items()}, plan, mesh, cu_seqlens=CU)
+        flat["rolled"] = spanwise.roll(flat["features"], 3, plan, mesh, CU, dim=0, fill_value=7)
+        row["rolled"] = spanwise.roll(row["features"], 3, plan, mesh, CU, fill_value=7)
+        return flat, row
+
+    for flat, row in run_ranks(3, on_rank):
+        assert flat.keys() == row.keys() == {"labels", "features", "position_ids", "rolled"}
+        for name in flat:
+            assert torch.equal(flat[name], row[name][0])
+
+
+def test_dims_that_do_not_fit_are_refused() -> None:
+    plan, batched = plan_for(1), plan_for(1, batched=True)
+    rows = [CU, [0, LENGTH]]
+    flat, square = torch.zeros(LENGTH), torch.zeros(LENGTH, LENGTH)
+    with pytest.raises(ValueError, match=r"dim must be 1 .* or 0 .* got 2"):
+        spanwise.shard_batch({"x": square}, plan, None, cu_seqlens=CU, dim=2)
+    with pytest.raises(ValueError, match=r"batch\['x'\] must be \[batch, 45, …\], got shape \(45,\)"):
+        spanwise.shard_batch({"x": flat}, plan, None, cu_seqlens=CU)
+    with pytest.raises(ValueError, match=r"batch\['x'\] must be \[45, …\], got shape \(2, 45\)"):
+        spanwise.shard_batch({"x": torch.zeros(2, LENGTH)}, plan, None, cu_seqlens=CU, dim=0)
+    with pytest.raises(ValueError, match="cu_seqlens has 2 rows, the batch has no batch dim"):
+        spanwise.shard_batch({"x": flat}, plan, None, cu_seqlens=rows, dim=0)
+    with pytest.raises(ValueError, match="lays out 2 batch rows differently"):
+        spanwise.shard_batch({"x": square}, batched, None, cu_seqlens=CU, dim=0)
+    with pytest.raises(ValueError, match="cu_seqlens has 2 rows, so batch_dim must be a dim of that size"):
+        spanwise.roll(torch.zeros(LENGTH, 2), 1, plan, None, rows, dim=0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -190,12 +224,12 @@ def test_loss_without_any_valid_token_is_zero() -> None:
 def test_documents_are_not_guessed() -> None:
     """Spans do not tell where documents start; where the mask has a cut, the offsets have to be given."""
     tokens = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
-    documents = plan_for(1)
+    packed = plan_for(1)
     with pytest.raises(ValueError, match="no span of the mask crosses token 1, .* pass cu_seqlens"):
-        spanwise.shard_batch(tokens, documents, None)
+        spanwise.shard_batch(tokens, packed, None)
     with pytest.raises(ValueError, match="a RankPlan does not know where documents start"):
-        spanwise.roll(tokens["labels"], -1, documents.local(None), None)
-    whole = spanwise.shard_batch(tokens, documents, None, cu_seqlens=[0, LENGTH])
+        spanwise.roll(tokens["labels"], -1, packed.local(None), None)
+    whole = spanwise.shard_batch(tokens, packed, None, cu_seqlens=[0, LENGTH])
     assert torch.equal(whole["position_ids"][0], torch.arange(LENGTH))
     known = spanwise.make_plan(SpanMask.documents(CU), 1, cu_seqlens=CU)
     assert spanwise.shard_batch(tokens, known, None)["position_ids"].max() == 18
@@ -204,17 +238,6 @@ def test_documents_are_not_guessed() -> None:
     for mask in (SpanMask.causal(LENGTH), SpanMask.sliding_window(LENGTH, 2), SpanMask.full(LENGTH)):
         got = spanwise.shard_batch(tokens, spanwise.make_plan(mask, 1), None)
         assert torch.equal(got["position_ids"][0], torch.arange(LENGTH))
-
-
-@given(st.integers(1, 30), st.integers(0, 10**6))
-def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    start = np.maximum(np.arange(length) - rng.integers(0, 3, length), 0)
-    end = np.minimum(start + rng.integers(0, 4, length), length)
-    mask = SpanMask(start[None], np.maximum(start, end)[None], length)
-    dense = mask.dense()[0]
-    expected = [t for t in range(1, length) if not dense[t:, :t].any() and not dense[:t, t:].any()]
-    assert spanwise.batch._cuts(spanwise.make_plan(mask, 1)).tolist() == expected
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise import _compat
 from spanwise.exchange import ring
 from spanwise.exchange.again import Again
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 
@@ -114,3 +116,57 @@ def test_gradients(name: str, keep: bool) -> None:
 
 def close(x: torch.Tensor, want: torch.Tensor, bound: float) -> bool:
     return x.numel() == 0 or float((x.double() - want).abs().amax()) <= bound * float(want.abs().amax())
+
+
+def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
+    """Gradients of each case through one compiled function; collectives and kernels of each ATen graph in order."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+    short = {"all_to_all_single": "start", "wait_tensor": "wait", "sin": "attention", "cos": "attention'"}
+
+    def record(gm: torch.fx.GraphModule, _: Any) -> Any:
+        names = [n.target.name().split("::")[1] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        graphs.append([short[name] for name in names if name in short])
+        return make_boxed_func(gm.forward)
+
+    name, ranks = mesh.get_group().group_name, mesh.size()
+
+    @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
+    def attend(k: torch.Tensor, v: torch.Tensor, hops: list[ring.Hop]) -> torch.Tensor:
+        started = ring.start(k, v, hops, rank, ranks, name, "K/V")
+        total = (k.sum() * v.sum()).sin()
+        for k_piece, v_piece in started:
+            total = total + (k_piece.sum() * v_piece.sum()).sin()
+        return total
+
+    results = []
+    for case in cases:
+        k, v = (_compat.mark_dynamic(x, 2).requires_grad_() for x in case.shard(rank))
+        hops = [ring.Hop(_compat.mark_unbacked(hop.received, 0), hop.stride) for hop in case.hops(rank)]
+        attend(k, v, hops).backward()
+        results.append([k.grad, v.grad])
+    return results, graphs
+
+
+def compiled_gradients(case: Case, owner: int) -> list[torch.Tensor]:
+    """Of the sum over all ranks of what `compiled_steps` computes, for the shard of one rank."""
+    k, v = (x.requires_grad_() for x in case.shard(owner))
+    return list(torch.autograd.grad((1 + len(case.offsets)) * (k.sum() * v.sum()).sin(), (k, v)))
+
+
+def test_one_graph_serves_shards_of_any_size(gloo_pool: GlooPool) -> None:
+    cases = [Case(tokens, (1, 2)) for tokens in ((4, 3, 5), (6, 2, 1), (2, 7, 0))]
+    for rank, (results, graphs) in enumerate(gloo_pool.run(3, compiled_steps, cases, timeout=100)):
+        # Of its inputs' length torch makes 0 and 1 special, of what a rank receives nothing.
+        own = {min(case.tokens[rank], 2) for case in cases}
+        assert graphs == len(own) * [
+            ["start", "attention", "wait", "start", "attention", "wait", "attention"],
+            ["attention'", "start", "attention'", "wait", "start", "attention'", "wait"],
+        ]
+        for case, got in zip(cases, results, strict=True):
+            for x, want in zip(got, compiled_gradients(case, rank), strict=True):
+                assert close(x, want, 1e-10)
+    assert all(min(case.tokens[:2]) > 1 for case in cases)  # these ranks have one graph, and receive 5, 1 and 0 rows

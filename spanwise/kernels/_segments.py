@@ -1,0 +1,211 @@
+"""Plan of the varlen kernel: a span mask cut into *rounds*, each of which one variable-length flash call computes.
+
+Pure numpy on the spans of one local problem; `varlen` executes the plan. Such a call takes sequences: consecutive
+queries with consecutive keys, in ascending order on both sides, and one sliding window for all of them, aligned at the
+bottom right corner. Consecutive rows whose spans move like such a window form a *band*, which is one sequence:
+
+- full: start and end stay (window −1, −1); causal: the end grows by one a row (−1, 0);
+- sliding window: both grow, the start perhaps later than the end (width − 1, 0), and the end may stop first (left,
+  right), as it does in the last rows of a two-sided window;
+- what fits none of them becomes shorter bands, down to one row.
+
+Bands that share keys or rows, as those of the two chunks of a document do, go into different rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Window = tuple[int, int]  # keys to the left and to the right of the diagonal; -1 is no bound
+
+_FULL: Window = (-1, -1)
+_MOST_WINDOWS = 16  # windows that bands of another shape are tried in
+
+
+class Band(NamedTuple):
+    """Rows ``[row, row_stop)`` over keys ``[key, key_stop)`` with a window; every row reads a key."""
+
+    row: int
+    row_stop: int
+    key: int
+    key_stop: int
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One call. Sequence i has queries ``cu_seq_q[i : i + 2]`` and keys ``cu_seq_k[i : i + 2]``.
+
+    Rows and keys that no band of the round covers are sequences with queries alone or with keys alone.
+
+    Attributes:
+        window: for all sequences: query i of a sequence of n queries and m keys reads the keys from i + m − n − left to
+            i + m − n + right.
+        cu_seq_q, cu_seq_k: int32 ``[sequences + 1]``, from 0 to the number of all rows or keys.
+        max_q, max_k: bounds of the lengths of sequences, ``2 <= max_q <= max_k`` (see `_round`).
+        rows: bool ``[batch * q_len]``, rows that read a key in this round.
+        keys: bool ``[batch * kv_len]``, keys that are read in this round.
+    """
+
+    window: Window
+    cu_seq_q: np.ndarray
+    cu_seq_k: np.ndarray
+    max_q: int
+    max_k: int
+    rows: np.ndarray
+    keys: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """A span mask as rounds; batch rows follow one another on one axis, of queries and of keys.
+
+    Every (query, key) pair of the mask is in exactly one round, and no other pair is in any.
+    """
+
+    rounds: tuple[Round, ...]
+    batch: int
+    q_len: int
+    kv_len: int
+
+
+def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
+    """Cut a mask into as few rounds as two ways to cut it give.
+
+    Args:
+        start: first key of each span, integer ``[batch, N, q_len]``; the spans of a row are disjoint.
+        end: one past the last key, same shape; ``end <= start`` is an empty span.
+        kv_len: number of keys.
+
+    Bands as long as possible need a window each for every shape that occurs. Cut up further (`_split`), few windows
+    serve all of them. Whichever needs fewer calls is taken.
+    """
+    batch, _, q_len = start.shape
+    bands = [
+        Band(band.row + b * q_len, band.row_stop + b * q_len, band.key + b * kv_len, band.key_stop + b * kv_len, window)
+        for b in range(batch)
+        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True)
+        for band in _bands(first, last)
+        for window in (band.window,)
+    ]
+    ways = (_pack(bands), _pack([piece for band in bands for piece in _split(band)]))
+    chosen = min(ways, key=len)
+    rounds = tuple(_round(members, window, batch * q_len, batch * kv_len) for window, members in chosen)
+    return Segments(rounds, batch, q_len, kv_len)
+
+
+def _bands(start: np.ndarray, end: np.ndarray) -> list[Band]:
+    """Maximal bands of one span a row, ``[q_len]`` each."""
+    if len(start) == 0:
+        return []
+    filled = end > start
+    start_step, end_step = np.diff(start), np.diff(end)
+    # A row that shares no key with the one before it is another document.
+    joins = filled[1:] & filled[:-1] & (start[1:] < end[:-1])
+    joins &= (start_step >= 0) & (start_step <= 1) & (end_step >= 0) & (end_step <= 1)
+    # Within a band the start first stays, then grows; the end first grows, then stays.
+    turns = (start_step[1:] < start_step[:-1]) | (end_step[1:] > end_step[:-1])
+    joins[1:] &= ~(turns & joins[:-1])
+    begins = np.flatnonzero(filled & np.concatenate(([True], ~joins)))
+    stops = np.append(np.flatnonzero(~joins) + 1, len(start))
+    stops = stops[np.searchsorted(stops, begins, side="right")]
+    last = stops - 1
+    rows, key, key_stop = stops - begins, start[begins], end[last]
+    left = np.where(start[last] == key, -1, key_stop - start[last] - 1)
+    grown = key_stop - end[begins]
+    right = np.where(grown == 0, -1, rows - 1 - grown)
+    table = np.stack([begins, stops, key, key_stop, left, right], axis=1).tolist()
+    return [Band(a, b, c, d, (e, f)) for a, b, c, d, e, f in table]
+
+
+def _split(band: Band) -> list[Band]:
+    """The band as bands whose windows are (any, 0), (0, −1) and full: what a clipped end leaves varies no more."""
+    row, row_stop, key, key_stop, (left, right) = band
+    if left == -1 and right <= 0:
+        return [band]
+    if right == 0:
+        return [band]
+    pieces = []
+    if right > 0:  # up to the row whose end is the last
+        middle = row_stop - right
+        width = left + 1 + right  # of a row that neither side clips
+        first = key if left == -1 else max(key, key_stop - width)
+        pieces.append(Band(row, middle, key, key_stop, (-1 if first == key else key_stop - first - 1, 0)))
+        row, key = middle, key if left == -1 else max(key, key_stop - width + 1)
+    if left == -1:
+        return [*pieces, Band(row, row_stop, key, key_stop, _FULL)]
+    # The last row's keys are every row's; what the others read before them is a triangle.
+    corner = key_stop - left - 1
+    if key < corner:
+        pieces.append(Band(row, row_stop - 1, key, corner, _FULL if corner - key == 1 else (0, -1)))
+    return [*pieces, Band(row, row_stop, corner, key_stop, _FULL)]
+
+
+def _choose_windows(bands: Sequence[Band]) -> list[Window]:
+    """A window for each band under which it reads the same keys as under its own; few different ones."""
+    counts: dict[Window, int] = {}
+    for band in bands:
+        counts[band.window] = counts.get(band.window, 0) + 1
+    common = sorted(counts, key=lambda window: (-counts[window], window))[:_MOST_WINDOWS]
+    table = np.array([(b.row_stop - b.row, b.key_stop - b.key, *b.window) for b in bands], dtype=np.int64)
+    num_rows, num_keys, left, right = table.T
+    fits = np.array(
+        [
+            ((left == wl) | ((left == -1) & (wl >= num_keys - 1)))
+            & ((right == wr) | ((right == -1) & (wr >= num_rows - 1)))
+            for wl, wr in common
+        ]
+    )
+    chosen = [band.window for band in bands]
+    while fits.any():  # the window that fits most of the bands that have none yet
+        best = int(fits.sum(1).argmax())
+        for i in np.flatnonzero(fits[best]).tolist():
+            chosen[i] = common[best]
+        fits = fits & ~fits[best]
+    return chosen
+
+
+def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
+    """Deal the bands into rounds: ascending and disjoint rows and keys, one window."""
+    if not bands:
+        return []
+    bands = sorted(bands)
+    rounds: dict[Window, list[list[Band]]] = {}
+    for band, window in zip(bands, _choose_windows(bands), strict=True):
+        open_rounds = rounds.setdefault(window, [])
+        for members in open_rounds:
+            if members[-1].row_stop <= band.row and members[-1].key_stop <= band.key:
+                members.append(band)
+                break
+        else:
+            open_rounds.append([band])
+    return [(window, members) for window in sorted(rounds) for members in rounds[window]]
+
+
+def _round(bands: Sequence[Band], window: Window, num_rows: int, num_keys: int) -> Round:
+    cu_q, cu_k = [0], [0]
+    rows, keys = np.zeros(num_rows, dtype=bool), np.zeros(num_keys, dtype=bool)
+
+    def add(row_stop: int, key_stop: int) -> None:
+        if row_stop > cu_q[-1] or key_stop > cu_k[-1]:
+            cu_q.append(row_stop)
+            cu_k.append(key_stop)
+
+    for band in bands:
+        add(band.row, cu_k[-1])
+        add(cu_q[-1], band.key)
+        add(band.row_stop, band.key_stop)
+        rows[band.row : band.row_stop] = True
+        keys[band.key : band.key_stop] = True
+    add(num_rows, cu_k[-1])
+    add(cu_q[-1], num_keys)
+    # Sequences without keys, or without queries, compute nothing: they need no place in the bounds. Flash takes
+    # max_q == 1 for decoding, one query in every sequence; and where one side of a window has no bound, or one beyond
+    # max_k, it puts max_k in its place, which reaches the far corner only if max_k >= max_q.
+    max_q = max(2, *(band.row_stop - band.row for band in bands))
+    max_k = max(max_q, *(band.key_stop - band.key for band in bands))
+    return Round(window, np.array(cu_q, np.int32), np.array(cu_k, np.int32), max_q, max_k, rows, keys)
