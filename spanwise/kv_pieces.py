@@ -105,18 +105,24 @@ def _round_the_ring(
 ) -> Iterator[Piece]:
     """The rank's own piece, then the shards that come round."""
     hops = [stage.hop for stage in stages if stage.hop is not None]
-    # Under flex, keys that no span reads, see rank_plan.
-    spares = [s.kv_pos.shape[1] - k.shape[0] * 0 - hop.received.shape[0] if s.tables is not None else 0 for s, hop in zip(stages[1:], hops)]
+
+    def with_spare(i: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Under flex a piece has keys more that no span reads, see rank_plan; a copy then."""
+        if stages[i + 1].tables is None:
+            return k, v
+        spare = stages[i + 1].kv_pos.shape[1] - k.shape[2]
+        return torch.nn.functional.pad(k, (0, 0, 0, spare)), torch.nn.functional.pad(v, (0, 0, 0, spare))
+
     again = None
     if not local.keep_kv:
+        dims = (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
         label = f"K/V again for the backward, mask {mask!r}"
         fetches = ring.fetches(k.detach(), v.detach(), hops, local.group, local.num_groups, name, label)
-        again = Again(fetches, chained=True)
+        again = Again(fetches, chained=True, saved=lambda i, buffer: with_spare(i, *ring.unpack(buffer, dims)))
     arriving = ring.start(k, v, hops, local.group, local.num_groups, name, f"K/V, mask {mask!r}")
     yield Piece(k, v, again=again)
     for i, (k_piece, v_piece) in enumerate(arriving):
-        if spares[i]:
-            k_piece, v_piece = (torch.nn.functional.pad(x, (0, 0, 0, spares[i])) for x in (k_piece, v_piece))
+        k_piece, v_piece = with_spare(i, k_piece, v_piece)
         yield Piece(k_piece, v_piece, i, again)
         del k_piece, v_piece  # or they would live until the hop after next has been started
 

@@ -31,11 +31,20 @@ class Again:
     Args:
         fetches: for each piece, in forward order, what starts its collective.
         chained: whether a piece is fetched from the one after it, which all but the last take as an argument.
+        saved: K and V of the ``i``-th piece as the kernel saved them, ``saved(i, *arrived)``, where that is not what
+            arrives.
     """
 
-    def __init__(self, fetches: Sequence[Callable[..., Fetched]], *, chained: bool = False) -> None:
+    def __init__(
+        self,
+        fetches: Sequence[Callable[..., Fetched]],
+        *,
+        chained: bool = False,
+        saved: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    ) -> None:
         self._fetches = fetches
         self._chained = chained
+        self._saved = saved
         self._under_way: dict[int, Fetched] = {}
         self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -62,7 +71,9 @@ class Again:
                     )
                 return x
             which, *geometry = note
-            return self._take(i)[which].as_strided(*geometry)
+            with torch.no_grad():
+                piece = self._take(i) if self._saved is None else self._saved(i, *self._take(i))
+            return piece[which].as_strided(*geometry)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
