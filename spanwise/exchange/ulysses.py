@@ -90,16 +90,17 @@ def to_heads(
     count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
     own = num_heads // num_ranks
     reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))
+    tokens, kv_tokens = trade.tokens, kv_trade.tokens
     q_label, kv_label = f"heads of q, {label}", f"heads of K/V, {label}"
-    started_q = _StartHeads.apply(trade.tokens, own, tuple(range(0, num_heads, own)), name, q_label, q)
-    started_kv = _StartHeads.apply(kv_trade.tokens, count, firsts, name, kv_label, k, v)
+    started_q = _StartHeads.apply(tokens, own, tuple(range(0, num_heads, own)), name, q_label, q)
+    started_kv = _StartHeads.apply(kv_tokens, count, firsts, name, kv_label, k, v)
     tables_q, tables_kv = (trade.order, trade.places), (kv_trade.order, kv_trade.places)
     batch, k_dim, v_dim = q.shape[0], k.shape[3], v.shape[3]
     (q,) = _WaitHeads.apply(
-        *started_q, *tables_q, trade.tokens, trade.rank, batch, tuple(range(own)), (q.shape[3],), name, q_label
+        *started_q, *tables_q, tokens, trade.rank, batch, tuple(range(own)), (q.shape[3],), name, q_label
     )
     k, v = _WaitHeads.apply(
-        *started_kv, *tables_kv, kv_trade.tokens, trade.rank, batch, reads, (k_dim, v_dim), name, kv_label
+        *started_kv, *tables_kv, kv_tokens, trade.rank, batch, reads, (k_dim, v_dim), name, kv_label
     )
     return q, k, v
 
