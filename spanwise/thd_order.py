@@ -72,7 +72,8 @@ def _slots(
         check_storage(f"dim {dim}", host, tokens)
         check_chunks(np.concatenate([[0], host, [tokens]]), num_ranks)
         cu_seqlens_padded = torch.from_numpy(host.copy())
-    offsets = cu_seqlens_padded.to(x.device, torch.int64, non_blocking=True)
+    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
+    offsets = cu_seqlens_padded.to(x.device, torch.int64, non_blocking=x.device.type != "cpu")
     first, last = torch.zeros(1, dtype=torch.int64, device=x.device), torch.full_like(offsets[:1], tokens)
     edges = torch.cat([first, offsets, last])
     position = torch.arange(tokens, device=x.device)

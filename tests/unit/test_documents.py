@@ -17,8 +17,8 @@ def token_ids(draw: st.DrawFn) -> np.ndarray:
     for _ in range(draw(st.integers(1, 3))):
         row: list[int] = []
         while len(row) < seq_len:
-            padding, tokens = draw(st.integers(0, 3)), draw(st.integers(0, 6))
-            row += [-1] * padding + [len(row)] * tokens  # ids ascend, with gaps where a document is empty
+            padding, tokens = draw(st.integers(0, 3)), draw(st.integers(1, 6))
+            row += [-1] * padding + [len(row)] * tokens  # ids ascend, with gaps
         rows.append(row[:seq_len])
     return np.array(rows, np.int64).reshape(len(rows), seq_len)
 
