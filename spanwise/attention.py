@@ -260,8 +260,8 @@ def _check_shapes(
     if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
         raise ValueError(
             f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
-            f"dim 2, and {num_keys} keys; got {shapes} with batch and heads in front; cut them with spanwise.shard(plan, mesh, "
-            f"x, dim), keys of another sequence with side='kv'"
+            f"dim 2, with {num_keys} of {local.kv_len} keys, got {shapes}; cut them with spanwise.shard(plan, mesh, x, "
+            f"dim=2), the keys of cross attention with side='kv'"
         )
     if rows > 1 and q.shape[0] != rows:
         raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")

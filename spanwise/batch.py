@@ -22,32 +22,53 @@ from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
 IGNORE_INDEX = -100
 
 
-def shard(plan: Plan | RankPlan, mesh: DeviceMesh | None, x: Any, dim: int = 1, *, batch_dim: int | None = 0) -> Any:
+SIDES = ("q", "kv")
+
+
+def shard(
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    x: Any,
+    dim: int = 1,
+    *,
+    batch_dim: int | None = 0,
+    side: str = "q",
+) -> Any:
     """This rank's tokens of `x`, in the plan's order. Differentiable; no communication.
 
     Args:
         plan: the plan, or this rank's `RankPlan`.
-        mesh: the 1-D cp mesh; None for a plan of one rank.
+        mesh: the cp mesh; None for a plan of one rank.
         x: a tensor with the whole sequence along `dim`, or a pytree of such tensors.
         dim: the sequence dim.
         batch_dim: where the batch rows are; read only when the plan lays out every batch row differently. None says
             that `x` has no batch dim (a RoPE table, say): the result then gets one, in front.
+        side: "q", or "kv" for what belongs to the keys of cross attention.
 
     Returns:
         `x` with ``T`` tokens along `dim`; same dtype and device.
     """
+    _check_side(side)
     if isinstance(plan, RankPlan):
-        return _compat.tree_map(lambda t: _take(t, plan.tokens, plan.seq_len, dim, batch_dim), x)
-    return shard_for_rank(plan, rank_on(mesh, plan.num_ranks, plan.inner), x, dim=dim, batch_dim=batch_dim)
+        tokens, length = (plan.tokens, plan.seq_len) if side == "q" else (plan.key_tokens, plan.kv_len)
+        return _compat.tree_map(lambda t: _take(t, tokens, length, dim, batch_dim), x)
+    rank = rank_on(mesh, plan.num_ranks, plan.inner)
+    return shard_for_rank(plan, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
 
-def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0) -> Any:
+def _check_side(side: str) -> None:
+    if side not in SIDES:
+        raise ValueError(f"side must be one of {list(SIDES)}, got {side!r}")
+
+
+def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: str = "q") -> Any:
     """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
+    _check_side(side)
+    layout = plan.layout if side == "q" else plan.kv_layout
     if not 0 <= rank < plan.num_ranks:
         raise ValueError(f"rank must be in [0, {plan.num_ranks}), got {rank}")
-    rows = range(plan.layout.batch_size)
-    tokens = torch.from_numpy(np.stack([plan.layout.indices(rank, row) for row in rows]))
-    return _compat.tree_map(lambda t: _take(t, tokens, plan.seq_len, dim, batch_dim), x)
+    tokens = torch.from_numpy(np.stack([layout.indices(rank, row) for row in range(layout.batch_size)]))
+    return _compat.tree_map(lambda t: _take(t, tokens, layout.seq_len, dim, batch_dim), x)
 
 
 def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_dim: int | None) -> torch.Tensor:

@@ -73,6 +73,7 @@ class RankPlan:
             ``[rank, row, token]`` and flattened.
         padded: ``[padded shard length, 0]``; only its shape means something.
         kv_padded: the same of the K/V of a group.
+        kv_extent: ``[kv_len, 0]``, as many rows as there are keys.
         valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
         trade, kv_trade: how the group trades heads for tokens; None without Ulysses, `kv_trade` also where it is
             `trade`.
@@ -90,6 +91,7 @@ class RankPlan:
     restore: torch.Tensor
     padded: torch.Tensor
     kv_padded: torch.Tensor
+    kv_extent: torch.Tensor
     valid: torch.Tensor | None
     kv_valid: torch.Tensor | None
     trade: Trade | None
@@ -106,6 +108,10 @@ class RankPlan:
     @property
     def seq_len(self) -> int:
         return self.restore.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv_extent.shape[0]
 
     @property
     def num_groups(self) -> int:
@@ -172,6 +178,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         restore=_on_device(_slots(layout), device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
         kv_padded=torch.empty(int(plan.kv_groups.tokens_per_rank.max()), 0, device=device),
+        kv_extent=torch.empty(plan.kv_len, 0, device=device),
         valid=valid,
         kv_valid=kv_valid,
         trade=trade,
