@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import kernels
 from spanwise.exchange import failure, ulysses
-from spanwise.heads import check_heads
+from spanwise.heads import check_heads, kv_heads_held
 from spanwise.kernels.merge import Merging, Part
 from spanwise.kv_pieces import kv_pieces
 from spanwise.plan import Plan
@@ -156,8 +156,9 @@ def _attend(
         tokens = tokens.reshape(1, -1)
     # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
     # waiting.
-    own = _problem_of_rank(num_heads, k.shape[1], local)
-    q_like, k_like, v_like = (_shaped(x, flat, *shape) for x, shape in zip((q, k, v), own, strict=True))
+    q_like, k_like, v_like = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
+    if flat:
+        q_like, k_like, v_like = _flatten_rows(q_like), _flatten_rows(k_like), _flatten_rows(v_like)
     kernels.check(kernel, q_like, k_like, v_like, stages[0], score_mod=score_mod, max_logit=request.max_logit)
 
     q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
@@ -203,26 +204,23 @@ def _attend(
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
-def _problem_of_rank(num_heads: int, kv_heads: int, local: RankPlan) -> list[tuple[int, int]]:
-    """Heads and tokens of the q, k and v that this rank computes with; all heads and its own tokens without Ulysses.
+def _as_traded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors without memory that look like q, k and v after heads have been traded for tokens.
 
     Raises:
         ValueError: the heads do not divide over the ranks that trade them.
     """
-    if local.trade is None:
-        keys = (kv_heads, local.key_tokens.shape[1])
-        return [(num_heads, local.tokens.shape[1]), keys, keys]
-    check_heads(num_heads, kv_heads, local.inner)
-    own = num_heads // local.inner
-    keys = (own, (local.kv_trade or local.trade).order.shape[1])  # as many K/V heads as query heads, at most
-    return [(own, local.trade.order.shape[1]), keys, keys]
+    assert local.trade is not None
+    check_heads(q.shape[1], k.shape[1], local.inner)
+    heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)
+    tokens = local.trade.order.shape[1], (local.kv_trade or local.trade).order.shape[1]
 
+    def like(x: torch.Tensor, side: int) -> torch.Tensor:
+        return x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
 
-def _shaped(x: torch.Tensor, flat: bool, heads: int, tokens: int) -> torch.Tensor:
-    """A tensor without memory, of the shape that `x` will have for the kernel."""
-    batch = x.shape[0]
-    shape = (1, heads, batch * tokens, x.shape[3]) if flat else (batch, heads, tokens, x.shape[3])
-    return x.detach().new_zeros(()).expand(shape)
+    return like(q, 0), like(k, 1), like(v, 1)
 
 
 def _zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.heads import kv_heads_of
+from spanwise.heads import kv_heads_held, kv_heads_of
 
 if TYPE_CHECKING:
     from spanwise.plan import Plan
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 Int64 = NDArray[np.int64]
 
 
-def kv_share(plan: Plan) -> int:
-    """K/V heads that a rank computes with: all, or under Ulysses those that its query heads read."""
-    heads, kv_heads, _, _ = plan.attention_shape
-    return kv_heads_of(heads, kv_heads, plan.inner)[0]
+def kv_token_bytes(plan: Plan) -> Int64:
+    """Bytes of K and V of a token as each rank computes with them, and as they travel between groups; ``[num_ranks]``.
 
-
-def kv_token_bytes(plan: Plan) -> int:
-    """Bytes of K and V of a token as the exchange between groups moves them."""
-    _, _, qk_dim, v_dim = plan.attention_shape
-    return kv_share(plan) * (qk_dim + v_dim) * plan.itemsize
+    All heads, or under Ulysses those of the rank.
+    """
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
+    return np.tile(np.array(held, np.int64) * (qk_dim + v_dim) * plan.itemsize, plan.num_groups)
 
 
 def traded_bytes(plan: Plan, *, backward: bool = False) -> tuple[Int64, Int64]:
@@ -45,8 +43,9 @@ def traded_bytes(plan: Plan, *, backward: bool = False) -> tuple[Int64, Int64]:
     inner, share = plan.inner, heads // plan.inner
     q, kv = (plan.batch_size * x.tokens_per_rank.reshape(-1, inner) for x in (plan.layout, plan.kv_layout))
     others = 1 - np.eye(inner, dtype=np.int64)
-    summed = backward and kv_share(plan) * inner > kv_heads
-    kv_bytes = kv_token_bytes(plan) // plan.itemsize * (plan.sum_itemsize if summed else plan.itemsize)
+    window = kv_heads_of(heads, kv_heads, inner)[0]
+    summed = backward and window * inner > kv_heads
+    kv_bytes = window * (qk_dim + v_dim) * (plan.sum_itemsize if summed else plan.itemsize)
     into = (q * share * qk_dim * plan.itemsize + kv * kv_bytes)[:, None, :] * others
     back = (q * share * v_dim * plan.itemsize)[:, :, None] * others
     return into, back
@@ -59,7 +58,7 @@ def received(plan: Plan, mask: str) -> Int64:
         tokens = np.full(plan.num_groups, padded, np.int64)
     else:
         tokens = plan.group_traffic(mask).sum(axis=1)
-    exchanged = np.repeat(tokens * kv_token_bytes(plan), plan.inner)
+    exchanged = np.repeat(tokens, plan.inner) * kv_token_bytes(plan)
     if plan.inner == 1:
         return exchanged
     into, back = traded_bytes(plan)
@@ -76,7 +75,7 @@ def resident(plan: Plan, mask: str) -> Int64:
         tokens = (arriving[1:] + arriving[:-1]).max(axis=0, initial=0)
     else:
         tokens = plan.group_traffic(mask).sum(axis=1)
-    return np.repeat(tokens * kv_token_bytes(plan), plan.inner) + _traded(plan)
+    return np.repeat(tokens, plan.inner) * kv_token_bytes(plan) + _traded(plan)
 
 
 def saved(plan: Plan, mask: str) -> Int64:
@@ -86,7 +85,7 @@ def saved(plan: Plan, mask: str) -> Int64:
         tokens = _shards_received(plan, mask).sum(axis=0)  # by whatever way they came, each of them once
     elif plan.keep_kv:
         tokens = plan.group_traffic(mask).sum(axis=1)
-    return np.repeat(tokens * kv_token_bytes(plan), plan.inner) + _traded(plan)
+    return np.repeat(tokens, plan.inner) * kv_token_bytes(plan) + _traded(plan)
 
 
 def _shards_received(plan: Plan, mask: str) -> Int64:
@@ -102,5 +101,5 @@ def _traded(plan: Plan) -> Int64:
     if plan.inner == 1:
         return np.zeros(plan.num_ranks, np.int64)
     heads, _, qk_dim, v_dim = plan.attention_shape
-    q = plan.groups.tokens_per_rank * (heads // plan.inner) * (qk_dim + v_dim) * plan.itemsize
-    return plan.batch_size * np.repeat(q + plan.kv_groups.tokens_per_rank * kv_token_bytes(plan), plan.inner)
+    q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
+    return q * (heads // plan.inner) * (qk_dim + v_dim) * plan.itemsize + kv * kv_token_bytes(plan)

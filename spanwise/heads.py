@@ -28,6 +28,18 @@ def kv_heads_read(num_q_heads: int, num_kv_heads: int, num_ranks: int, rank: int
     return tuple(head // (num_q_heads // num_kv_heads) for head in range(rank * own, (rank + 1) * own))
 
 
+def kv_heads_held(num_q_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> int:
+    """K/V heads that the rank computes with: those that its query heads read, equally many each, or one for each of
+    its query heads where they cannot be grouped so.
+
+    >>> [kv_heads_held(12, 4, 2, rank) for rank in range(2)], [kv_heads_held(24, 6, 8, rank) for rank in range(4)]
+    ([2, 2], [1, 3, 2, 1])
+    """
+    read = kv_heads_read(num_q_heads, num_kv_heads, num_ranks, rank)
+    readers = {read.count(head) for head in read}
+    return len(set(read)) if len(readers) == 1 else len(read)
+
+
 def kv_heads_of(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, tuple[int, ...]]:
     """How many K/V heads a rank receives, and the first one of each rank's window.
 

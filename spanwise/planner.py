@@ -147,7 +147,10 @@ def make_plan(
             f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
         )
     if exchange not in ("needed", "auto") and stages not in (None, 1):
-        raise ValueError(f"exchange {exchange!r} has no choice of pieces, got stages={stages}; use exchange='needed'")
+        how = {"all_gather": "brings K/V in one piece", "ring": "brings K/V shard by shard"}.get(
+            exchange, "cuts nothing"
+        )
+        raise ValueError(f"exchange {exchange!r} {how}, got stages={stages}; use exchange='needed'")
     if packing is not None:
         _check_packing(packing, masks, cu_seqlens)
     if memory_budget is not None:

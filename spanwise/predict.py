@@ -45,8 +45,8 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     hardware = plan.hardware
     heads, _, qk_dim, v_dim = plan.attention_shape
     heads //= plan.inner  # what follows is one rank's share of the heads, over the tokens of its group
-    kv_bytes = footprint.kv_token_bytes(plan)
-    grad_bytes = kv_bytes // plan.itemsize * plan.sum_itemsize
+    kv_bytes = footprint.kv_token_bytes(plan).astype(np.float64)  # of each rank
+    grad_bytes = kv_bytes / plan.itemsize * plan.sum_itemsize
     out_bytes = heads * v_dim * plan.itemsize
     tokens, keys = (
         plan.batch_size * np.repeat(layout.tokens_per_rank.astype(np.float64), plan.inner)
@@ -67,11 +67,11 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
     sent = arriving.sum(axis=(0, 1)) if plan.exchange == "needed" else keys * bool(pieces)
     if plan.exchange == "all_gather" and plan.inner == 1:
         shard = plan.batch_size * float(plan.kv_layout.tokens_per_rank.max())
-        to_go = [hardware.all_gather_seconds(shard * kv_bytes, plan.num_ranks)] * pieces
-        to_come = [hardware.reduce_scatter_seconds(shard * grad_bytes, plan.num_ranks)] * pieces
+        to_go = [hardware.all_gather_seconds(shard * kv_bytes[0], plan.num_ranks)] * pieces
+        to_come = [hardware.reduce_scatter_seconds(shard * grad_bytes[0], plan.num_ranks)] * pieces
     else:
-        to_go = [hardware.all_to_all_seconds(x * kv_bytes) for x in arriving]
-        to_come = [hardware.all_to_all_seconds(x.T * grad_bytes) for x in arriving]
+        to_go = [hardware.all_to_all_seconds(x * kv_bytes[:, None]) for x in arriving]
+        to_come = [hardware.all_to_all_seconds(x.T * grad_bytes[:, None]) for x in arriving]
     if plan.exchange == "ring":
         layouts = plan.groups, plan.kv_groups
         areas = counting.ring_areas(plan.hops(mask), plan.mask(mask), *layouts, plan.batch_size)
@@ -85,12 +85,12 @@ def simulate(plan: Plan, mask: str) -> timeline.Timeline:
 
     # K and V side by side, and the rows that go; then each piece padded and put in order, and the parts merged.
     forward = attention(area, backward=False)
-    forward[:, 1:] += copy(2 * kv_bytes * received)
+    forward[:, 1:] += copy(2 * kv_bytes[:, None] * received)
     forward[:, -1] += merged
     pack = copy(kv_bytes * (keys * bool(pieces) + sent))
     # Backward, the merge's comes first; each piece's gradients go into the order of their departure.
     backward = attention(area, backward=True)
-    backward[:, 1:] += copy(2 * grad_bytes * received)
+    backward[:, 1:] += copy(2 * grad_bytes[:, None] * received)
     backward[:, -1] += 2 * merged
     unpack = copy(2 * grad_bytes * sent + kv_bytes * keys * bool(pieces))
     again = None if plan.keep_kv else np.array(to_go)

@@ -217,7 +217,13 @@ def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.
     )
     order = np.argsort(places, axis=1, kind="stable")
     return Trade(
-        sizes=tuple(_size(layout.num_tokens(r), device) for r in group),
+        # The rank's own number of tokens is that of its tensors, which is no unbacked one.
+        sizes=tuple(
+            _compat.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
+            if r == rank
+            else _size(layout.num_tokens(r), device)
+            for r in group
+        ),
         order=_compat.mark_dynamic(_on_device(order, device), 1),
         places=_compat.mark_dynamic(_on_device(places, device), 1),
         rank=rank - group[0],

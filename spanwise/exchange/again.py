@@ -107,7 +107,7 @@ class _Remind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.again, ctx.i = again, i
-        results = tuple(x.view_as(x) for x in tensors)
+        results = tuple(x.detach() for x in tensors)  # no view: selective checkpoints count those
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, results, strict=True) if not x.requires_grad))
         return results
 

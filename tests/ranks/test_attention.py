@@ -23,7 +23,12 @@ EXCHANGES = [
     {"exchange": "needed", "stages": 1},
     {"exchange": "needed", "stages": 3},
     {"exchange": "needed", "stages": 3, "keep_kv": False},
+    {"exchange": "ring"},
+    {"exchange": "ring", "keep_kv": True},
+    {"exchange": "ulysses"},
 ]
+TWO_LEVELS = [way for way in EXCHANGES if way != {"exchange": "ulysses"}]
+ULYSSES_HEADS = (24, 6)  # go with 1, 2, 3, 4 and 8 ranks, where some share K/V heads unevenly
 BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
 
 
@@ -53,7 +58,18 @@ def run(problem: Problem, plan: spanwise.Plan, kernel: str) -> list[tuple[torch.
         out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
         return (out.detach(), aux.lse.detach(), *(x.grad for x in leaves))
 
-    return run_ranks(plan.num_ranks, on_rank)
+    return run_ranks(plan.num_ranks, on_rank, **mesh_of(plan))
+
+
+def mesh_of(plan: spanwise.Plan) -> dict[str, Any]:
+    """Arguments of `run_ranks` for the mesh that the plan wants."""
+    if plan.inner in (1, plan.num_ranks):
+        return {}
+    return {"mesh_shape": (plan.num_groups, plan.inner), "mesh_dim_names": ("outer", "inner")}
+
+
+def heads_for(exchange: dict[str, Any]) -> tuple[int, int]:
+    return ULYSSES_HEADS if exchange["exchange"] == "ulysses" else (4, 2)
 
 
 def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tensor, ...]], tolerance: float) -> None:
@@ -79,8 +95,27 @@ def test_matches_one_device(
     exchange: dict[str, Any], num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     mask = masks()[name]
-    problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
+    problem = make_problem(mask.dense(), heads=heads_for(exchange), dims=(8, 6), dtype=dtype)
     plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange, block_size=8)
+    check(problem, plan, run(problem, plan, kernel), tolerance)
+
+
+@pytest.mark.parametrize("exchange", TWO_LEVELS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("axes", [(1, 2), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("name", sorted(masks()))
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
+)
+def test_two_levels(
+    exchange: dict[str, Any], axes: tuple[int, int], name: str, kernel: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Heads are traded on the inner axis, K/V travel on the outer one."""
+    if axes[0] == 1 and exchange.get("keep_kv") is False:
+        pytest.skip("one group brings no K/V, and says so")
+    mask = masks()[name]
+    problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
+    plan = spanwise.make_plan(mask, axes, balancer="head_tail", **exchange, block_size=8)
+    assert plan.inner == axes[1]
     check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
@@ -89,7 +124,7 @@ def test_matches_one_device(
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_every_balancer(exchange: dict[str, Any], balancer: str, num_ranks: int) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
-    problem = make_problem(mask.dense())
+    problem = make_problem(mask.dense(), heads=heads_for(exchange))
     plan = spanwise.make_plan(mask, num_ranks, balancer=balancer, **exchange, block_size=8, cu_seqlens=CU_SEQLENS)
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
@@ -128,15 +163,18 @@ def test_bfloat16(exchange: dict[str, Any], heads: tuple[int, int], tolerance: f
 def test_gradients_are_summed_in_float32(exchange: dict[str, Any]) -> None:
     """One key that all of eight ranks read: dv is a sum whose terms bfloat16 would lose one by one."""
     ranks = 8
+    heads = ranks if exchange["exchange"] == "ulysses" else 1
     mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
     plan = spanwise.make_plan(mask, ranks, balancer="contiguous", **exchange, block_size=1)
     # In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel.
     grads = torch.tensor([0.0, 256.0] + [1.0] * (ranks - 2))
 
     def on_rank(rank: int, mesh: object) -> torch.Tensor:
-        q, k, v = (torch.ones(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (heads, 1, 1))
         out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
-        out.backward(torch.full_like(out, float(grads[rank])))
+        # Ulysses adds tokens where they are computed, and what travels is a sum over heads.
+        by_head = grads.view(1, heads, 1, 1).expand(out.shape) if heads > 1 else grads[rank].expand(out.shape)
+        out.backward(by_head.to(out.dtype) * (rank == 0 if heads > 1 else 1))
         return v.grad
 
     dv = run_ranks(ranks, on_rank)
@@ -173,16 +211,19 @@ def test_several_masks_share_a_layout() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("axes", [3, (2, 3), (3, 2)])
 def test_bytes_on_the_wire(
-    monkeypatch: pytest.MonkeyPatch, exchange: dict[str, Any], dtype: torch.dtype, batched: bool
+    monkeypatch: pytest.MonkeyPatch, exchange: dict[str, Any], dtype: torch.dtype, batched: bool, axes: Any
 ) -> None:
     """What a rank receives from others in a forward is what the plan says, to the byte."""
+    if axes != 3 and exchange == {"exchange": "ulysses"}:
+        pytest.skip("the inner axis trades heads already")
     documents = SpanMask.documents(CU_SEQLENS)
     mask = SpanMask.stack([documents, SpanMask.sliding_window(LENGTH, 5)]) if batched else documents
-    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    plan = spanwise.make_plan(mask, 3, balancer="lpt", **exchange, block_size=8, dtype=dtype, **shape)
-    problem = make_problem(mask.dense(), batch=mask.batch_size, dims=(8, 6), dtype=dtype)
-    received = [0, 0, 0]
+    shape = {"num_q_heads": 12, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
+    plan = spanwise.make_plan(mask, axes, balancer="lpt", **exchange, block_size=8, dtype=dtype, **shape)
+    problem = make_problem(mask.dense(), batch=mask.batch_size, heads=(12, 2), dims=(8, 6), dtype=dtype)
+    received = [0] * plan.num_ranks
     ranks = threading.local()
     gather, exchange_rows = _compat.start_all_gather, _compat.start_all_to_all
 
@@ -192,8 +233,8 @@ def test_bytes_on_the_wire(
         return gather(x, size, name)
 
     def count_rows(x, recv_rows, send_rows, name):
-        received[ranks.rank] += sum(recv_rows) * x.shape[1] * x.element_size()
-        assert recv_rows[ranks.rank] == send_rows[ranks.rank] == 0
+        own = _compat.find_group(name).rank()  # what a rank sends itself does not travel
+        received[ranks.rank] += (sum(recv_rows) - recv_rows[own]) * x.shape[1] * x.element_size()
         return exchange_rows(x, recv_rows, send_rows, name)
 
     def on_rank(rank: int, mesh: object) -> None:
@@ -203,7 +244,7 @@ def test_bytes_on_the_wire(
 
     monkeypatch.setattr(_compat, "start_all_gather", count_gather)
     monkeypatch.setattr(_compat, "start_all_to_all", count_rows)
-    run_ranks(3, on_rank)
+    run_ranks(plan.num_ranks, on_rank, **mesh_of(plan))
     assert received == plan.recv_bytes().tolist()
 
 

@@ -89,7 +89,7 @@ def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, k
     def recorded_start(x: torch.Tensor, recv: list[int], send: list[int], name: str) -> torch.Tensor:
         result = start(x, recv, send, name)
         if is_rank_0():
-            label = f"{len(started)}"
+            label = f"{sum(e.startswith('start') for e in events)}"
             started[result.data_ptr()] = label
             events.append(f"start {label}")
         return result
@@ -120,7 +120,7 @@ def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exch
     """Bytes that live between forward and backward, for a kernel that makes its keys contiguous as flex does."""
     plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange=exchange, block_size=8, keep_kv=keep_kv)
     received = plan.recv_tokens()
-    kernel, saved = kernels.attend, {0: [], 1: []}
+    kernel, saved = kernels.attend_part, {0: [], 1: []}
 
     def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
         mine = saved[torch.distributed.get_rank()]
@@ -128,7 +128,7 @@ def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exch
         mine.append([weakref.ref(x.untyped_storage()) for x in (k, v)])
         return kernel(name, q, k, v, *args, **options)
 
-    monkeypatch.setattr(kernels, "attend", attend)
+    monkeypatch.setattr(kernels, "attend_part", attend)
     alive: dict[int, list[bool]] = {}
 
     def look(rank: int) -> None:
@@ -156,7 +156,7 @@ def test_stages_are_checked() -> None:
     for stages in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="stages must be a positive integer"):
             spanwise.make_plan(MASK, 2, stages=stages)
-    with pytest.raises(ValueError, match="an all_gather brings K/V in one piece, got stages=2"):
+    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one piece, got stages=2"):
         spanwise.make_plan(MASK, 2, exchange="all_gather", stages=2)
 
 
