@@ -1,4 +1,4 @@
-"""The trade of token shards for head shards: where heads land, what travels, gradients, and one graph for many sizes."""
+"""Token shards traded for head shards: where heads land, what travels, gradients, and one graph for many sizes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ HEADS = [
     (12, 2, 4),
     (12, 4, 6),
     (12, 4, 3),
+    (6, 3, 2),
     (10, 2, 5),
     (8, 1, 4),
     (6, 2, 1),
@@ -259,13 +260,13 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
 
     def there_and_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trade: Trade) -> torch.Tensor:
         q, k, v = ulysses.to_heads(q, k, v, trade, name, "test")
-        mixed = q * (1 + k.mean((1, 2), keepdim=True)) * v.cumsum(2).mean(1, keepdim=True)
+        mixed = q * (k.mean(2, keepdim=True) + v.cumsum(2))  # one K/V head a query head: the groups here are uneven
         return ulysses.to_tokens(mixed, trade, name, "test")
 
     compiled = torch.compile(
         there_and_back, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True
     )
-    for i, sizes in enumerate([(5, 4), (3, 9), (6, 1), (7, 0), (2, 3), (12, 8), (4, 4)]):
+    for i, sizes in enumerate([(5, 4), (3, 9), (7, 0), (2, 8)]):
         tokens = deal(list(sizes), 1, seed=i)
         generator = torch.Generator().manual_seed(i)
         length = sum(sizes)
@@ -281,12 +282,11 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
     return graphs
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 1)])
-def test_one_graph_serves_many_sizes(gloo_pool: GlooPool, heads: tuple[int, int]) -> None:
+def test_one_graph_serves_many_sizes(gloo_pool: GlooPool) -> None:
     there, back = "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"
-    for rank, graphs in enumerate(gloo_pool.run(2, compiled_trades, heads, timeout=100)):
+    for rank, graphs in enumerate(gloo_pool.run(2, compiled_trades, (6, 3), timeout=100)):
         orders = [[name for name in graph if name in (there, back)] for graph in graphs]
         forwards = orders.count([there, there, back, back, there, back])
         assert forwards + orders.count([there, back, there, there, back, back]) == len(orders) == 2 * forwards
-        # The first shape of q may be a constant, and its 0 or 1 rows are on rank 1; those of another rank are not.
-        assert forwards <= (2, 4)[rank]
+        # The first shape of q may be a constant, and q without rows is one on rank 1. To rank 0 it is a size like others.
+        assert forwards <= (2, 3)[rank]
