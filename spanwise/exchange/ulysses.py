@@ -22,7 +22,7 @@ import torch
 from spanwise import _compat
 from spanwise.exchange import failure
 from spanwise.exchange._gradients import check_first_order, returned
-from spanwise.heads import check_heads, kv_heads_of, kv_heads_read
+from spanwise.heads import kv_heads_of, kv_heads_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,6 @@ def to_heads(
     """
     kv_trade = trade if kv_trade is None else kv_trade
     num_ranks, num_heads = trade.num_ranks, q.shape[1]
-    check_heads(num_heads, k.shape[1], num_ranks)
     count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
     own = num_heads // num_ranks
     reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))

@@ -288,5 +288,5 @@ def test_one_graph_serves_many_sizes(gloo_pool: GlooPool) -> None:
         orders = [[name for name in graph if name in (there, back)] for graph in graphs]
         forwards = orders.count([there, there, back, back, there, back])
         assert forwards + orders.count([there, back, there, there, back, back]) == len(orders) == 2 * forwards
-        # The first shape of q may be a constant, and q without rows is one on rank 1. To rank 0 it is a size like others.
+        # The first shape of q may be a constant, and q without rows is one on rank 1. To rank 0 it is a size.
         assert forwards <= (2, 3)[rank]
