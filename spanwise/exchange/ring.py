@@ -54,18 +54,13 @@ class Hop:
 _compat.register_pytree_dataclass(Hop, static=("stride",))
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One buffer ``[T, F]`` that holds `k` ``[B, H, T, D]`` and then `v` ``[B, H, T, Dv]``; a copy.
-
-    Args:
-        dtype: of the buffer; default: that of `k`.
-    """
+def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One buffer ``[T, F]`` that holds `k` ``[B, H, T, D]`` and then `v` ``[B, H, T, Dv]``; a copy."""
     dims = _dims(k, v)
-    batch, heads, k_dim, v_dim = dims
-    buffer = k.new_empty(k.shape[2], batch * heads * (k_dim + v_dim), dtype=dtype)
-    for part, x in zip(unpack(buffer, dims), (k, v), strict=True):
+    buffer_TF = k.new_empty(k.shape[2], _features(dims))
+    for part, x in zip(unpack(buffer_TF, dims), (k, v), strict=True):
         part.copy_(x)
-    return buffer
+    return buffer_TF
 
 
 def unpack(buffer_TF: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +73,11 @@ def unpack(buffer_TF: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Ten
 
 def _dims(k: torch.Tensor, v: torch.Tensor) -> Dims:
     return k.shape[0], k.shape[1], k.shape[3], v.shape[3]
+
+
+def _features(dims: Dims) -> int:
+    batch, heads, k_dim, v_dim = dims
+    return batch * heads * (k_dim + v_dim)
 
 
 class _Ring(NamedTuple):
@@ -108,6 +108,12 @@ def _what(ring: _Ring, i: int, of: str = "") -> str:
     return f"hop {i + 1} of {len(ring.strides)} of {of}{ring.label}"
 
 
+def _without_zeros(ctx: Any) -> None:
+    """In the backward, None for outputs without a gradient: zeros as large as a shard for what was under way."""
+    if not torch.compiler.is_compiling():  # which drops them itself
+        ctx.set_materialize_grads(False)
+
+
 class _Start(torch.autograd.Function):
     """The first hop departs; the backward waits for this rank's gradient to come home."""
 
@@ -115,6 +121,7 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any, k: torch.Tensor, v: torch.Tensor, ring: _Ring, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _without_zeros(ctx)
         ctx.dims, ctx.dtype, ctx.ring = _dims(k, v), k.dtype, ring
         own_TF = pack(k, v)
         data = _send(ring, own_TF, ring.strides[0], rows, _what(ring, 0))
@@ -136,6 +143,7 @@ class _Step(torch.autograd.Function):
         ctx: Any, data: torch.Tensor, sent: torch.Tensor, dims: Dims, ring: _Ring, i: int, next_rows: int | None
     ) -> tuple[torch.Tensor, ...]:
         # `sent` is the anchor of what this rank sent in the hop: its gradient is what comes back.
+        _without_zeros(ctx)
         ctx.dims, ctx.ring, ctx.i, ctx.rows_sent, ctx.sum_dtype = dims, ring, i, sent.shape[0], sent.dtype
         arrived_TF = failure.wait(data, _what(ring, i), ring.name)
         piece = unpack(arrived_TF, dims)
@@ -146,15 +154,18 @@ class _Step(torch.autograd.Function):
         return *piece, pending, anchor(arrived_TF.shape, arrived_TF)
 
     @staticmethod
-    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *later: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         check_first_order()
         ring, i = ctx.ring, ctx.i
-        if later:
-            total_TF = failure.wait(later[1], _what(ring, i + 1, "gradients, "), ring.name)
-            for part, grad in zip(unpack(total_TF, ctx.dims), (grad_k, grad_v), strict=True):
-                part.add_(grad)
+        of_piece = grads[:2]
+        if len(grads) > 2 and grads[3] is not None:
+            total_TF = failure.wait(grads[3], _what(ring, i + 1, "gradients, "), ring.name)
         else:
-            total_TF = pack(grad_k, grad_v, ctx.sum_dtype)
+            one = next(grad for grad in of_piece if grad is not None)  # or this node would have nothing to do
+            total_TF = one.new_zeros(one.shape[2], _features(ctx.dims), dtype=ctx.sum_dtype)
+        for part, grad in zip(unpack(total_TF, ctx.dims), of_piece, strict=True):
+            if grad is not None:
+                part.add_(grad)
         pending = _send(ring, total_TF, -ring.strides[i], ctx.rows_sent, _what(ring, i, "gradients, "))
         return None, returned(pending), None, None, None, None
 

@@ -22,7 +22,7 @@ import torch
 from spanwise import _compat
 from spanwise.exchange import failure
 from spanwise.exchange._gradients import check_first_order, returned
-from spanwise.heads import check_heads, kv_heads_of, kv_heads_read
+from spanwise.heads import kv_heads_of, kv_heads_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,6 @@ def to_heads(
     """
     kv_trade = trade if kv_trade is None else kv_trade
     num_ranks, num_heads = trade.num_ranks, q.shape[1]
-    check_heads(num_heads, k.shape[1], num_ranks)
     count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
     own = num_heads // num_ranks
     reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))
@@ -97,10 +96,10 @@ def to_heads(
     tables_q, tables_kv = (trade.order, trade.places), (kv_trade.order, kv_trade.places)
     batch, k_dim, v_dim = q.shape[0], k.shape[3], v.shape[3]
     (q,) = _WaitHeads.apply(
-        *started_q, *tables_q, tokens, trade.rank, batch, tuple(range(own)), (q.shape[3],), name, q_label
+        *started_q, *tables_q, trade.rank, batch, tuple(range(own)), (q.shape[3],), name, q_label, *trade.sizes
     )
     k, v = _WaitHeads.apply(
-        *started_kv, *tables_kv, kv_tokens, trade.rank, batch, reads, (k_dim, v_dim), name, kv_label
+        *started_kv, *tables_kv, trade.rank, batch, reads, (k_dim, v_dim), name, kv_label, *kv_trade.sizes
     )
     return q, k, v
 
@@ -121,7 +120,7 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Ten
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
     started = _StartTokens.apply(x_BhSD, trade.order, trade.places, trade.tokens, trade.rank, name, label)
     batch, dim = x_BhSD.shape[0], x_BhSD.shape[3]
-    x_BHTD = _WaitTokens.apply(*started, trade.tokens, trade.rank, batch, dim, name, label)
+    x_BHTD = _WaitTokens.apply(*started, trade.rank, batch, dim, name, label, *trade.sizes)
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
 
@@ -159,16 +158,16 @@ class _WaitHeads(torch.autograd.Function):
         anchor_WF: torch.Tensor,
         order: torch.Tensor,
         places: torch.Tensor,
-        tokens: list[int],
         rank: int,
         batch: int,
         reads: tuple[int, ...],
         dims: tuple[int, ...],
         name: str,
         label: str,
+        *sizes: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(places)
-        ctx.tokens, ctx.rank, ctx.reads, ctx.name, ctx.label = tokens, rank, reads, name, label
+        ctx.save_for_backward(places, *sizes)  # not plain numbers: torch.compile loses those that only a backward uses
+        ctx.rank, ctx.reads, ctx.name, ctx.label = rank, reads, name, label
         ctx.count, ctx.sum_dtype = data_WF.shape[1] // (batch * sum(dims)), anchor_WF.dtype
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
         x_BShF = _ordered(arrived_WF, order, batch).unflatten(2, (ctx.count, sum(dims)))
@@ -177,12 +176,13 @@ class _WaitHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
-        (places,) = ctx.saved_tensors
+        places, *sizes = ctx.saved_tensors
+        tokens = [x.shape[0] for x in sizes]
         folded = [_from_queries(grad, ctx.reads, ctx.count, ctx.sum_dtype) for grad in grads]
         sent_WF = _in_rank_order(folded, places)
-        back = [ctx.tokens[ctx.rank]] * len(ctx.tokens)
-        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, back, ctx.tokens)
-        return None, returned(pending), *[None] * 9
+        back = [tokens[ctx.rank]] * len(tokens)
+        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, back, tokens)
+        return None, returned(pending), *[None] * (8 + len(sizes))
 
 
 class _StartTokens(torch.autograd.Function):
@@ -218,26 +218,28 @@ class _WaitTokens(torch.autograd.Function):
         ctx: Any,
         data_WF: torch.Tensor,
         anchor_WF: torch.Tensor,
-        tokens: list[int],
         rank: int,
         batch: int,
         dim: int,
         name: str,
         label: str,
+        *sizes: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.tokens, ctx.name, ctx.label = tokens, name, label
+        ctx.save_for_backward(*sizes)
+        ctx.name, ctx.label = name, label
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
         ctx.count = arrived_WF.shape[1] // (batch * dim)
-        return _by_head(arrived_WF.view(len(tokens), tokens[rank], batch, ctx.count, dim))
+        return _by_head(arrived_WF.view(len(sizes), sizes[rank].shape[0], batch, ctx.count, dim))
 
     @staticmethod
     def backward(ctx: Any, grad_BHTD: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
+        tokens = [x.shape[0] for x in ctx.saved_tensors]
         firsts = tuple(range(0, grad_BHTD.shape[1], ctx.count))
         sent_WF = _deal((grad_BHTD,), ctx.count, firsts)
-        sizes = [grad_BHTD.shape[2]] * len(ctx.tokens)
-        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, ctx.tokens, sizes)
-        return None, returned(pending), *[None] * 6
+        sizes = [grad_BHTD.shape[2]] * len(tokens)
+        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, tokens, sizes)
+        return None, returned(pending), *[None] * (5 + len(tokens))
 
 
 def _trade(what: str, name: str, sent_WF: torch.Tensor, recv: list[int], send: list[int]) -> torch.Tensor:

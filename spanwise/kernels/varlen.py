@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
+_MAX_SEQUENCES = 65535  # they are the second axis of the kernel's launch grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class VarlenTables:
         calls = [(*r.window, r.max_q, r.max_k, len(r.cu_seq_q) - 1) for r in rounds]
 
         def joined(name: str) -> torch.Tensor:
-            return torch.tensor([x for r in rounds for x in getattr(r, name).tolist()], dtype=torch.int32)
+            offsets = [torch.from_numpy(getattr(r, name)) for r in rounds]
+            return torch.cat([torch.empty(0, dtype=torch.int32), *offsets])
 
         def stacked(name: str, length: int) -> torch.Tensor:
             masks = torch.empty(len(rounds), batch, length, dtype=torch.bool)
@@ -158,11 +160,17 @@ def check(
 
 def check_tables(q: torch.Tensor, k: torch.Tensor, tables: VarlenTables) -> None:
     """Raises ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
-    batch, q_len, kv_len = tables.rows.shape[1], tables.rows.shape[2], tables.keys.shape[2]
+    batch, q_len, kv_len = *tables.rows.shape[1:], tables.keys.shape[2]
     if batch not in (1, q.shape[0]) or q_len != q.shape[2] or kv_len != k.shape[2]:
         raise ValueError(
             f"the rounds are those of a mask of {batch} batch rows, {q_len} queries and {kv_len} keys; q and k have "
             f"{q.shape[0]}, {q.shape[2]} and {k.shape[2]}"
+        )
+    longest = max((call[-1] for call in tables.calls.tolist()), default=0) * (q.shape[0] // batch)  # host memory
+    if longest > _MAX_SEQUENCES:
+        raise ValueError(
+            f"kernel 'varlen' takes up to {_MAX_SEQUENCES} sequences in a call, the mask makes {longest} of "
+            f"{q.shape[0]} batch rows; use kernel='flex'"
         )
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
-from spanwise.exchange import ring
+from spanwise.exchange import failure, ring
 from spanwise.exchange.again import Again
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_lost_peer import NEVER, World, lose
 
 
 class Case(NamedTuple):
@@ -68,40 +76,132 @@ CASES = {
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
+def quiet(_: str) -> None: ...
+
+
 def step(
-    rank: int, mesh: DeviceMesh, case: Case, *, keep: bool = True, watch: Callable[[str], None] = lambda _: None
+    rank: int, mesh: DeviceMesh, case: Case, *, keep: bool = True, watch: Callable[[str], None] = quiet
 ) -> list[torch.Tensor]:
-    """Gradients of this rank's shard."""
+    """Gradients of this rank's shard; `watch` is called where attention to a piece would begin (own: -1)."""
     name, ranks = mesh.get_group().group_name, len(case.tokens)
     k, v = (x.requires_grad_() for x in case.shard(rank))
     hops = case.hops(rank)
-    again = None
-    if not keep:
-        fetches = ring.fetches(k.detach(), v.detach(), hops, rank, ranks, name, "K/V again")
-        again = Again(fetches, chained=True)
+    fetches = ring.fetches(k.detach(), v.detach(), hops, rank, ranks, name, "K/V again")
+    again = Again([] if keep else fetches, chained=True)
     started = ring.start(k, v, hops, rank, ranks, name, "K/V")
-    watch("attention -1")
-    total = case.loss(rank, -1, k, v)
-    if again is not None:
-        (total,) = again.remind(-1, total)
-    for i in range(len(hops)):
-        k_piece, v_piece = next(started)
+    parts = []
+    for i in range(-1, len(hops)):
+        pair = (k, v) if i == -1 else next(started)
         watch(f"attention {i}")
-        owner = case.shard((rank - case.offsets[i]) % ranks)
-        for got, want in zip((k_piece, v_piece), owner, strict=True):
-            assert got.is_contiguous() and torch.equal(got.detach(), want)
-        if again is None:
-            part = case.loss(rank, i, k_piece, v_piece)
-        else:
-            with again.forgetting(i, k_piece, v_piece):
-                part = case.loss(rank, i, k_piece, v_piece)
-            (part,) = again.remind(i, part)
-        total = total + part
-        del k_piece, v_piece, owner, got, want
+        owner = case.shard(rank if i == -1 else (rank - case.offsets[i]) % ranks)
+        assert all(torch.equal(got.detach(), want) for got, want in zip(pair, owner, strict=True))
+        assert i == -1 or all(x.is_contiguous() for x in pair)
+        with contextlib.nullcontext() if keep or i == -1 else again.forgetting(i, *pair):
+            part = case.loss(rank, i, *pair)
+        del pair
+        part.register_hook(lambda _, i=i: watch(f"attention {i}'"))
+        parts += [part] if keep else again.remind(i, part)
     assert next(started, None) is None
     watch("backward")
-    total.backward()
+    torch.stack(parts).sum().backward()
+    watch("done")
+    assert k.grad is not None and v.grad is not None
     return [k.grad, v.grad]
+
+
+FOUR = Case((3, 1, 4, 2), (1, 3), shape=(1, 2, 8, 8))
+FORWARD = ["start 1", "attention -1", "wait 1", "start 2", "attention 0", "wait 2", "attention 1", "backward"]
+KEPT = [
+    "attention 1'", "start 2 gradients", "attention 0'", "wait 2 gradients", "start 1 gradients", "attention -1'",
+    "wait 1 gradients", "done",
+]  # fmt: skip
+AGAIN = [
+    "start 2 again", "wait 2 again", "start 1 again", "attention 1'", "start 2 gradients",
+    "attention 0'", "wait 1 again", "wait 2 gradients", "start 1 gradients", "attention -1'",
+    "wait 1 gradients", "done",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_order(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    """Of starts, waits and attention on rank 0: each hop travels beside attention, forward and backward."""
+    events: list[str] = []
+    rank_0 = threading.local()
+    for moment, at in (("start", 0), ("wait", 1)):
+        original = getattr(failure, moment)
+
+        def recorded(*args: Any, moment: str = moment, what_at: int = at, original: Any = original) -> Any:
+            what = args[what_at]
+            kind = " gradients" if "gradients" in what else " again" if "again" in what else ""
+            if hasattr(rank_0, "events"):
+                rank_0.events.append(f"{moment} {what.split()[1]}{kind}")
+            return original(*args)
+
+        monkeypatch.setattr(failure, moment, recorded)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        if rank == 0:
+            rank_0.events = events
+        step(rank, mesh, FOUR, keep=keep, watch=events.append if rank == 0 else quiet)
+
+    run_ranks(4, on_rank)
+    assert events == FORWARD + (KEPT if keep else AGAIN)
+
+
+def slow_rank(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> list[torch.Tensor]:
+    """Rank 0 stays in each attention until the others are in the one after it, which needs the hop between the two."""
+    store = _compat.group_store(mesh.get_group())
+    last = len(case.offsets) - 1
+    after = {f"attention {i}": f"attention {i + 1}" for i in range(-1, last)}
+    after |= {f"attention {i}'": f"attention {i - 1}'" for i in range(last)} | {"attention -1'": "done"}
+
+    def watch(event: str) -> None:
+        if rank == 0 and event in after:
+            store.wait([f"{after[event]} on {peer}" for peer in range(1, mesh.size())], timedelta(seconds=10))
+        store.set(f"{event} on {rank}", "")
+
+    before = torch._C._distributed_c10d._get_work_registry_size()
+    result = step(rank, mesh, case, keep=keep, watch=watch)
+    assert torch._C._distributed_c10d._get_work_registry_size() == before
+    return result
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_hops_arrive_while_a_rank_computes(gloo_pool: GlooPool, keep: bool) -> None:
+    # Shards that are larger than what a socket holds.
+    for case in (Case((3000, 1, 0, 4000), (1, 2, 3), shape=(1, 2, 64, 48)), FOUR):
+        for rank, got in enumerate(gloo_pool.run(4, slow_rank, case, keep)):
+            assert all(close(x, want, 1e-12) for x, want in zip(got, case.gradients(rank), strict=True))
+
+
+def live_buffers(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Most buffers of K/V and of gradients that are alive at once, in the forward and in the backward."""
+    begin = _compat.start_all_to_all
+    buffers: dict[int, tuple[str, Any]] = {}
+    peaks: list[dict[str, int]] = [{}]
+
+    def recorded(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        received = begin(x, *args)
+        for buffer in (x, received):
+            kind = "gradients" if buffer.dtype == torch.float32 else "K/V"
+            storage = buffer.untyped_storage()
+            buffers[storage.data_ptr()] = (kind, weakref.ref(storage))
+        alive = Counter(kind for kind, ref in buffers.values() if ref() is not None)
+        peaks[-1] = {kind: max(alive[kind], peaks[-1].get(kind, 0)) for kind in ("K/V", "gradients")}
+        return received
+
+    with mock.patch.object(_compat, "start_all_to_all", recorded):
+        step(rank, mesh, case, keep=keep, watch=lambda event: peaks.append({}) if event == "backward" else None)
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_two_shards_beside_the_own_are_alive(gloo_pool: GlooPool, keep: bool) -> None:
+    case = Case((2, 3, 4, 5), (1, 2, 3), torch.bfloat16)
+    for forward, backward in gloo_pool.run(4, live_buffers, case, keep):
+        # What is kept, the last attention's backward has let go of when the first gradient departs.
+        assert forward == {"K/V": 3 if keep else 2, "gradients": 0}
+        assert backward == {"K/V": 2, "gradients": 2}
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -116,6 +216,21 @@ def test_gradients(name: str, keep: bool) -> None:
 
 def close(x: torch.Tensor, want: torch.Tensor, bound: float) -> bool:
     return x.numel() == 0 or float((x.double() - want).abs().amax()) <= bound * float(want.abs().amax())
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    """In bfloat16 256 + 1 is 256 again: a running sum would lose every 1."""
+    case = Case((1, 1, 1, 1), (1, 2, 3), torch.bfloat16)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> list[torch.Tensor]:
+        k, v = (x.requires_grad_() for x in case.shard(rank))
+        started = ring.start(k, v, case.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        (k_1, v_1), (k_2, v_2), (k_3, v_3) = started
+        ((k_1 + k_2 + 256 * k_3).sum() + (256 * v_1 + v_2 + v_3).sum()).backward()
+        return [k.grad, v.grad]
+
+    for grads in run_ranks(4, on_rank):
+        assert [x.unique().tolist() for x in grads] == [[258.0], [258.0]]
 
 
 def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
@@ -170,3 +285,86 @@ def test_one_graph_serves_shards_of_any_size(gloo_pool: GlooPool) -> None:
             for x, want in zip(got, compiled_gradients(case, rank), strict=True):
                 assert close(x, want, 1e-10)
     assert all(min(case.tokens[:2]) > 1 for case in cases)  # these ranks have one graph, and receive 5, 1 and 0 rows
+
+
+def twice(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
+    """Two backwards of one graph, and a second ring between its forward and its backward; halves of the sums."""
+    name, ranks = mesh.get_group().group_name, len(case.tokens)
+    leaves = [[x.requires_grad_() for x in case.shard(rank)] for _ in range(2)]
+    totals = []
+    for k, v in leaves:
+        total = case.loss(rank, -1, k, v)
+        again = Again(ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V"), chained=True)
+        for i, pair in enumerate(ring.start(k, v, case.hops(rank), rank, ranks, name, "K/V")):
+            with again.forgetting(i, *pair):
+                part = case.loss(rank, i, *pair)
+            total = total + again.remind(i, part)[0]
+        totals.append(again.remind(-1, total)[0])
+    torch.autograd.backward(totals, retain_graph=True)
+    torch.autograd.backward(totals)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*leaves, strict=True))
+    return [x.grad / 2 for x in leaves[0]]
+
+
+def test_backward_twice_and_two_rings_at_once(gloo_pool: GlooPool) -> None:
+    for rank, got in enumerate(gloo_pool.run(4, twice, FOUR)):
+        assert all(close(x, want, 1e-12) for x, want in zip(got, FOUR.gradients(rank), strict=True))
+
+
+@pytest.mark.parametrize("which", ["k", "v", "none", "anomaly"])
+def test_what_needs_no_gradient(which: str) -> None:
+    def on_rank(rank: int, mesh: DeviceMesh) -> list[torch.Tensor | None]:
+        k, v = FOUR.shard(rank)
+        k.requires_grad_(which in ("k", "anomaly"))
+        v.requires_grad_(which in ("v", "anomaly"))
+        with torch.autograd.set_detect_anomaly(True) if which == "anomaly" else contextlib.nullcontext():
+            total = FOUR.loss(rank, -1, k, v)
+            pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+            for i, (k_piece, v_piece) in enumerate(pieces):
+                total = total + FOUR.loss(rank, i, k_piece, v_piece)
+            if total.requires_grad:
+                total.backward()
+        return [k.grad, v.grad]
+
+    for rank, (k_grad, v_grad) in enumerate(run_ranks(4, on_rank)):
+        for name, grad, want in zip("kv", (k_grad, v_grad), FOUR.gradients(rank), strict=True):
+            assert (grad is not None) == (which in (name, "anomaly"))
+            assert grad is None or close(grad, want, 1e-13)
+
+
+def test_second_derivatives_are_refused() -> None:
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        k, v = (x.requires_grad_() for x in FOUR.shard(rank))
+        pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        total = sum(FOUR.loss(rank, i, *pair) for i, pair in enumerate(pieces))
+        with pytest.raises(NotImplementedError, match="without create_graph=True"):
+            torch.autograd.grad(total, k, create_graph=True)
+
+    run_ranks(4, on_rank)
+
+
+def dies(rank: int, mesh: DeviceMesh, case: Case, keep: bool, moment: str) -> None:
+    def watch(event: str) -> None:
+        if rank == 2 and event == moment:
+            lose("killed")
+
+    step(rank, mesh, case, keep=keep, watch=watch)
+
+
+def test_a_lost_rank_is_named() -> None:
+    """Also by rank 0, whose neighbours are others."""
+    case = Case((3, 1, 4, 2), (1, 2, 3))
+    # (kept, when rank 2 dies, where others can notice)
+    cases = [
+        (True, "attention -1", "hop [123] of 3 of K/V"),
+        (True, "attention 1'", "hop [123] of 3 of gradients, K/V"),
+        (False, "attention 2'", "hop [123] of 3 of (gradients, K/V|K/V again)"),
+    ]
+    worlds = [World(dies, case, *each[:2], timeout=NEVER) for each in cases]
+    for (*_, what), world in zip(cases, worlds, strict=True):
+        outcomes = world.outcomes()
+        for rank in (0, 1, 3):
+            error = outcomes[rank].error
+            assert isinstance(error, failure.ExchangeError) and error.lost == (2,), outcomes[rank]
+            assert re.match(f"{what} failed on rank {rank} of 4", str(error))
+            assert outcomes[rank].seconds < 15

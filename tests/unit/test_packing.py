@@ -173,6 +173,28 @@ def test_identity(first: Packing, second: Packing) -> None:
     assert (first == second) == (first.digest() == second.digest())
 
 
+def test_every_part_of_a_packing_counts() -> None:
+    given = {
+        "cu_seqlens_q": [0, 2, 5],
+        "cu_seqlens_q_padded": [1, 4, 8],
+        "cu_seqlens_kv": [0, 2, 5],
+        "cu_seqlens_kv_padded": [1, 4, 8],
+        "q_len": 9,
+        "kv_len": 9,
+    }
+    others = {
+        "cu_seqlens_q": [0, 3, 5],
+        "cu_seqlens_q_padded": [1, 5, 8],
+        "cu_seqlens_kv": [0, 3, 5],
+        "cu_seqlens_kv_padded": [1, 5, 8],
+        "q_len": 8,
+        "kv_len": 8,
+    }
+    packings = [Packing(**given), *(Packing(**{**given, name: value}) for name, value in others.items())]
+    assert len({packing.digest() for packing in packings}) == len(set(packings)) == len(packings)
+    assert [packing.square for packing in packings] == [True] + [False] * 6
+
+
 def test_what_a_packing_refuses() -> None:
     cases = [
         (lambda: Packing([0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -272,3 +273,10 @@ def test_tables_of_another_mask() -> None:
     for name in ("documents", "batched"):
         with pytest.raises(ValueError, match="q and k have 2, 70 and 70"):
             check_tables(leaves[0], leaves[1], problem(MASKS[name])[2])
+
+
+def test_more_sequences_than_a_launch_takes() -> None:
+    leaves, _, tables = problem(SpanMask.causal(5))
+    many = dataclasses.replace(tables, calls=torch.tensor([[-1, 0, 5, 5, 40_000]]))
+    with pytest.raises(ValueError, match="up to 65535 sequences in a call, the mask makes 80000 of 2 batch rows"):
+        check_tables(leaves[0], leaves[1], many)
