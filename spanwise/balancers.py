@@ -64,13 +64,13 @@ class LayoutProblem:
                     f"a layout is for self-attention, q_len == kv_len, but mask {name!r} has q_len {mask.q_len} "
                     f"and kv_len {mask.kv_len}"
                 )
-            if mask.kv_len != (kv_len := next(iter(self.masks.values())).kv_len):
-                raise ValueError(f"all masks must have as many keys, got {kv_len} and, of {name!r}, {mask.kv_len}")
             if mask.q_len != self.seq_len:
                 raise ValueError(
                     f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens "
                     f"and {name!r} has {mask.q_len}"
                 )
+            if mask.kv_len != (kv_len := next(iter(self.masks.values())).kv_len):
+                raise ValueError(f"all masks must have as many keys, got {kv_len} and, of {name!r}, {mask.kv_len}")
             if mask.batch_size not in (1, self.batch_size):
                 raise ValueError(f"mask {name!r} has batch {mask.batch_size}, must be 1 or {self.batch_size}")
         for name, weight in weights.items():

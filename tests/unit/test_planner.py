@@ -43,7 +43,7 @@ def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: H
         assert c.exchange == "all_gather" and min(x.recv_mean for x in within) <= 0.7 * c.recv_mean
     assert plan.predict() == pytest.approx(chosen(plan).seconds)
     assert chosen(plan).recv_max == plan.recv_tokens().max() and chosen(plan).imbalance == plan.imbalance()
-    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed"}
+    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed", "ulysses"}
     assert {"contiguous", "head_tail", "local"} <= {c.balancer for c in plan.candidates}
     assert hardware.name in plan.reason
     assert all(c.balancer in plan.explain() for c in plan.candidates)
