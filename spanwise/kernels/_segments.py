@@ -23,6 +23,7 @@ import numpy as np
 Window = tuple[int, int]  # keys to the left and to the right of the diagonal; -1 is no bound
 
 _FULL: Window = (-1, -1)
+_MOST_ROUNDS = 256
 _MOST_WINDOWS = 16  # windows that bands of another shape are tried in
 
 
@@ -83,17 +84,25 @@ def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
 
     Bands as long as possible need a window each for every shape that occurs. Cut up further (`_split`), few windows
     serve all of them. Whichever needs fewer calls is taken.
+
+    Raises:
+        ValueError: more than 256 rounds.
     """
     batch, _, q_len = start.shape
-    bands = [
-        Band(band.row + b * q_len, band.row_stop + b * q_len, band.key + b * kv_len, band.key_stop + b * kv_len, window)
-        for b in range(batch)
-        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True)
-        for band in _bands(first, last)
-        for window in (band.window,)
-    ]
+    bands = []
+    for b in range(batch):
+        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True):
+            for row, row_stop, key, key_stop, window in _bands(first, last):
+                bands.append(
+                    Band(row + b * q_len, row_stop + b * q_len, key + b * kv_len, key_stop + b * kv_len, window)
+                )
     ways = (_pack(bands), _pack([piece for band in bands for piece in _split(band)]))
     chosen = min(ways, key=len)
+    if len(chosen) > _MOST_ROUNDS:
+        raise ValueError(
+            f"kernel 'varlen' would need more than {_MOST_ROUNDS} calls for this mask of {q_len} queries and {kv_len} "
+            f"keys: its rows share keys, and their spans move like no window; use kernel='flex'"
+        )
     rounds = tuple(_round(members, window, batch * q_len, batch * kv_len) for window, members in chosen)
     return Segments(rounds, batch, q_len, kv_len)
 
@@ -170,11 +179,12 @@ def _choose_windows(bands: Sequence[Band]) -> list[Window]:
 
 
 def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
-    """Deal the bands into rounds: ascending and disjoint rows and keys, one window."""
+    """Deal the bands into rounds: ascending and disjoint rows and keys, one window. Stops at one round too many."""
     if not bands:
         return []
     bands = sorted(bands)
     rounds: dict[Window, list[list[Band]]] = {}
+    count = 0
     for band, window in zip(bands, _choose_windows(bands), strict=True):
         open_rounds = rounds.setdefault(window, [])
         for members in open_rounds:
@@ -183,6 +193,9 @@ def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
                 break
         else:
             open_rounds.append([band])
+            count += 1
+            if count > _MOST_ROUNDS:
+                break
     return [(window, members) for window in sorted(rounds) for members in rounds[window]]
 
 

@@ -334,8 +334,8 @@ def forward(
     total: tuple[torch.Tensor, torch.Tensor] | None = None
     for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
         out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
-        out = out.masked_fill(~call.rows.unsqueeze(2), 0)
-        lse = lse.mT.masked_fill(~call.rows, float("-inf"))
+        out.masked_fill_(~call.rows.unsqueeze(2), 0)
+        lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
         if calls.shape[0] > 1:
             out = out.to(_lse_dtype(q))
         total = (out, lse) if total is None else merge([total, (out, lse)])
@@ -384,7 +384,7 @@ def backward(
             grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
         )
         read = (call.rows.unsqueeze(2), call.keys, call.keys)
-        parts = [grad.masked_fill(~where, 0) for grad, where in zip(grads, read, strict=True)]
+        parts = [grad.masked_fill_(~where, 0) for grad, where in zip(grads, read, strict=True)]
         if calls.shape[0] > 1:
             parts = [part.to(_lse_dtype(q)) for part in parts]
         total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
@@ -415,20 +415,21 @@ def with_lse_gradient(
         grad_lse: ``[B, H, Q]``.
     """
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    exact = grad_out.to(wide)
-    delta = (exact * out.to(wide)).sum(-1, keepdim=True) - grad_lse.to(wide).unsqueeze(-1)
+    exact = grad_out.to(wide, copy=True)
+    delta = (torch.linalg.vecdot(exact, out.to(wide)) - grad_lse.to(wide)).unsqueeze(-1)
     # 2**-22 is below float16's normal numbers, and four times its least.
     share, floor = (2.0**-14, 2.0**-22) if out.dtype == torch.float16 else (2.0**-56, torch.finfo(out.dtype).tiny)
-    least = torch.where(delta == 0, 0, (delta.abs() * share).clamp(min=floor))
+    least = torch.where(delta == 0, 0, (delta.abs() * share).clamp(min=floor)).to(out.dtype)
+    is_small = exact.abs().amax(-1, keepdim=True) < least
+    grad_out = grad_out.clone()
+    grad_out[..., :1] = torch.where(is_small, least, grad_out[..., :1])
+    exact[..., :1] = grad_out[..., :1]
     top = exact.abs().amax(-1, keepdim=True)
-    first, others = grad_out[..., :1], grad_out[..., 1:]
-    grad_out = torch.cat([torch.where(top < least, least.to(first.dtype), first), others], dim=-1)
-    exact = grad_out.to(wide)
-    top = exact.abs().amax(-1, keepdim=True)
-    direction = exact / torch.where(top == 0, 1, top)  # or the square of a small number would be 0
-    square = direction.square().sum(-1, keepdim=True)
-    size = torch.where(top == 0, 0, delta / (top * square).clamp(min=torch.finfo(wide).tiny))
-    return grad_out, (direction * size).to(out.dtype)
+    is_zero = top == 0
+    direction = exact.div_(top.masked_fill(is_zero, 1))  # or the square of a small number would be 0
+    square = torch.linalg.vecdot(direction, direction).unsqueeze(-1)
+    size = torch.where(is_zero, 0, delta / (top * square).masked_fill(is_zero, 1))
+    return grad_out, direction.mul_(size).to(out.dtype)
 
 
 # --- operators -----------------------------------------------------------------------------------------------------

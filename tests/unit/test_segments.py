@@ -131,3 +131,10 @@ def test_rounds_of_a_rank(name: str, balancer: str, num_ranks: int) -> None:
         others = subtract_runs(np.array([[0, TOTAL]]), own)
         assert len(check(mask.select(own, own)).rounds) <= own_calls
         assert len(check(mask.select(own, others)).rounds) <= other_calls
+
+
+def test_a_mask_of_too_many_calls_is_refused() -> None:
+    rows = np.arange(600)
+    mask = SpanMask((rows % 2)[None], (1000 - rows)[None], 1000)
+    with pytest.raises(ValueError, match="more than 256 calls for this mask of 600 queries and 1000 keys.*flex"):
+        cut(mask)
