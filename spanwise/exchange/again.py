@@ -4,6 +4,7 @@ The kernel saves the pieces it read for its backward. `Again.forgetting` puts sa
 which keep a note instead of a piece; the backward fetches what the note asks for. Every rank fetches at the same places
 of its backward, in the same order, whether its kernel reads the piece or not: an autograd function behind each kernel
 call starts the fetch, and that of the piece which comes next, so that it travels beside the attention of this one.
+Where a piece is fetched from the one after it (`ring`), that one is waited for before the next can start.
 
 Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
 """

@@ -109,8 +109,8 @@ def _what(ring: _Ring, i: int, of: str = "") -> str:
 
 
 def _without_zeros(ctx: Any) -> None:
-    """In the backward, None for outputs without a gradient: zeros as large as a shard for what was under way."""
-    if not torch.compiler.is_compiling():  # which drops them itself
+    """Autograd shall not make zeros, as large as a shard, as the gradient of what was under way."""
+    if not torch.compiler.is_compiling():  # a graph does not hold what nothing reads
         ctx.set_materialize_grads(False)
 
 

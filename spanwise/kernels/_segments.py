@@ -23,6 +23,8 @@ import numpy as np
 Window = tuple[int, int]  # keys to the left and to the right of the diagonal; -1 is no bound
 
 _FULL: Window = (-1, -1)
+_MOST_ROUNDS = 256
+_MOST_KEPT = 3  # windows that are kept when others are cut up
 _MOST_WINDOWS = 16  # windows that bands of another shape are tried in
 
 
@@ -74,26 +76,43 @@ class Segments:
 
 
 def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
-    """Cut a mask into as few rounds as two ways to cut it give.
+    """Cut a mask into few rounds.
 
     Args:
         start: first key of each span, integer ``[batch, N, q_len]``; the spans of a row are disjoint.
         end: one past the last key, same shape; ``end <= start`` is an empty span.
         kv_len: number of keys.
 
-    Bands as long as possible need a window each for every shape that occurs. Cut up further (`_split`), few windows
-    serve all of them. Whichever needs fewer calls is taken.
+    Bands as long as possible need a round for every window that occurs, and where windows are clipped, as they are at
+    the ends of chunks, each document has its own. Cut up further (`_split`), three windows serve all of them. Of
+    several ways, which keep none, some or all of the windows, the one with the fewest rounds is taken.
+
+    Raises:
+        ValueError: more than 256 rounds.
     """
     batch, _, q_len = start.shape
-    bands = [
-        Band(band.row + b * q_len, band.row_stop + b * q_len, band.key + b * kv_len, band.key_stop + b * kv_len, window)
-        for b in range(batch)
-        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True)
-        for band in _bands(first, last)
-        for window in (band.window,)
-    ]
-    ways = (_pack(bands), _pack([piece for band in bands for piece in _split(band)]))
+    bands = []
+    for b in range(batch):
+        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True):
+            for row, row_stop, key, key_stop, window in _bands(first, last):
+                bands.append(
+                    Band(row + b * q_len, row_stop + b * q_len, key + b * kv_len, key_stop + b * kv_len, window)
+                )
+    rows_of: dict[Window, int] = {}
+    for band in bands:
+        rows_of[band.window] = rows_of.get(band.window, 0) + band.row_stop - band.row
+    by_rows = sorted(rows_of, key=lambda window: (-rows_of[window], window))
+    ways = [_pack(bands)]
+    for num_kept in range(min(len(by_rows), _MOST_KEPT + 1)):
+        kept = by_rows[:num_kept]
+        pieces = [piece for band in bands for piece in ([band] if band.window in kept else _split(band))]
+        ways.append(_pack(_join(pieces)))
     chosen = min(ways, key=len)
+    if len(chosen) > _MOST_ROUNDS:
+        raise ValueError(
+            f"kernel 'varlen' would need more than {_MOST_ROUNDS} calls for this mask of {q_len} queries and {kv_len} "
+            f"keys: its rows share keys, and their spans move like no window; use kernel='flex'"
+        )
     rounds = tuple(_round(members, window, batch * q_len, batch * kv_len) for window, members in chosen)
     return Segments(rounds, batch, q_len, kv_len)
 
@@ -123,26 +142,48 @@ def _bands(start: np.ndarray, end: np.ndarray) -> list[Band]:
 
 
 def _split(band: Band) -> list[Band]:
-    """The band as bands whose windows are (any, 0), (0, −1) and full: what a clipped end leaves varies no more."""
+    """The band as pieces under the windows full, (−1, 0) and (0, −1), which vary no more; long windows stay."""
     row, row_stop, key, key_stop, (left, right) = band
     if left == -1 and right <= 0:
         return [band]
-    if right == 0:
-        return [band]
-    pieces = []
-    if right > 0:  # up to the row whose end is the last
+    if right > 0:  # at the row from which on the end stays
         middle = row_stop - right
         width = left + 1 + right  # of a row that neither side clips
         first = key if left == -1 else max(key, key_stop - width)
-        pieces.append(Band(row, middle, key, key_stop, (-1 if first == key else key_stop - first - 1, 0)))
-        row, key = middle, key if left == -1 else max(key, key_stop - width + 1)
-    if left == -1:
-        return [*pieces, Band(row, row_stop, key, key_stop, _FULL)]
-    # The last row's keys are every row's; what the others read before them is a triangle.
+        upper = Band(row, middle, key, key_stop, (-1 if first == key else key_stop - first - 1, 0))
+        first = key if left == -1 else max(key, key_stop - width + 1)
+        return [*_split(upper), *_split(Band(middle, row_stop, first, key_stop, (left, -1)))]
+    if right == 0 and row_stop - row > left + 1:
+        return [band]
+    # The last row's first key divides them: what rows read before it is a triangle, and from it on, full or causal.
     corner = key_stop - left - 1
-    if key < corner:
-        pieces.append(Band(row, row_stop - 1, key, corner, _FULL if corner - key == 1 else (0, -1)))
-    return [*pieces, Band(row, row_stop, corner, key_stop, _FULL)]
+    rest = Band(row, row_stop, corner, key_stop, (-1, right))
+    if key == corner:
+        return [rest]
+    return [Band(row, row_stop - 1, key, corner, _FULL if corner - key == 1 else (0, -1)), rest]
+
+
+def _join(bands: Sequence[Band]) -> list[Band]:
+    """Full and causal bands that continue one another, as pieces of different bands may, made one."""
+    joined: list[Band] = []
+    last: dict[tuple[int, int, int], int] = {}  # (next row, first key, end of the last row) -> where in `joined`
+    for band in sorted(bands):
+        row, row_stop, key, key_stop, window = band
+        causal, full = window == (-1, 0) or row_stop - row == 1, window == _FULL
+        if causal or full:
+            first_end = key_stop if full else key_stop - (row_stop - row) + 1
+            for step, fits, kind in ((1, causal, (-1, 0)), (0, full, _FULL)):
+                at = last.get((row, key, first_end - step))
+                if at is not None and fits and (joined[at].window == kind or joined[at].row_stop - joined[at].row == 1):
+                    joined[at] = Band(joined[at].row, row_stop, key, key_stop, kind)
+                    break
+            else:
+                at = len(joined)
+                joined.append(band)
+            last[row_stop, key, key_stop] = at
+        else:
+            joined.append(band)
+    return joined
 
 
 def _choose_windows(bands: Sequence[Band]) -> list[Window]:
@@ -170,11 +211,12 @@ def _choose_windows(bands: Sequence[Band]) -> list[Window]:
 
 
 def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
-    """Deal the bands into rounds: ascending and disjoint rows and keys, one window."""
+    """Deal the bands into rounds: ascending and disjoint rows and keys, one window. Stops at one round too many."""
     if not bands:
         return []
     bands = sorted(bands)
     rounds: dict[Window, list[list[Band]]] = {}
+    count = 0
     for band, window in zip(bands, _choose_windows(bands), strict=True):
         open_rounds = rounds.setdefault(window, [])
         for members in open_rounds:
@@ -183,6 +225,9 @@ def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
                 break
         else:
             open_rounds.append([band])
+            count += 1
+            if count > _MOST_ROUNDS:
+                break
     return [(window, members) for window in sorted(rounds) for members in rounds[window]]
 
 

@@ -334,8 +334,8 @@ def forward(
     total: tuple[torch.Tensor, torch.Tensor] | None = None
     for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
         out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
-        out = out.masked_fill(~call.rows.unsqueeze(2), 0)
-        lse = lse.mT.masked_fill(~call.rows, float("-inf"))
+        out.masked_fill_(~call.rows.unsqueeze(2), 0)
+        lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
         if calls.shape[0] > 1:
             out = out.to(_lse_dtype(q))
         total = (out, lse) if total is None else merge([total, (out, lse)])
@@ -370,9 +370,8 @@ def backward(
     Every round takes the lse and the out of all rounds together: then it recomputes the softmax over the whole row, as
     ring attention does (Liu et al., 2023), and the merge needs no gradient of its own.
     """
-    batch, width = q.shape[0], _width(q, v)
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
+    batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     is_empty = lse == float("-inf")
     grad_out = grad_out.masked_fill(is_empty.unsqueeze(3), 0)
     if grad_lse is not None:
@@ -385,7 +384,7 @@ def backward(
             grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
         )
         read = (call.rows.unsqueeze(2), call.keys, call.keys)
-        parts = [grad.masked_fill(~where, 0) for grad, where in zip(grads, read, strict=True)]
+        parts = [grad.masked_fill_(~where, 0) for grad, where in zip(grads, read, strict=True)]
         if calls.shape[0] > 1:
             parts = [part.to(_lse_dtype(q)) for part in parts]
         total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
@@ -393,7 +392,7 @@ def backward(
         dq, dk, dv = (_empty_by_head(x, x.shape[3]).zero_() for x in (q, k, v))
     else:
         dq, dk, dv = (_by_head(x.to(y.dtype), batch, y.shape[3]) for x, y in zip(total, (q, k, v), strict=True))
-    return dq, dk, dv
+    return dq, dk, dv.zero_() if only_lse else dv  # what was added to grad_out is no gradient of v
 
 
 def with_lse_gradient(
@@ -406,29 +405,31 @@ def with_lse_gradient(
     place of out, the multiple of grad_out whose product with grad_out is that difference. All its terms have one sign,
     so that rounding it costs the difference no more than its own relative precision.
 
-    A row whose grad_out is zero, or very small beside the difference, has no such multiple: its first element is raised
-    to 1/16 of the dtype's precision of the difference, less than rounding does to the row's gradients. Rows without a
-    gradient of either kind are left alone.
+    A row whose grad_out is zero, or very small beside the difference, has no such multiple within the dtype's range:
+    its first element is raised, to 2**-56 of the difference (2**-14 in float16, whose range ends at 2**16). That adds
+    to the row's gradient of v, by less than rounding changes its other gradients. Rows without a gradient stay as they
+    are.
 
     Args:
         grad_out, out: ``[B, H, Q, V]``.
         grad_lse: ``[B, H, Q]``.
     """
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    exact = grad_out.to(wide)
-    delta = (exact * out.to(wide)).sum(-1, keepdim=True) - grad_lse.to(wide).unsqueeze(-1)
-    info = torch.finfo(out.dtype)
-    # 2**-22 of float16 is below its normal numbers, and four times its least.
-    least = torch.where(delta == 0, 0, (delta.abs() * (info.eps / 16)).clamp(min=min(info.tiny, 2.0**-22)))
+    exact = grad_out.to(wide, copy=True)
+    delta = (torch.linalg.vecdot(exact, out.to(wide)) - grad_lse.to(wide)).unsqueeze(-1)
+    # 2**-22 is below float16's normal numbers, and four times its least.
+    share, floor = (2.0**-14, 2.0**-22) if out.dtype == torch.float16 else (2.0**-56, torch.finfo(out.dtype).tiny)
+    least = torch.where(delta == 0, 0, (delta.abs() * share).clamp(min=floor)).to(out.dtype)
+    is_small = exact.abs().amax(-1, keepdim=True) < least
+    grad_out = grad_out.clone()
+    grad_out[..., :1] = torch.where(is_small, least, grad_out[..., :1])
+    exact[..., :1] = grad_out[..., :1]
     top = exact.abs().amax(-1, keepdim=True)
-    first, others = grad_out[..., :1], grad_out[..., 1:]
-    grad_out = torch.cat([torch.where(top < least, least.to(first.dtype), first), others], dim=-1)
-    exact = grad_out.to(wide)
-    top = exact.abs().amax(-1, keepdim=True)
-    direction = exact / torch.where(top == 0, 1, top)  # or the square of a small number would be 0
-    square = direction.square().sum(-1, keepdim=True)
-    size = torch.where(top == 0, 0, delta / (top * square).clamp(min=torch.finfo(wide).tiny))
-    return grad_out, (direction * size).to(out.dtype)
+    is_zero = top == 0
+    direction = exact.div_(top.masked_fill(is_zero, 1))  # or the square of a small number would be 0
+    square = torch.linalg.vecdot(direction, direction).unsqueeze(-1)
+    size = torch.where(is_zero, 0, delta / (top * square).masked_fill(is_zero, 1))
+    return grad_out, direction.mul_(size).to(out.dtype)
 
 
 # --- operators -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise import _compat
 from spanwise.exchange import failure, ring
@@ -244,6 +245,9 @@ def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list
 
     def record(gm: torch.fx.GraphModule, _: Any) -> Any:
         names = [n.target.name().split("::")[1] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        started = [n for n in gm.graph.nodes if n.target is torch.ops._c10d_functional.all_to_all_single.default]
+        readers = {user.target for n in started for user in n.users}
+        assert readers == {torch.ops._c10d_functional.wait_tensor.default}, readers  # nothing reads what is under way
         graphs.append([short[name] for name in names if name in short])
         return make_boxed_func(gm.forward)
 
@@ -285,6 +289,26 @@ def test_one_graph_serves_shards_of_any_size(gloo_pool: GlooPool) -> None:
             for x, want in zip(got, compiled_gradients(case, rank), strict=True):
                 assert close(x, want, 1e-10)
     assert all(min(case.tokens[:2]) > 1 for case in cases)  # these ranks have one graph, and receive 5, 1 and 0 rows
+
+
+class Zeros(TorchDispatchMode):
+    """How often tensors of zeros are made."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "zeros" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_zeros_are_made_for_what_is_under_way() -> None:
+    def on_rank(rank: int, mesh: DeviceMesh) -> int:
+        zeros = Zeros()
+        with contextlib.ExitStack() as stack:
+            step(rank, mesh, FOUR, watch=lambda event: stack.enter_context(zeros) if event == "backward" else None)
+        return zeros.calls
+
+    assert run_ranks(4, on_rank) == [1] * 4  # into which the first gradients are added
 
 
 def twice(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.kernels._segments import Round, Segments, cut_rounds
-from spanwise.layout import subtract_runs
+from spanwise.kernels._segments import Round, Segments, _bands, _join, _round, _split, cut_rounds
+from spanwise.layout import merge_tokens, subtract_runs
 
 
 def cut(mask: SpanMask) -> Segments:
@@ -81,6 +81,19 @@ def test_any_mask(mask: SpanMask) -> None:
     check(mask)
 
 
+@given(any_mask())
+def test_pieces_of_bands(mask: SpanMask) -> None:
+    """Every band cut up, and the pieces joined, whether `cut_rounds` would choose that or not."""
+    for b, dense in enumerate(mask.dense()):
+        bands = [band for n in range(mask.num_spans) for band in _bands(mask.start[b, n], mask.end[b, n])]
+        pieces = [piece for band in bands for piece in _split(band)]
+        for way in (pieces, _join(bands), _join(pieces)):
+            got = np.zeros(dense.shape, dtype=int)
+            for band in way:
+                got += pairs(_round([band], band.window, mask.q_len, mask.kv_len))
+            np.testing.assert_array_equal(got, dense)
+
+
 LENGTHS = [1, 1, 70, 3, 1, 128, 40, 2, 54]
 OFFSETS = [0, *np.cumsum(LENGTHS).tolist()]
 TOTAL = OFFSETS[-1]
@@ -131,3 +144,44 @@ def test_rounds_of_a_rank(name: str, balancer: str, num_ranks: int) -> None:
         others = subtract_runs(np.array([[0, TOTAL]]), own)
         assert len(check(mask.select(own, own)).rounds) <= own_calls
         assert len(check(mask.select(own, others)).rounds) <= other_calls
+
+
+def test_a_mask_of_too_many_calls_is_refused() -> None:
+    rows = np.arange(600)
+    mask = SpanMask((rows % 2)[None], (1000 - rows)[None], 1000)
+    with pytest.raises(ValueError, match="more than 256 calls for this mask of 600 queries and 1000 keys.*flex"):
+        cut(mask)
+
+
+# The same with chunks r and 2P - 1 - r of every document, padded at its end to 2P chunks. Both chunks of a document may
+# read the same keys: two calls are the least then.
+DUAL_CHUNK = {
+    "causal": (True, None, 1, 2),
+    "bidirectional": (False, None, 2, 2),
+    "window": (True, (200, 0), 2, 3),
+    "two-sided window": (False, (150, 90), 4, 5),
+}
+
+
+@pytest.mark.parametrize("name", DUAL_CHUNK)
+def test_rounds_of_documents_in_two_chunks_each(name: str) -> None:
+    causal, window, own_calls, other_calls = DUAL_CHUNK[name]
+    num_ranks, rng = 4, np.random.default_rng(0)
+    lengths = rng.integers(1, 300, 12)
+    chunks = -(-lengths // (2 * num_ranks))
+    offsets = np.cumsum([0, *(chunks * 2 * num_ranks)])
+    start, end = np.zeros((2, 1, offsets[-1]), dtype=int)
+    valid = SpanMask.documents([0, *np.cumsum(lengths)], causal=causal, window=window)
+    for document, (length, offset) in enumerate(zip(lengths, offsets, strict=False)):
+        before = lengths[:document].sum()
+        rows = slice(before, before + length)
+        start[0, offset : offset + length] = valid.start[0, 0, rows] - before + offset
+        end[0, offset : offset + length] = valid.end[0, 0, rows] - before + offset
+    mask = SpanMask(start, end, offsets[-1])
+    for rank in range(num_ranks):
+        firsts = (offsets[:-1, None] + np.array([rank, 2 * num_ranks - 1 - rank]) * chunks[:, None]).ravel()
+        own = np.stack([firsts, firsts + np.repeat(chunks, 2)], axis=1)
+        own = merge_tokens(np.concatenate([np.arange(a, b) for a, b in own]))
+        others = subtract_runs(np.array([[0, offsets[-1]]]), own)
+        calls = [len(check(mask.select(own, keys)).rounds) for keys in (own, others)]
+        assert calls[0] <= own_calls and calls[1] <= other_calls

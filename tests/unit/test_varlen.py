@@ -23,6 +23,11 @@ NAN = float("nan")
 # --- the stand-in ---------------------------------------------------------------------------------------------------
 
 
+def _wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What the kernel computes in: float32 for half precision."""
+    return [x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in tensors]
+
+
 def _sequences(cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
     found = []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
@@ -57,13 +62,14 @@ def stand_in_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """NaN and +inf in rows without keys: nothing may be made of them."""
     assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0  # as flash demands
-    group = q.shape[1] // k.shape[1]
+    group, dtype = q.shape[1] // k.shape[1], q.dtype
+    q, k, v = _wide(q, k, v)
     out, lse = torch.full_like(q, NAN), torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=q.dtype)
     for rows, keys in _sequences(cu_seq_q, cu_seq_k, max_q, max_k):
         scores = _scores(q[rows], k[keys].repeat_interleave(group, 1), scale, window, max_k)
         lse[:, rows] = scores.logsumexp(-1)
         out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v[keys].repeat_interleave(group, 1))
-    return out, lse
+    return out.to(dtype), lse
 
 
 def stand_in_backward(
@@ -81,7 +87,9 @@ def stand_in_backward(
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention-2's backward; NaN where a row has no keys or a key no queries."""
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    assert lse.dtype == _wide(q)[0].dtype and lse.is_contiguous()  # as flash demands
+    kv_heads, group, dtype = k.shape[1], q.shape[1] // k.shape[1], q.dtype
+    grad_out, q, k, v, out = _wide(grad_out, q, k, v, out)
     delta = (grad_out * out).sum(-1).T
     dq, dk, dv = (torch.full_like(x, NAN) for x in (q, k, v))
     for rows, keys in _sequences(cu_seq_q, cu_seq_k, max_q, max_k):
@@ -91,7 +99,7 @@ def stand_in_backward(
         dq[rows] = torch.einsum("hnm,mhd->nhd", ds, each_k)
         dk[keys] = torch.einsum("hnm,nhd->mhd", ds, q[rows]).unflatten(1, (kv_heads, group)).sum(2)
         dv[keys] = torch.einsum("hnm,nhd->mhd", p, grad_out[rows]).unflatten(1, (kv_heads, group)).sum(2)
-    return dq, dk, dv
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 # The operators have kernels for CUDA alone; these are for the CPU, registered as any backend's would be.
@@ -122,6 +130,8 @@ MASKS = {
     "window": SpanMask.documents(CUTS, window=(12, 0)),
     "two_sided_window": SpanMask.documents(CUTS, causal=False, window=(7, 4)),
     "window_others": SpanMask.documents([0, 3, 90], causal=False, window=(30, 12)).select(OWN, OTHERS),
+    # Full rows, then a start that grows: more queries than keys, and no bound on one side.
+    "clipped": SpanMask(np.r_[np.zeros(30, int), np.arange(7)][None], np.full((1, 37), 7), 7),
     "prefix": SpanMask.prefix_lm(CUTS, [0, 1, 10, 0, 31, 1, 4]),
     "sinks": SpanMask.sliding_window(60, 9) | SpanMask(np.zeros((1, 60), int), np.arange(60).clip(0, 3)[None], 60),
     "random": random_mask(1, 20, 33, 2),
@@ -185,6 +195,22 @@ def test_head_dims_and_heads(dim: int, v_dim: int, heads: int, kv_heads: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("uses", ["out", "lse", "both"])
+@pytest.mark.parametrize("name", ["documents_others", "sinks", "nothing"])
+def test_half_precision(name: str, uses: str, dtype: torch.dtype) -> None:
+    """In the dtypes that the kernel takes: gradients as near as rounding allows, also of the lse alone."""
+    leaves, spans, tables = problem(MASKS[name], dim=16, v_dim=16, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    got, want = attend_rounds(*leaves, tables, scale=0.3), reference(*wide, *spans, scale=0.3)
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-5)
+    pairs = [(got[0], want[0]), *zip(gradients(leaves, *got, uses), gradients(wide, *want, uses), strict=True)]
+    for x, y in pairs:
+        assert x.dtype == dtype and x.isfinite().all()
+        assert (x.double() - y).norm() <= torch.finfo(dtype).eps * y.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 0.0])
 def test_gradient_of_lse_in_half_precision(dtype: torch.dtype, size: float) -> None:
     """What the kernel computes for delta is right to the dtype's precision, whatever the sizes of the two gradients."""
@@ -222,6 +248,7 @@ def test_masks_share_a_graph() -> None:
         graphs += 1
         return graph.forward
 
+    torch.compiler.reset()
     compiled = torch.compile(partial(attend_rounds, scale=0.3), backend=backend, fullgraph=True)
     for mask in (SpanMask.causal(40), MASKS["nothing"], random_mask(1, 40, 40, 2), SpanMask.full(40)):
         if mask.q_len != 40:
