@@ -117,7 +117,7 @@ def test_pieces_where_local_attention_is_too_short_to_hide_the_exchange() -> Non
 
 def test_what_is_given_is_kept() -> None:
     plan = make_plan(DOCUMENTS, 4, balancer="lpt", hardware=SLOW, **SHAPE)
-    assert plan.balancer == "lpt" and {c.exchange for c in plan.candidates} == {"all_gather", "needed"}
+    assert plan.balancer == "lpt" and {c.exchange for c in plan.candidates} == {"all_gather", "needed", "ulysses"}
     plan = make_plan(DOCUMENTS, 4, exchange="all_gather", hardware=SLOW, **SHAPE)
     assert plan.exchange == "all_gather" and {c.balancer for c in plan.candidates} == {"contiguous", "head_tail", "lpt"}
     plan = make_plan(DOCUMENTS, 4, balancer="lpt", exchange="needed", stages=2, hardware=SLOW, **SHAPE)
@@ -127,7 +127,7 @@ def test_what_is_given_is_kept() -> None:
     assert make_plan(DOCUMENTS, 1, stages=4).stages == 1
     for bad, text in (
         (dict(hardware="h100"), "hardware must be a spanwise.Hardware"),
-        (dict(keep_kv="no"), "keep_kv must be True or False, got 'no'"),
+        (dict(keep_kv="no"), "keep_kv must be True, False or None, got 'no'"),
         (dict(block_size=2**70), "block_size must be less than 2147483648"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -74,7 +74,7 @@ def test_a_line_a_row_is_the_mask_itself(name: str, balancer: str) -> None:
 @pytest.mark.parametrize("balancer", ["contiguous", "lpt", "local"])
 @pytest.mark.parametrize("name", MASKS)
 def test_areas_are_the_work_where_a_line_has_one_owner(name: str, balancer: str) -> None:
-    plan = plan_of(MASKS[name], 4, balancer=balancer)
+    plan = plan_of(MASKS[name], 4, balancer=balancer, exchange="needed")
     cell = 32.0**2
     drawn, local = np.zeros((2, 4))
     for line in lines(plan.mask(), plan.layout, 128):
