@@ -78,7 +78,7 @@ def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_
     dim = _checked_dim(x, dim)
     if x.shape[dim] != length:
         raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
-    index_BT = index_BT.to(x.device)
+    index_BT = _beside(x, index_BT)
     if index_BT.shape[0] == 1:
         return x.index_select(dim, index_BT[0])
     if batch_dim is None:
@@ -96,6 +96,12 @@ def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_
     expanded = list(x.shape)
     expanded[dim] = index_BT.shape[1]
     return x.gather(dim, index.expand(expanded))
+
+
+def _beside(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`index` on the device of `x`."""
+    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
+    return index.to(x.device, non_blocking=x.device.type != "cpu")
 
 
 def _checked_dim(x: torch.Tensor, dim: int) -> int:
@@ -206,7 +212,7 @@ def _shift(
 ) -> torch.Tensor:
     """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`, or `fill_value`."""
     source, inside = documents.shift(ids, shifts)
-    moved = x.index_select(dim, torch.from_numpy(source).to(x.device))
+    moved = x.index_select(dim, _beside(x, torch.from_numpy(source)))
     return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
 
 
@@ -224,7 +230,7 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
         batch_dim = _checked_dim(x, batch_dim)
         shape[batch_dim] = len(rows)
         rows = rows if batch_dim < dim else rows.T
-    return torch.from_numpy(np.ascontiguousarray(rows)).to(x.device).reshape(shape)
+    return _beside(x, torch.from_numpy(np.ascontiguousarray(rows))).reshape(shape)
 
 
 def _documents(plan: Plan | RankPlan, cu_seqlens: Any) -> np.ndarray:
@@ -293,7 +299,7 @@ def shard_batch(
     if shift_labels and "labels" in batch:
         result["labels"] = _shift(batch["labels"], ids, -1, dim, 0, IGNORE_INDEX)
     if "position_ids" not in batch:
-        positions = torch.from_numpy(documents.positions(ids)).to(first.device)
+        positions = _beside(first, torch.from_numpy(documents.positions(ids)))
         result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]
     return {name: shard(plan, mesh, x, dim) for name, x in result.items()}
 

@@ -17,6 +17,7 @@ HOT = [
     "attention.py",
     "kv_pieces.py",
     "kernels/__init__.py",
+    "kernels/_rounds.py",
     "kernels/flex.py",
     "kernels/merge.py",
     "kernels/varlen.py",
@@ -40,7 +41,7 @@ NOT_HOT = {
 # Built with the plan, before any step.
 PLAN_TIME = {"from_numpy", "from_segments"}
 # Tensors that lie in host memory.
-ON_HOST = {"kernels/varlen.py": {"calls.tolist()", "tables.calls.tolist()"}}
+ON_HOST = {"kernels/_rounds.py": {"calls.tolist()"}, "kernels/varlen.py": {"tables.calls.tolist()"}}
 
 _READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "synchronize"}
 _NUMBERS = {"bool", "int", "float"}

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spanwise import SpanMask
 from spanwise.kernels import varlen as module
+from spanwise.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.kernels._segments import cut_rounds
 from spanwise.kernels.reference import reference
-from spanwise.kernels.varlen import Flash, VarlenTables, attend_rounds, check, check_tables, varlen, with_lse_gradient
+from spanwise.kernels.varlen import FLASH, VarlenTables, attend_rounds, check, check_tables, varlen
 
 NAN = float("nan")
 
@@ -104,8 +106,8 @@ def stand_in_backward(
 
 # The operators have kernels for CUDA alone; these are for the CPU, registered as any backend's would be.
 STAND_IN = Flash(stand_in_forward, stand_in_backward)
-module._varlen.register_kernel("cpu", partial(module.forward, STAND_IN))
-module._varlen_backward.register_kernel("cpu", partial(module.backward, STAND_IN))
+module._varlen.register_kernel("cpu", partial(forward, STAND_IN))
+module._varlen_backward.register_kernel("cpu", partial(backward, STAND_IN))
 
 
 # --- against the reference ------------------------------------------------------------------------------------------
@@ -261,6 +263,20 @@ def test_masks_share_a_graph() -> None:
     assert graphs == 1
 
 
+def test_torch_has_the_operators() -> None:
+    """The calls of torch's kernel, forward and backward, on tensors without data that say they are on CUDA."""
+    with FakeTensorMode():
+        q, k = (torch.empty(9, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+        for window in ((-1, -1), (-1, 0), (0, -1), (5, 2)):
+            options = (offsets, offsets, 9, 9, 0.3, window)
+            out, lse = FLASH.forward(q, k, k, *options)
+            assert (out.shape, out.dtype) == (q.shape, q.dtype)
+            assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)
+            grads = FLASH.backward(out, q, k, k, out, lse, *options)
+            assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -277,8 +293,6 @@ def test_refusals() -> None:
 
 def test_refusals_of_cuda_tensors() -> None:
     """Meta tensors that say they are on CUDA: what the checks read of a tensor needs no device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
 
         def on_cuda(dtype: torch.dtype, dim: int, v_dim: int) -> list[torch.Tensor]:
