@@ -16,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat, documents
 from spanwise.exchange import all_gather, failure
+from spanwise.packing import Side
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
 
 IGNORE_INDEX = -100
-
-
-SIDES = ("q", "kv")
 
 
 def shard(
@@ -32,7 +30,7 @@ def shard(
     dim: int = 1,
     *,
     batch_dim: int | None = 0,
-    side: str = "q",
+    side: Side = "q",
 ) -> Any:
     """This rank's tokens of `x`, in the plan's order. Differentiable; no communication.
 
@@ -56,12 +54,12 @@ def shard(
     return shard_for_rank(plan, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
 
-def _check_side(side: str) -> None:
-    if side not in SIDES:
-        raise ValueError(f"side must be one of {list(SIDES)}, got {side!r}")
+def _check_side(side: Side) -> None:
+    if side not in ("q", "kv"):
+        raise ValueError(f'side must be "q" or "kv", got {side!r}')
 
 
-def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: str = "q") -> Any:
+def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: Side = "q") -> Any:
     """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
     _check_side(side)
     layout = plan.layout if side == "q" else plan.kv_layout
@@ -187,14 +185,15 @@ def roll(
 ) -> torch.Tensor:
     """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
 
-    Unlike `torch.roll` nothing wraps around: where a document has no token ``i - shifts`` the result is `fill_value`.
+    Unlike `torch.roll` nothing wraps around: where a document has no token ``i - shifts``, and in the padding of packed
+    sequences, the result is `fill_value`.
     ``shifts=-1`` brings each token its successor, as multi-token prediction needs. Differentiable; gathers
     the sequence.
 
     Args:
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
-            with. ``[0, seq_len]`` is one document.
+            with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
 
     Raises:
         ValueError: also if neither tells where documents start, unless the mask cannot hold several.
@@ -234,8 +233,16 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
 
 
 def _documents(plan: Plan | RankPlan, cu_seqlens: Any) -> np.ndarray:
-    """Document of each token, -1 in padding: as `cu_seqlens` say, else the plan, else one document where the mask rules
-    out that there are several."""
+    """Document of each token, -1 in padding: as the packing or `cu_seqlens` say, else the plan's offsets, else one
+    document where the mask rules out that there are several."""
+    if isinstance(plan, RankPlan) and plan.packed:
+        raise ValueError("a RankPlan does not know where its packed sequences and their padding lie; pass the Plan")
+    if isinstance(plan, Plan) and plan.packing is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "the plan has a packing, which tells where documents and padding lie; leave cu_seqlens out"
+            )
+        return plan.packing.sequence_ids()[None]
     if cu_seqlens is not None:
         return documents.document_ids(cu_seqlens, plan.seq_len)
     if isinstance(plan, RankPlan):
@@ -267,15 +274,15 @@ def shard_batch(
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document. ``"position_ids"`` is added if missing.
+            each document, and −100 in padding in any case. ``"position_ids"`` is added if missing.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
-            with. ``[0, seq_len]`` is one document.
+            with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
         shift_labels: False where the loader already shifted.
         dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
 
     Returns:
         The same keys and ``"position_ids"`` int64 ``[B, T]`` (``[T]`` with ``dim=0``), counted from the start of each
-        document.
+        document, 0 in padding.
 
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents.
@@ -296,8 +303,8 @@ def shard_batch(
     if len(ids) not in (1, first.shape[0] if dim else 1):
         raise ValueError(f"cu_seqlens has {len(ids)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}")
     result = dict(batch)
-    if shift_labels and "labels" in batch:
-        result["labels"] = _shift(batch["labels"], ids, -1, dim, 0, IGNORE_INDEX)
+    if "labels" in batch:
+        result["labels"] = _shift(batch["labels"], ids, -1 if shift_labels else 0, dim, 0, IGNORE_INDEX)
     if "position_ids" not in batch:
         positions = _beside(first, torch.from_numpy(documents.positions(ids)))
         result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]

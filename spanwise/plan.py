@@ -22,7 +22,7 @@ import numpy as np
 from spanwise import cost, counting, footprint, pieces, predict
 from spanwise.layout import Layout, count_tokens
 from spanwise.mask import SpanMask
-from spanwise.packing import Packing
+from spanwise.packing import Packing, Side
 
 if TYPE_CHECKING:
     import torch
@@ -468,7 +468,7 @@ class Plan:
 
         return rank_plan.local_plan(self, mesh, device, kernel=kernel)
 
-    def shard(self, x: Any, rank: int, dim: int = 1, *, batch_dim: int | None = 0, side: str = "q") -> Any:
+    def shard(self, x: Any, rank: int, dim: int = 1, *, batch_dim: int | None = 0, side: Side = "q") -> Any:
         """``rank``'s shard of ``x``, a tensor or a pytree of tensors, without a mesh; see :func:`spanwise.shard`."""
         from spanwise import batch
 

@@ -1,0 +1,225 @@
+"""The batch contract for packed sequences with padding: labels, positions, roll and shards against one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise.packing import Packing
+from tests.ranks.harness import run_ranks
+
+# Sequences without a row, with some padding, without a token, of one token, that fill their slot, with some padding.
+LENS, SLOTS, BEFORE, AFTER = [0, 5, 0, 1, 8, 6], [0, 8, 8, 8, 8, 8], 8, 16
+
+
+def packing_of(lens: list[int], slots: list[int], before: int, after: int) -> Packing:
+    offsets = np.cumsum([before, *slots])
+    return Packing(np.cumsum([0, *lens]), cu_seqlens_q_padded=offsets, q_len=int(offsets[-1]) + after)
+
+
+def padded_plan(num_ranks: int, balancer: str) -> spanwise.Plan:
+    packing = packing_of(LENS, SLOTS, BEFORE, AFTER)
+    return spanwise.make_plan(packing.mask(), num_ranks, packing=packing, balancer=balancer, block_size=4)
+
+
+def unpadded_plan(num_ranks: int) -> spanwise.Plan:
+    packing = Packing(np.cumsum([0, *LENS]))
+    return spanwise.make_plan(packing.mask(), num_ranks, packing=packing, balancer="lpt", block_size=2)
+
+
+def plan_of(num_ranks: int, kind: str) -> spanwise.Plan:
+    return unpadded_plan(num_ranks) if kind == "unpadded" else padded_plan(num_ranks, kind)
+
+
+KINDS = ["dual_chunk", "ptrr", "unpadded"]
+
+
+def rolled(x: torch.Tensor, packing: Packing, shifts: int, fill_value: float) -> torch.Tensor:
+    """What `spanwise.roll` promises, sequence by sequence on one device; x is [tokens, …]."""
+    out = torch.where(torch.tensor(False), x, fill_value)  # a function of x even where nothing of x is left
+    for start, count in zip(packing.q_starts.tolist(), packing.q_lens.tolist(), strict=True):
+        moved = count - abs(shifts)
+        if moved > 0:
+            into, out_of = start + max(shifts, 0), start + max(-shifts, 0)
+            out = torch.cat([out[:into], x[out_of : out_of + moved], out[into + moved :]])
+    return out
+
+
+def positions(packing: Packing) -> torch.Tensor:
+    out = torch.zeros(packing.q_len, dtype=torch.int64)
+    for start, count in zip(packing.q_starts.tolist(), packing.q_lens.tolist(), strict=True):
+        out[start : start + count] = torch.arange(count)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_labels_and_positions(kind: str, num_ranks: int, dim: int) -> None:
+    plan = plan_of(num_ranks, kind)
+    packing = plan.packing
+    shape = (2, packing.q_len) if dim else (packing.q_len,)
+    tokens = torch.randint(0, 50, shape)
+    rows = tokens if dim else tokens[None]
+    shifted = torch.stack([rolled(row, packing, -1, -100) for row in rows]).reshape(shape)
+    kept = torch.stack([rolled(row, packing, 0, -100) for row in rows]).reshape(shape)  # only padding is ignored
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def on_rank(rank: int, mesh: object) -> tuple[dict, dict]:
+        ready = spanwise.shard_batch(batch, plan, mesh, shift_labels=False, dim=dim)
+        return spanwise.shard_batch(batch, plan, mesh, dim=dim), ready
+
+    for rank, (got, ready) in enumerate(run_ranks(num_ranks, on_rank)):
+        assert torch.equal(got["input_ids"], plan.shard(tokens, rank, dim))
+        assert torch.equal(got["labels"], plan.shard(shifted, rank, dim))
+        assert torch.equal(got["position_ids"], plan.shard(positions(packing).expand(shape), rank, dim))
+        assert torch.equal(ready["labels"], plan.shard(kept, rank, dim))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("shifts", [-1, -2, 3, 0, -100])
+def test_roll_and_its_gradient(kind: str, num_ranks: int, shifts: int) -> None:
+    """What padding holds, in the input and in the gradient of the result's padding, goes nowhere."""
+    plan = plan_of(num_ranks, kind)
+    packing = plan.packing
+    valid = torch.from_numpy(packing.valid_q)[:, None]
+    x = torch.randn(packing.q_len, 3, dtype=torch.float64)
+    weights = torch.randn(packing.q_len, 3, dtype=torch.float64)
+    reference = x.clone().requires_grad_()
+    expected = rolled(reference, packing, shifts, 7)
+    (expected * weights).sum().backward()
+    poisoned, poisoned_weights = (torch.where(valid, t, torch.nan) for t in (x, weights))
+
+    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
+        local = spanwise.shard(plan, mesh, poisoned, 0).requires_grad_()
+        out = spanwise.roll(local, shifts, plan, mesh, dim=0, fill_value=7)
+        out.backward(spanwise.shard(plan, mesh, poisoned_weights, 0))
+        return out.detach(), local.grad
+
+    for rank, (out, grad) in enumerate(run_ranks(num_ranks, on_rank)):
+        assert torch.equal(out, plan.shard(expected.detach(), rank, 0))
+        assert torch.equal(grad, plan.shard(reference.grad, rank, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_multi_token_prediction_is_that_of_one_device(kind: str) -> None:
+    """Token i predicts tokens i + 1 … i + 3 from its own state and the embeddings of the tokens between."""
+    num_ranks, vocab, width = 4, 11, 6
+    plan = plan_of(num_ranks, kind)
+    packing = plan.packing
+    tokens = torch.randint(0, vocab, (packing.q_len,))
+    embedding, head = (torch.randn(vocab, width, dtype=torch.float64) for _ in range(2))
+
+    def loss_of(parameters: list, own: torch.Tensor, labels: torch.Tensor, roll: object, mean: object) -> torch.Tensor:
+        table, out = parameters
+        embedded, total = table[own], 0.0
+        for depth in range(3):
+            state = torch.tanh(sum(roll(embedded, -k, 0) for k in range(depth + 1)))
+            total = total + mean(state @ out.T, roll(labels, -depth, -100))
+        return total
+
+    reference = [embedding.clone().requires_grad_(), head.clone().requires_grad_()]
+    expected = loss_of(
+        reference,
+        tokens,
+        rolled(tokens, packing, -1, -100),
+        lambda x, shifts, fill: rolled(x, packing, shifts, fill),
+        F.cross_entropy,
+    )
+    expected.backward()
+
+    def on_rank(rank: int, mesh: object) -> tuple[float, list]:
+        batch = spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, mesh, dim=0)
+        local = [embedding.clone().requires_grad_(), head.clone().requires_grad_()]
+        loss = loss_of(
+            local,
+            batch["input_ids"],
+            batch["labels"],
+            lambda x, shifts, fill: spanwise.roll(x, shifts, plan, mesh, dim=0, fill_value=fill),
+            lambda logits, labels: spanwise.cross_entropy(logits, labels, mesh),
+        )
+        loss.backward()
+        return loss.item(), [parameter.grad for parameter in local]
+
+    results = run_ranks(num_ranks, on_rank)
+    for loss, _ in results:
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+    for i, parameter in enumerate(reference):
+        mean = sum(grads[i] for _, grads in results) / num_ranks
+        torch.testing.assert_close(mean, parameter.grad, rtol=1e-11, atol=1e-12)
+
+
+@st.composite
+def small_packings(draw: st.DrawFn) -> Packing:
+    slots = draw(st.lists(st.integers(0, 6), max_size=5))
+    lens = [draw(st.integers(0, slot) | st.just(slot)) for slot in slots]
+    before, after = draw(st.integers(0, 3)), draw(st.integers(0 if sum(slots) else 1, 3))
+    return packing_of(lens, slots, before, after)
+
+
+@given(small_packings(), st.integers(-7, 7))
+def test_any_packing(packing: Packing, shifts: int) -> None:
+    plan = spanwise.make_plan(packing.mask(), 1, packing=packing)
+    tokens = torch.arange(packing.q_len)
+    got = spanwise.shard_batch({"labels": tokens}, plan, None, dim=0)
+    assert torch.equal(got["labels"], rolled(tokens, packing, -1, -100))
+    assert torch.equal(got["position_ids"], positions(packing))
+    moved = spanwise.roll(tokens, shifts, plan, None, dim=0, fill_value=-1)
+    assert torch.equal(moved, rolled(tokens, packing, shifts, -1))
+
+
+def test_keys_of_cross_attention_lie_as_their_own_layout_says() -> None:
+    packing = Packing([0, 4, 8], cu_seqlens_kv=[0, 12, 16], cu_seqlens_kv_padded=[0, 12, 20])
+    plan = spanwise.make_plan(packing.mask(align="bottom_right"), 2, packing=packing, balancer="dual_chunk")
+    queries, keys = torch.randn(8, 3), torch.randn(20, 3)
+
+    def on_rank(rank: int, mesh: object) -> list[torch.Tensor]:
+        local = plan.local(mesh)
+        return [
+            spanwise.shard(which, mesh, x, 0, side=side)
+            for which in (plan, local)
+            for x, side in ((queries, "q"), (keys, "kv"))
+        ]
+
+    for rank, (q, k, local_q, local_k) in enumerate(run_ranks(2, on_rank)):
+        assert torch.equal(q, queries[packing.dual_chunk_layout(2).indices(rank)])
+        assert torch.equal(k, keys[packing.dual_chunk_layout(2, "kv").indices(rank)])
+        assert torch.equal(local_q, q) and torch.equal(local_k, k)
+
+    def too_short(rank: int, mesh: object) -> None:
+        for which in (plan, plan.local(mesh)):
+            with pytest.raises(ValueError, match="dim 0 must have 20 tokens, got a tensor of shape"):
+                spanwise.shard(which, mesh, queries, 0, side="kv")
+            with pytest.raises(ValueError, match='side must be "q" or "kv", got \'k\''):
+                spanwise.shard(which, mesh, queries, 0, side="k")
+
+    run_ranks(2, too_short)
+
+
+def test_self_attention_has_one_layout() -> None:
+    plan = padded_plan(2, "dual_chunk")
+    x = torch.randn(plan.seq_len, 2)
+
+    def on_rank(rank: int, mesh: object) -> bool:
+        sides = [spanwise.shard(p, mesh, x, 0, side=s) for p in (plan, plan.local(mesh)) for s in ("q", "kv")]
+        return all(torch.equal(side, plan.shard(x, rank, 0)) for side in sides)
+
+    assert all(run_ranks(2, on_rank))
+
+
+def test_documents_have_one_source() -> None:
+    plan = padded_plan(1, "dual_chunk")
+    tokens = torch.zeros(plan.seq_len, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the plan has a packing, .* leave cu_seqlens out"):
+        spanwise.shard_batch({"labels": tokens}, plan, None, cu_seqlens=[0, plan.seq_len], dim=0)
+    with pytest.raises(ValueError, match="the plan has a packing, .* leave cu_seqlens out"):
+        spanwise.roll(tokens, -1, plan, None, [0, plan.seq_len], dim=0)
+    for cu_seqlens in (None, [0, plan.seq_len]):
+        with pytest.raises(ValueError, match="a RankPlan does not know where its packed sequences .* pass the Plan"):
+            spanwise.roll(tokens, -1, plan.local(None), None, cu_seqlens, dim=0)
