@@ -149,3 +149,45 @@ def find_group(name: str) -> dist.ProcessGroup:
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store through which the ranks of ``group`` found each other; its keys are this group's own."""
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+def flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's flash kernel as `varlen_attn` calls it; `spanwise.kernels._rounds.Flash.forward`."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), False,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its backward; `Flash.backward` there."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), *no_dropout,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return dq, dk, dv

@@ -159,7 +159,9 @@ def _attend(
     q_like, k_like, v_like = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
     if flat:
         q_like, k_like, v_like = _flatten_rows(q_like), _flatten_rows(k_like), _flatten_rows(v_like)
-    kernels.check(kernel, q_like, k_like, v_like, stages[0], score_mod=score_mod, max_logit=request.max_logit)
+    kernels.check(
+        kernel, q_like, k_like, v_like, stages[0], score_mod=score_mod, softcap=softcap, max_logit=request.max_logit
+    )
 
     q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
     traded = ""

@@ -107,8 +107,8 @@ def _round_the_ring(
     hops = [stage.hop for stage in stages if stage.hop is not None]
 
     def with_spare(i: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Under flex a piece has keys more that no span reads, see rank_plan; a copy then."""
-        if stages[i + 1].tables is None:
+        """A piece as the kernel takes it: a copy where it wants more keys than arrived."""
+        if not hops[i].spare:
             return k, v
         spare = stages[i + 1].kv_pos.shape[1] - k.shape[2]
         return torch.nn.functional.pad(k, (0, 0, 0, spare)), torch.nn.functional.pad(v, (0, 0, 0, spare))

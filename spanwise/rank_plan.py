@@ -30,6 +30,7 @@ from spanwise.plan import Plan
 
 if TYPE_CHECKING:
     from spanwise.kernels.flex import FlexTables
+    from spanwise.kernels.varlen import VarlenTables
 
 FLEX_BLOCK_SIZE = 128
 
@@ -41,7 +42,7 @@ class Stage:
     Attributes:
         start, end: int32 ``[B or 1, n, T]``, spans as indices into the piece.
         kv_pos: int32 ``[B or 1, keys]``, global position of each key of the piece.
-        tables: block tables for the flex kernel, or None.
+        tables: block tables for the flex kernel, rounds for the varlen kernel, or None.
         take: int64 ``[B, keys]``, where the keys lie in the gathered, padded shards, ordered ``[rank, row, token]`` and
             flattened; None unless an all-gather brings them.
         route: which rows travel, if only the needed ones do; None otherwise.
@@ -53,7 +54,7 @@ class Stage:
     start: torch.Tensor
     end: torch.Tensor
     kv_pos: torch.Tensor
-    tables: FlexTables | None
+    tables: FlexTables | VarlenTables | None
     take: torch.Tensor | None
     route: Route | None
     hop: Hop | None
@@ -139,14 +140,14 @@ _compat.register_pytree_dataclass(
 )
 
 
-def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tables: bool = False) -> RankPlan:
+def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: str | None = None) -> RankPlan:
     """The tensors of ``rank`` on ``device``; pure, no process group.
 
     Args:
-        flex_tables: also build the block tables that the flex kernel needs.
+        tables: the kernel whose tables are built too, "flex" or "varlen".
     """
     device = torch.device(device)
-    if flex_tables and plan.layout.tokens_per_rank.min() == 0:
+    if tables == "flex" and plan.layout.tokens_per_rank.min() == 0:
         # Every rank knows, so that every rank raises; the kernel would on the empty rank alone.
         raise ValueError(
             f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
@@ -158,7 +159,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
 
     def tokens_of(of: Layout, index: int) -> torch.Tensor:
         tokens = _on_device(np.stack([of.indices(index, row) for row in rows]), device)
-        return tokens if flex_tables else _compat.mark_dynamic(tokens, 1)
+        return tokens if tables == "flex" else _compat.mark_dynamic(tokens, 1)
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
@@ -183,7 +184,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, flex_tab
         kv_valid=kv_valid,
         trade=trade,
         kv_trade=kv_trade,
-        stages={name: stages_of(plan, name, group, device, flex_tables) for name in plan.masks},
+        stages={name: stages_of(plan, name, group, device, tables) for name in plan.masks},
         rank=rank,
         num_ranks=plan.num_ranks,
         inner=plan.inner,
@@ -231,7 +232,7 @@ def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.
     )
 
 
-def _gathered_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
+def _gathered_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
     """Own tokens, then everybody else's out of the gathered shards; batch rows side by side."""
     mask, layout = plan.mask(name), plan.kv_groups
     rows = layout.batch_size
@@ -249,14 +250,14 @@ def _gathered_stages(plan: Plan, name: str, group: int, device: torch.device, fl
         take = None
         if slots is not None:
             take = _compat.mark_dynamic(_on_device(np.take_along_axis(slots, key_tokens, axis=1), device), 1)
-        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, flex_tables)
+        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, tables)
         return Stage(**tensors, take=take, route=None, hop=None, rows=max(rows, mask.batch_size), flat=False)
 
     if plan.num_groups == 1:
         return (stage(own, 0, None),)
     everything = np.array([[0, plan.kv_len]], dtype=np.int64)
     others = [subtract_runs(everything, runs) for runs in own]
-    return stage(own, 0, None), stage(others, _spare_keys(count_tokens(others[0]), flex_tables), _slots(layout))
+    return stage(own, 0, None), stage(others, _spare_keys(count_tokens(others[0]), tables), _slots(layout))
 
 
 class _Pieces:
@@ -265,8 +266,8 @@ class _Pieces:
     What they receive differs, and side by side is not rectangular.
     """
 
-    def __init__(self, plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> None:
-        self.mask, self.device, self.flex_tables = plan.mask(name), device, flex_tables
+    def __init__(self, plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> None:
+        self.mask, self.device, self.tables = plan.mask(name), device, tables
         self.rows = max(self.mask.batch_size, plan.layout.batch_size)
         self.queries = [plan.groups.runs(group, row_of(plan.groups, row)) for row in range(self.rows)]
 
@@ -277,13 +278,13 @@ class _Pieces:
         each = [self.mask.row(row_of(self.mask, row)) for row in range(self.rows)]
         local = _one_after_another([m.select(self.queries[row], keys[row]) for row, m in enumerate(each)])
         key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
-        tensors = _stage_tensors(local, self.mask.num_spans, key_tokens, self.device, self.flex_tables)
+        tensors = _stage_tensors(local, self.mask.num_spans, key_tokens, self.device, self.tables)
         return Stage(**tensors, take=None, route=route, hop=hop, rows=self.rows, flat=self.rows > 1)
 
 
-def _ring_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
+def _ring_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
     """Own tokens, then the shards of other groups as they come round."""
-    pieces = _Pieces(plan, name, group, device, flex_tables)
+    pieces = _Pieces(plan, name, group, device, tables)
     layout = plan.kv_groups
 
     def held(by: int) -> list[np.ndarray]:
@@ -293,15 +294,15 @@ def _ring_stages(plan: Plan, name: str, group: int, device: torch.device, flex_t
     for distance in plan.hops(name):
         owner = (group - distance) % plan.num_groups
         rows = pieces.rows * layout.num_tokens(owner)
-        hop = Hop(received=_size(rows, device), stride=distance - before)
-        stages.append(pieces.stage(held(owner), _spare_keys(rows, flex_tables), hop=hop))
+        hop = Hop(received=_size(rows, device), stride=distance - before, spare=tables == "flex")
+        stages.append(pieces.stage(held(owner), _spare_keys(rows, tables), hop=hop))
         before = distance
     return tuple(stages)
 
 
-def _needed_stages(plan: Plan, name: str, group: int, device: torch.device, flex_tables: bool) -> tuple[Stage, ...]:
+def _needed_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
     """Own tokens, then those that this group reads elsewhere, in pieces."""
-    pieces = _Pieces(plan, name, group, device, flex_tables)
+    pieces = _Pieces(plan, name, group, device, tables)
     layout, rows, first = plan.kv_groups, pieces.rows, group * plan.inner
     own = [layout.runs(group, row_of(layout, row)) for row in range(rows)]
     shard = layout.num_tokens(group)
@@ -333,14 +334,14 @@ def _needed_stages(plan: Plan, name: str, group: int, device: torch.device, flex
         order = np.empty(np.count_nonzero(mine), dtype=np.int64)
         order[np.argsort(sender[mine], kind="stable")] = np.arange(len(order))
         sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
-        spare = _spare_keys(len(order), flex_tables)
+        spare = _spare_keys(len(order), tables)
         route = Route(
             # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
             send=_compat.mark_unbacked(_on_device(np.concatenate(sent), device), 0),
             order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
             send_sizes=tuple(_size(len(at), device) for at in sent),
             recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()),
-            spare=flex_tables,
+            spare=tables == "flex",
         )
         stages.append(pieces.stage(keys, spare, route=route))
     return tuple(stages)
@@ -385,9 +386,9 @@ def _one_after_another(masks: list[SpanMask]) -> SpanMask:
     return SpanMask(edges[0], edges[1], int(offsets[-1]))
 
 
-def _spare_keys(num_keys: int, flex_tables: bool) -> int:
+def _spare_keys(num_keys: int, tables: str | None) -> int:
     """Keys that no span reads, added so that one compiled flex kernel serves plans whose K/V lengths differ."""
-    if not flex_tables:
+    if tables != "flex":
         return 0
     from spanwise.kernels.flex import kv_capacity
 
@@ -395,27 +396,32 @@ def _spare_keys(num_keys: int, flex_tables: bool) -> int:
 
 
 def _stage_tensors(
-    mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, flex_tables: bool
+    mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, tables: str | None
 ) -> dict[str, Any]:
-    tables = None
+    built: Any = None
     # All stages get the same number of spans, and never one that alone would be a constant to torch.compile.
     width = max(2, num_spans)
-    if flex_tables:
+    if tables == "varlen":
+        from spanwise.kernels._segments import cut_rounds
+        from spanwise.kernels.varlen import VarlenTables
+
+        built = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, key_tokens.shape[1]), device)
+    if tables == "flex":
         from spanwise._flex_masks import block_tables
         from spanwise.kernels.flex import FlexTables, pad_spans
 
         width = pad_spans(num_spans)
         # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-        tables = FlexTables.from_numpy(
+        built = FlexTables.from_numpy(
             block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device
         )
     spare = width - mask.num_spans
     start, end = (_on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), device) for x in (mask.start, mask.end))
-    if not flex_tables:  # the flex kernel needs a constant number of queries
+    if tables != "flex":  # the flex kernel needs a constant number of queries
         for x in (start, end):
             _compat.mark_dynamic(_compat.mark_dynamic(x, 1), 2)
     kv_pos = _compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1)
-    return {"start": start, "end": end, "kv_pos": kv_pos, "tables": tables}
+    return {"start": start, "end": end, "kv_pos": kv_pos, "tables": built}
 
 
 def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -466,10 +472,10 @@ def local_plan(
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    flex_tables = kernel == "flex" or (kernel == "auto" and device.type == "cuda")
-    key = (rank, device, flex_tables)
+    tables = kernel if kernel in ("flex", "varlen") else "flex" if kernel == "auto" and device.type == "cuda" else None
+    key = (rank, device, tables)
     if key not in plan.built:
-        plan.built[key] = build(plan, rank, device, flex_tables=flex_tables)
+        plan.built[key] = build(plan, rank, device, tables=tables)
     return plan.built[key]
 
 

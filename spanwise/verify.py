@@ -207,7 +207,7 @@ def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
 
     layouts = [Layout.from_runs([[np.array([[0, length]])]], length) for length in (plan.seq_len, plan.kv_len)]
     whole = dataclasses.replace(plan, layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1)
-    return build(whole, 0, device, flex_tables=device.type == "cuda")
+    return build(whole, 0, device, tables="flex" if device.type == "cuda" else None)
 
 
 def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
         q, k, v: ``[1, H, seq_len, D]``; a plan of one layout row.
     """
     ranks = range(plan.num_ranks)
-    locals_ = [build(plan, rank, q.device, flex_tables=kernel == "flex") for rank in ranks]
+    locals_ = [build(plan, rank, q.device, tables=kernel if kernel in ("flex", "varlen") else None) for rank in ranks]
     kv_shards = [[plan.shard(x, rank, dim=2) for rank in ranks] for x in (k, v)]
     outs = []
     for rank, local in enumerate(locals_):

@@ -79,7 +79,7 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
             ),
             "traffic": lambda plan: (plan.needed_tokens(), plan)[1],
             "fingerprint": lambda plan: (plan.fingerprint, plan)[1],
-            "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, flex_tables=True), plan)[1],
+            "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, tables="flex"), plan)[1],
         }
         value: Any = None
         for part, step in steps.items():

@@ -77,7 +77,7 @@ def _stages(
     plan = make_plan(
         SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
     )
-    local = rank_plan.build(plan, 0, ranks.device, flex_tables=kernel == "flex")
+    local = rank_plan.build(plan, 0, ranks.device, tables=kernel if kernel in ("flex", "varlen") else None)
     num_tokens = local.tokens.shape[1]
     for own, stage in zip((True, False), local.stages["default"], strict=False):
         area = int((stage.end - stage.start).clamp(min=0).sum())
@@ -91,7 +91,7 @@ def _stages(
         )
         q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
         if own:
-            kernels.check(kernel, q, k, v, stage, score_mod=None, max_logit=False)
+            kernels.check(kernel, q, k, v, stage, score_mod=None, softcap=None, max_logit=False)
         what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
         yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, stage, local.tokens)
 

@@ -45,13 +45,15 @@ class Hop:
         received: ``[rows, 0]``, tokens of the shard that arrives; only its shape means something.
         stride: how many ranks on the shard goes, the same for all ranks. What arrives after some hops is the shard of
             the rank as many ranks before as their strides together.
+        spare: whether the stage has more keys than arrive, at the end, that no span reads.
     """
 
     received: torch.Tensor
     stride: int
+    spare: bool = False
 
 
-_compat.register_pytree_dataclass(Hop, static=("stride",))
+_compat.register_pytree_dataclass(Hop, static=("stride", "spare"))
 
 
 def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ def resolve(kernel: str, device: torch.device, score_mod: Callable[..., Any] | N
 
     Raises:
         ValueError: unknown name, or a kernel that does not run on the device or cannot apply a `score_mod`.
-        NotImplementedError: "varlen".
     """
     if kernel == "auto":
         if device.type == "cuda":
@@ -39,8 +38,10 @@ def resolve(kernel: str, device: torch.device, score_mod: Callable[..., Any] | N
         raise ValueError(f"no kernel was tested on device {device}; name one: kernel='reference' runs anywhere")
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; choose one of {['auto', *KERNELS]}")
-    if kernel == "varlen":
-        raise NotImplementedError("kernel 'varlen' does not exist yet; use kernel='flex' on CUDA")
+    if kernel == "varlen" and device.type != "cuda":
+        raise ValueError(f"kernel 'varlen' runs on CUDA, the tensors are on {device}; use kernel='sdpa' on the CPU")
+    if kernel == "varlen" and score_mod is not None:
+        raise ValueError("kernel 'varlen' cannot apply a score_mod; use kernel='flex'")
     if kernel == "sdpa" and device.type != "cpu":
         raise ValueError(f"kernel 'sdpa' runs on the CPU, the tensors are on {device}; use kernel='flex'")
     if kernel == "sdpa" and score_mod is not None:
@@ -56,6 +57,7 @@ def check(
     stage: Stage,
     *,
     score_mod: Callable[..., Any] | None,
+    softcap: float | None,
     max_logit: bool,
 ) -> None:
     """Raise what `attend` and `max_logit` would raise, before anything has been sent.
@@ -69,12 +71,20 @@ def check(
             f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
             f"kernel={kernel!r} on {q.device} and score_mod={score_mod}"
         )
-    if kernel != "flex":
+    if kernel not in ("flex", "varlen"):
         check_problem(q, k, v, stage.start, stage.end)
         return
-    from spanwise.kernels import flex
+    from spanwise.kernels import flex, varlen
 
-    if stage.tables is None:
+    if kernel == "varlen":
+        if not isinstance(stage.tables, varlen.VarlenTables):
+            raise ValueError(
+                "kernel 'varlen' needs rounds: build the rank plan with plan.local(mesh, device, kernel='varlen')"
+            )
+        varlen.check(q, k, v, stage.start, stage.end, stage.tables, softcap=softcap, score_mod=score_mod)
+        return
+
+    if not isinstance(stage.tables, flex.FlexTables):
         raise ValueError(
             "kernel 'flex' needs block tables: build the rank plan with plan.local(mesh, device, kernel='flex')"
         )
@@ -116,9 +126,14 @@ def attend(
             q, k, v, stage.start, stage.end,
             scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
         )  # fmt: skip
-    from spanwise.kernels.flex import flex
+    if kernel == "varlen":
+        from spanwise.kernels import varlen
 
-    assert stage.tables is not None  # as `check` made sure
+        assert isinstance(stage.tables, varlen.VarlenTables)  # as `check` made sure
+        return varlen.attend_rounds(q, k, v, stage.tables, scale=scale)
+    from spanwise.kernels.flex import FlexTables, flex
+
+    assert isinstance(stage.tables, FlexTables)  # as `check` made sure
     return flex(
         q, k, v, stage.start, stage.end, stage.tables,
         scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,
@@ -181,9 +196,9 @@ def max_logit(
     Kernel "flex" on CUDA, and on the CPU any kernel without a `score_mod`; see `check`.
     """
     if kernel == "flex" and q.device.type == "cuda":
-        assert stage.tables is not None  # as `check` made sure
         from spanwise.kernels import flex
 
+        assert isinstance(stage.tables, flex.FlexTables)  # as `check` made sure
         return flex.max_logit(
             q, k, stage.start, stage.end, stage.tables,
             scale=scale, score_mod=score_mod, softcap=softcap, q_pos=q_pos, kv_pos=stage.kv_pos,

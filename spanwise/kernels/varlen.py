@@ -20,7 +20,7 @@ from spanwise.kernels._checks import check_problem
 from spanwise.kernels._rounds import Flash, backward, empty_by_head, forward, lse_dtype
 
 if TYPE_CHECKING:
-    from spanwise.kernels._segments import Segments, Window
+    from spanwise.kernels._segments import Segments
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -182,55 +182,7 @@ def attend_rounds(
     return out, lse
 
 
-# >>> to be moved to _compat: the two functions that call torch's private operators
-_aten = torch.ops.aten
-
-
-def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: Window,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's flash kernel as `varlen_attn` calls it; `Flash.forward`."""
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), False,
-        scale=scale, window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
-    return out, lse
-
-
-def flash_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: Window,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its backward; `Flash.backward`."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = _aten._flash_attention_backward(
-        grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), *no_dropout,
-        scale=scale, window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-# <<< to be moved to _compat
-
-FLASH = Flash(flash_forward, flash_backward)
+FLASH = Flash(_compat.flash_forward, _compat.flash_backward)
 
 
 # --- operators -----------------------------------------------------------------------------------------------------

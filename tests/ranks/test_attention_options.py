@@ -221,8 +221,8 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return started
 
 
-def test_missing_kernels_say_what_works() -> None:
-    with pytest.raises(NotImplementedError, match="use kernel='flex'"):
+def test_kernels_of_another_device_say_what_works() -> None:
+    with pytest.raises(ValueError, match="runs on CUDA.*use kernel='sdpa'"):
         attend(kernel="varlen")
 
 

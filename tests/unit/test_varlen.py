@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import spanwise
 from spanwise import SpanMask
 from spanwise.kernels import varlen as module
 from spanwise.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.kernels._segments import cut_rounds
 from spanwise.kernels.reference import reference
 from spanwise.kernels.varlen import FLASH, VarlenTables, attend_rounds, check, check_tables, varlen
+from tests.oracle import make_problem, relative_error
+from tests.simulated import all_ranks
 
 NAN = float("nan")
 
@@ -275,6 +278,20 @@ def test_torch_has_the_operators() -> None:
             assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)
             grads = FLASH.backward(out, q, k, k, out, lse, *options)
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("exchange", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 2}])
+@pytest.mark.parametrize("name", ["documents", "window", "two_sided_window"])
+def test_every_rank_of_a_plan(name: str, exchange: dict[str, Any], num_ranks: int) -> None:
+    mask = MASKS[name]
+    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange)
+    inputs = make_problem(mask.dense(), heads=(4, 2), dims=(24, 16), dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = all_ranks(plan, *leaves, kernel="varlen")
+    out.backward(inputs.grad_out)
+    for got, want in zip((out, *(x.grad for x in leaves)), (inputs.out, *inputs[6:9]), strict=True):
+        assert relative_error(got.detach(), want) <= 1e-10
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
