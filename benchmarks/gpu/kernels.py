@@ -1,6 +1,6 @@
 """Speed of the flex kernel on one GPU: forward + backward on several masks, beside torch's causal flash SDPA.
 
-    python benchmarks/flex_gpu.py --seq-len 32768 --out flex_gpu.json
+    python benchmarks/gpu/kernels.py --seq-len 32768 --out kernels.json
 
 Prints a table and writes JSON. TFLOP/s count the cells that the mask allows, 4 · head_dim per head forward and 2.5
 times that backward (the convention of the FlashAttention papers), so masks and kernels compare by rate. All cases of
