@@ -103,10 +103,10 @@ def mesh_of(num_ranks: int | tuple[int, int]) -> tuple[int, dict[str, Any]]:
     return num_ranks[0] * num_ranks[1], {"mesh_shape": num_ranks, "mesh_dim_names": ("outer", "inner")}
 
 
-def check_results(results: list[list[torch.Tensor]], rank: int, plan_of: Any) -> None:
+def check_results(results: list[list[torch.Tensor]], rank: int, plan_of: Any, seed: int = 0) -> None:
     for i, got in enumerate(results):
         plan = plan_of(i)
-        problem = make_problem(plan.mask().dense(), seed=i)
+        problem = make_problem(plan.mask().dense(), seed=seed + i)
         for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
             assert relative_error(x, plan.shard(whole, rank, dim=2)) <= 1e-10
 
@@ -269,13 +269,15 @@ def save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(rank: int, mesh: DeviceMesh, selective: bool) -> tuple[list[list[torch.Tensor]], dict[str, int]]:
+def checkpointed(
+    rank: int, mesh: DeviceMesh, selective: bool, way: dict[str, Any]
+) -> tuple[list[list[torch.Tensor]], dict[str, int]]:
     """Two layers with plans of their own, recomputed in backward: each with the plan it ran with."""
     results = []
     with CountCalls() as counter:
         pairs = []
         for i in (1, 2):
-            plan = plan_number(i)
+            plan = plan_number(i, **way)
             problem = make_problem(plan.mask().dense(), seed=i)
             leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
             context = {"context_fn": lambda: create_selective_checkpoint_contexts(save_attention)} if selective else {}
@@ -290,22 +292,63 @@ def checkpointed(rank: int, mesh: DeviceMesh, selective: bool) -> tuple[list[lis
     return results, counter.calls
 
 
+WAYS = [
+    {"exchange": "all_gather"},
+    {"exchange": "ring", "keep_kv": True},
+    {"exchange": "ring", "keep_kv": False},
+    {"exchange": "ulysses"},
+    {"exchange": "ring", "keep_kv": True, "num_ranks": (2, 2)},
+    {"exchange": "needed", "keep_kv": False, "stages": 2, "num_ranks": (2, 2)},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("selective", [False, True])
-def test_activation_checkpointing(gloo_pool: GlooPool, selective: bool) -> None:
-    for rank, (results, calls) in enumerate(gloo_pool.run(2, checkpointed, selective, timeout=60)):
-        # Two stages in each of two layers; plain checkpointing runs each of them twice.
-        assert calls["spanwise::sdpa"] == (4 if selective else 8)
-        for i, got in zip((1, 2), results, strict=True):
-            plan = plan_number(i)
-            problem = make_problem(plan.mask().dense(), seed=i)
-            for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
-                assert relative_error(x, plan.shard(whole, rank, dim=2)) <= 1e-10
+def test_activation_checkpointing(gloo_pool: GlooPool, selective: bool, way: dict[str, Any]) -> None:
+    num_ranks, mesh = mesh_of(way.get("num_ranks", 2))
+    calls_of_a_pass = sum(1 + plan_number(i, **way).num_pieces() for i in (1, 2))
+    ranks = gloo_pool.run(num_ranks, checkpointed, selective, way, timeout=60, **mesh)
+    for rank, (results, calls) in enumerate(ranks):
+        # Plain checkpointing runs each stage of each layer twice.
+        assert calls["spanwise::sdpa"] == (1 if selective else 2) * calls_of_a_pass
+        check_results(results, rank, lambda i: plan_number(i + 1, **way), seed=1)
 
 
-def test_tensor_parallel_heads_beside_context_parallel() -> None:
+def packs(rank: int, mesh: DeviceMesh, way: dict[str, Any]) -> tuple[list[list[torch.Tensor]], int, int]:
+    """Under hooks for saved tensors that keep copies, as offloading does; how many, and how many came back."""
+    plan = plan_number(0, **way)
+    problem = make_problem(plan.mask().dense(), seed=0)
+    leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+    packed, unpacked = [], []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(x.shape)
+        return x.detach().clone()
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        unpacked.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = spanwise.context_parallel_attention(*leaves, plan, mesh)
+    out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
+    return [[out.detach(), *(x.grad for x in leaves)]], len(packed), len(unpacked)
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: "-".join(map(str, way.values())))
+def test_hooks_for_saved_tensors_around_attention(gloo_pool: GlooPool, way: dict[str, Any]) -> None:
+    num_ranks, mesh = mesh_of(way.get("num_ranks", 2))
+    for rank, (results, packed, unpacked) in enumerate(gloo_pool.run(num_ranks, packs, way, timeout=60, **mesh)):
+        assert packed >= unpacked > 0
+        check_results(results, rank, lambda i: plan_number(i, **way))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_tensor_parallel_heads_beside_context_parallel(exchange: str, num_kv_heads: int) -> None:
     """q, k, v as DTensors sharded over heads on "tp", the sequence cut over "cp"; forward and backward on 2 x 2."""
-    plan = plan_number(1)
-    problem: Problem = make_problem(plan.mask().dense(), heads=(4, 2))
+    plan = plan_number(1, exchange=exchange)
+    problem: Problem = make_problem(plan.mask().dense(), heads=(4, num_kv_heads))
 
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[int, list[torch.Tensor]]:
         cp, tp = mesh["cp"], mesh["tp"]
@@ -323,32 +366,64 @@ def test_tensor_parallel_heads_beside_context_parallel() -> None:
         assert out.placements == (Shard(1),) and out.shape[1] == 4 and aux.lse.shape[1] == 4
         assert aux.max_logit.placements == (Shard(0),) and aux.max_logit.shape == (4,)
         out.backward(DTensor.from_local(local_heads(problem.grad_out), tp, [Shard(1)], run_check=False))
-        return tp.get_local_rank(), [x.to_local().detach() for x in (out, *(leaf.grad for leaf in leaves))]
+        tensors = (out, aux.lse, *(leaf.grad for leaf in leaves))
+        return tp.get_local_rank(), [x.to_local().detach() for x in tensors]
 
     results = run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
     for rank, (tp_rank, got) in enumerate(results):
-        for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
+        for x, whole in zip(got, (problem.out, problem.lse, problem.dq, problem.dk, problem.dv), strict=True):
             reference = plan.shard(whole, rank // 2, dim=2).chunk(2, dim=1)[tp_rank]
             assert relative_error(x, reference) <= 1e-10
 
 
-def test_score_mod_sees_global_heads_under_tensor_parallelism() -> None:
-    plan = spanwise.make_plan(SpanMask.causal(LENGTH), 1)
+@pytest.mark.parametrize(("exchange", "num_ranks"), [(None, 1), ("ulysses", 2), ("ring", (2, 2))])
+def test_score_mod_sees_global_heads_under_tensor_parallelism(exchange: str | None, num_ranks: Any) -> None:
+    """Alone, and where the heads of a tensor-parallel shard are dealt out again."""
+    plan = plan_number(1, num_ranks, exchange=exchange or "all_gather")
+    alone = plan_number(1, 1)
     problem = make_problem(plan.mask().dense(), heads=(4, 2))
     slopes = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + slopes[h] * (kv_idx - q_idx)
 
-    whole = spanwise.context_parallel_attention(*problem[:3], plan, None, score_mod=alibi, sinks=slopes)
+    sinks = slopes.clone().requires_grad_()
+    leaves = [x.clone().requires_grad_() for x in problem[:3]]
+    whole = spanwise.context_parallel_attention(*leaves, alone, None, score_mod=alibi, sinks=sinks)
+    whole.backward(problem.grad_out)
 
-    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
-        q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for x in problem[:3])
-        sinks = distribute_tensor(slopes, mesh, [Replicate()])
-        return spanwise.context_parallel_attention(q, k, v, plan, None, score_mod=alibi, sinks=sinks).full_tensor()
+    def on_rank(rank: int, mesh: DeviceMesh) -> list[torch.Tensor]:
+        cp = {1: None, 2: mesh["cp"] if mesh.ndim == 2 else None, 4: mesh["outer", "inner"] if mesh.ndim == 3 else None}
+        axes, tp = cp[plan.num_ranks], mesh["tp"]
+        q, k, v, grad = (
+            distribute_tensor(x if axes is None else spanwise.shard(plan, axes, x, dim=2), tp, [Shard(1)])
+            for x in problem[:4]
+        )
+        mine = [x.requires_grad_() for x in (q, k, v, distribute_tensor(slopes, tp, [Replicate()]))]
+        out = spanwise.context_parallel_attention(*mine[:3], plan, axes, score_mod=alibi, sinks=mine[3])
+        out.backward(grad)
+        # Those of sinks are this cp rank's part of a sum.
+        return [x.full_tensor().detach() for x in (out, *(leaf.grad for leaf in mine))]
 
-    for out in run_ranks(2, on_rank, mesh_dim_names=("tp",)):
-        assert relative_error(out, whole) <= 1e-12
+    shape = {1: (2,), 2: (2, 2), 4: (2, 2, 2)}[plan.num_ranks]
+    names = {1: ("tp",), 2: ("cp", "tp"), 4: ("outer", "inner", "tp")}[plan.num_ranks]
+    results = run_ranks(2 * plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
+    for rank, got in enumerate(results):
+        for x, full in zip(got[:4], (whole.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+            assert relative_error(x, plan.shard(full, rank // 2, dim=2)) <= 1e-10
+    assert relative_error(sum(got[4] for got in results[::2]), sinks.grad) <= 1e-10
+
+
+def test_heads_of_a_tensor_parallel_shard_that_do_not_divide() -> None:
+    plan = plan_number(1, exchange="ulysses")
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        x = torch.randn(1, 3, plan.layout.num_tokens(mesh["cp"].get_local_rank()), 8)
+        heads = DTensor.from_local(x, mesh["tp"], [Shard(1)], run_check=False)
+        with pytest.raises(ValueError, match="3 query heads"):
+            spanwise.context_parallel_attention(heads, heads, heads, plan.local(mesh["cp"]), mesh["cp"])
+
+    run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
 
 
 def test_dtensors_that_do_not_fit() -> None:
