@@ -117,8 +117,6 @@ def make_packed(
     scale = 1 / math.sqrt(dims[0]) if scale is None else scale
     out = torch.zeros(*grad_out.shape, dtype=torch.float64)
     lse = torch.full(grad_lse.shape, -math.inf, dtype=torch.float64)
-    if sinks is not None:
-        lse = sinks.double()[:, None].expand_as(lse).clone()
     max_logit = torch.full((heads[0],), -math.inf, dtype=torch.float64)
     q_valid, kv_valid = torch.zeros(packing.q_len, dtype=torch.bool), torch.zeros(packing.kv_len, dtype=torch.bool)
     sequences = zip(packing.q_offsets[:-1], packing.q_lens, packing.kv_offsets[:-1], packing.kv_lens, strict=True)
