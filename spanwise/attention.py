@@ -203,6 +203,8 @@ def _attend(
         out = ulysses.to_tokens(out, local.trade, traded, f"output, mask {mask!r}")
         lse = ulysses.to_tokens(lse, local.trade, traded, f"lse, mask {mask!r}") if request.lse else lse
     out = _zero_in_padding(out, local.valid)
+    if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
+        lse = lse.masked_fill(~local.valid, -math.inf)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 

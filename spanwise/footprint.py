@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.heads import kv_heads_held, kv_heads_of
+from spanwise.heads import kv_heads_held, kv_heads_of, kv_heads_read
 
 if TYPE_CHECKING:
     from spanwise.plan import Plan
@@ -70,9 +70,12 @@ def resident(plan: Plan, mask: str) -> Int64:
     if plan.exchange == "all_gather":
         padded = plan.batch_size * plan.num_groups * int(plan.kv_groups.tokens_per_rank.max())
         tokens = np.full(plan.num_groups, padded * (plan.num_groups > 1), np.int64)
-    elif plan.exchange == "ring" and not plan.keep_kv:  # the shard that is computed with, and the one that arrives
-        arriving = np.concatenate([_shards_received(plan, mask), np.zeros((1, plan.num_groups), np.int64)])
-        tokens = (arriving[1:] + arriving[:-1]).max(axis=0, initial=0)
+    elif plan.exchange == "ring":  # a shard that goes on, first a copy of the own one, and the one that arrives
+        arriving = _shards_received(plan, mask)
+        own = (plan.batch_size * plan.kv_groups.tokens_per_rank)[None]
+        tokens = (arriving + np.concatenate([own, arriving])[:-1]).max(axis=0, initial=0)
+        if plan.keep_kv:
+            tokens = np.maximum(tokens, arriving.sum(axis=0))
     else:
         tokens = plan.group_traffic(mask).sum(axis=1)
     return np.repeat(tokens, plan.inner) * kv_token_bytes(plan) + _traded(plan)
@@ -100,6 +103,12 @@ def _traded(plan: Plan) -> Int64:
     """Bytes of the q, K, V and output that each rank computes with under Ulysses, beside its own shards."""
     if plan.inner == 1:
         return np.zeros(plan.num_ranks, np.int64)
-    heads, _, qk_dim, v_dim = plan.attention_shape
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
     q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
-    return q * (heads // plan.inner) * (qk_dim + v_dim) * plan.itemsize + kv * kv_token_bytes(plan)
+    # The heads that are read lie in the window that was received, unless they had to be repeated.
+    window, ranks = kv_heads_of(heads, kv_heads, plan.inner)[0], range(plan.inner)
+    repeated = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
+    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
+    stored = [n if n > read else window for n, read in zip(repeated, distinct, strict=True)]
+    kv_bytes = np.tile(np.array(stored, np.int64) * (qk_dim + v_dim) * plan.itemsize, plan.num_groups)
+    return q * (heads // plan.inner) * (qk_dim + v_dim) * plan.itemsize + kv * kv_bytes

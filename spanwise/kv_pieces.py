@@ -98,6 +98,7 @@ def kv_pieces(
         if again is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # or a kernel that wants them so would keep copies
         yield Piece(*pair, i, again)
+        del pair  # or this piece would live until the next one has arrived
 
 
 def _round_the_ring(
@@ -121,10 +122,10 @@ def _round_the_ring(
         again = Again(fetches, chained=True, saved=lambda i, buffer: with_spare(i, *ring.unpack(buffer, dims)))
     arriving = ring.start(k, v, hops, local.group, local.num_groups, name, f"K/V, mask {mask!r}")
     yield Piece(k, v, again=again)
-    for i, (k_piece, v_piece) in enumerate(arriving):
-        k_piece, v_piece = with_spare(i, k_piece, v_piece)
+    for i in range(len(hops)):  # enumerate would hold what it gave last until the hop after next has been started
+        k_piece, v_piece = with_spare(i, *next(arriving))
         yield Piece(k_piece, v_piece, i, again)
-        del k_piece, v_piece  # or they would live until the hop after next has been started
+        del k_piece, v_piece  # and so would these
 
 
 def _by_head(data_BKF: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

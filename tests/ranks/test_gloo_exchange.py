@@ -7,6 +7,7 @@ the pool with many cases in it: a call makes a new process group, which takes lo
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -248,9 +249,14 @@ def needed_plan(num_ranks: int, stages: int, keep_kv: bool, balancer: str = "lpt
     )
 
 
+def plan_of(num_ranks: int | tuple[int, int], balancer: str = "lpt", mask: SpanMask = MASK, **way: Any) -> Any:
+    return spanwise.make_plan(mask, num_ranks, balancer=balancer, block_size=BLOCK, **way)
+
+
+# Six query heads go with three ranks that trade heads, and two K/V heads do not.
 @functools.cache
-def problem_of(dtype: torch.dtype, seed: int = 0, mask: SpanMask = MASK) -> Problem:
-    return make_problem(mask.dense(), heads=(4, 2), dims=(8, 6), dtype=dtype, seed=seed)
+def problem_of(dtype: torch.dtype, seed: int = 0, mask: SpanMask = MASK, heads: tuple[int, int] = (6, 2)) -> Problem:
+    return make_problem(mask.dense(), heads=heads, dims=(8, 6), dtype=dtype, seed=seed)
 
 
 def leaves_of(plan: Any, mesh: DeviceMesh, problem: Problem) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -313,6 +319,86 @@ def test_a_rank_that_is_idle_in_one_piece_only(gloo_pool: GlooPool, keep_kv: boo
         assert max(found[0]) <= FLOAT64[2] and max(found[1]) <= FLOAT32[2]
 
 
+RING, AGAIN = {"exchange": "ring", "keep_kv": True}, {"exchange": "ring", "keep_kv": False}
+ULYSSES = {"exchange": "ulysses"}
+MESH = {"mesh_dim_names": ("outer", "inner")}
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_attention_by_ring_and_ulysses(gloo_pool: GlooPool, num_ranks: int) -> None:
+    cases, bounds = [], []
+    for balancer in ("contiguous", "lpt"):
+        for way in (RING, AGAIN, ULYSSES):
+            plan = plan_of(num_ranks, balancer, **way)
+            for kernel, dtype, bound in (FLOAT64, FLOAT32):
+                cases.append((plan, problem_of(dtype, heads=(6, 2) if num_ranks == 3 else (4, 2)), kernel))
+                bounds.append(bound)
+    if num_ranks == 4:
+        assert len(cases[0][0].hops()) == 2  # contiguous shards leave a hop out
+    for found in gloo_pool.run(num_ranks, attend, cases):
+        assert all(max(each) <= bound for each, bound in zip(found, bounds, strict=True)), found
+
+
+def test_attention_on_two_levels(gloo_pool: GlooPool) -> None:
+    cases, bounds = [], []
+    for way in ({"exchange": "all_gather"}, {"exchange": "needed", "stages": 3, "keep_kv": False}, RING, AGAIN):
+        plan = plan_of((2, 2), **way)
+        for kernel, dtype, bound in (FLOAT64, FLOAT32):
+            cases.append((plan, problem_of(dtype), kernel))
+            bounds.append(bound)
+    for found in gloo_pool.run(4, attend, cases, mesh_shape=(2, 2), **MESH):
+        assert all(max(each) <= bound for each, bound in zip(found, bounds, strict=True)), found
+
+
+@pytest.mark.parametrize("axes", [4, (2, 2)])
+def test_ranks_without_tokens(gloo_pool: GlooPool, axes: Any) -> None:
+    mask = SpanMask.documents([0, 2, 3])
+    ways = [RING, AGAIN, {"exchange": "needed", "stages": 1}, *([ULYSSES] if axes == 4 else [])]
+    plans = [spanwise.make_plan(mask, axes, balancer="contiguous", block_size=1, **way) for way in ways]
+    assert all(plan.layout.tokens_per_rank.min() == 0 for plan in plans)
+    problem = problem_of(torch.float64, mask=mask, heads=(4, 2))
+    mesh = {} if axes == 4 else {"mesh_shape": axes, **MESH}
+    for found in gloo_pool.run(4, attend, [(plan, problem, "sdpa") for plan in plans], **mesh):
+        assert max(map(max, found)) <= 1e-10, found
+
+
+def refuses_heads(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem, heads: tuple[int, int]) -> list[float]:
+    """Rank 0 is late: were anything sent before the error, the others would be in it."""
+    local = plan.local(mesh, "cpu")
+    tokens = local.tokens.shape[1]
+    q, k, v = (torch.zeros(1, n, tokens, 8) for n in (heads[0], heads[1], heads[1]))
+    if rank == 0:
+        dist.barrier()
+    with pytest.raises(ValueError, match=f"deals {heads[0]} query heads .* out to 2 ranks"):
+        spanwise.context_parallel_attention(q, k, v, local, mesh)
+    if rank != 0:
+        dist.barrier()
+    return attend(rank, mesh, [(plan, problem, "sdpa")])[0]
+
+
+def test_heads_that_do_not_divide_leave_nobody_waiting(gloo_pool: GlooPool) -> None:
+    problem = problem_of(torch.float64, heads=(4, 2))
+    results = gloo_pool.run(2, refuses_heads, plan_of(2, **ULYSSES), problem, (3, 1))
+    results += gloo_pool.run(4, refuses_heads, plan_of((2, 2), **RING), problem, (5, 5), mesh_shape=(2, 2), **MESH)
+    assert all(max(found) <= 1e-10 for found in results)
+
+
+def plans_that_differ(rank: int, mesh: DeviceMesh, odd: int) -> tuple[str, str]:
+    plan = plan_of((2, 2), "head_tail" if rank == odd else "lpt", exchange="ring")
+    with pytest.raises(ValueError, match="ranks made different plans") as error:
+        plan.local(mesh, "cpu")
+    return plan.fingerprint, str(error.value)
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_plans_that_differ_on_two_levels_are_named_on_every_rank(gloo_pool: GlooPool, odd: int) -> None:
+    """Those that share no axis with the odd rank learn of it too."""
+    results = gloo_pool.run(4, plans_that_differ, odd, mesh_shape=(2, 2), **MESH)
+    held = "; ".join(f"rank {rank} has {fingerprint}" for rank, (fingerprint, _) in enumerate(results))
+    assert len({fingerprint for fingerprint, _ in results}) == 2
+    assert all(held in text for _, text in results)
+
+
 def attend_on_axis(rank: int, mesh: DeviceMesh, cases: list[tuple[Any, list[Problem], str]]) -> list[list[float]]:
     """Every dp row works on a problem of its own, at the same time."""
     cp, row = mesh["cp"], mesh.get_local_rank("dp")
@@ -353,6 +439,19 @@ def plainly(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[fl
         work.wait()
     assert received.tolist() == [float((rank - 1) % size)] * 5 and bool((total == sum(range(size))).all())
     return errors(plan, rank, problem, out, *(x.grad for x in leaves))
+
+
+def late(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
+    """Each rank begins at a time of its own, forward and backward."""
+    local, found = plan.local(mesh, "cpu"), []
+    for first in (0, mesh.size() - 1):
+        leaves, grad = leaves_of(plan, mesh, problem)
+        time.sleep(0.1 * abs(rank - first))
+        out = spanwise.context_parallel_attention(*leaves, local, mesh, kernel="sdpa")
+        time.sleep(0.1 * (mesh.size() - 1 - abs(rank - first)))
+        out.backward(grad)
+        found += errors(plan, rank, problem, out, *(x.grad for x in leaves))
+    return found
 
 
 def two_layers(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
@@ -424,13 +523,20 @@ def leaving_nothing(rank: int, mesh: DeviceMesh, step: Callable[..., list[float]
     return found
 
 
-@pytest.mark.parametrize("keep_kv", [True, False])
+NEEDED = {"exchange": "needed", "stages": 3}
+
+
 @pytest.mark.parametrize(
-    "step", [plainly, two_layers, backward_twice, only_q, only_kv, without_gradients, checkpointed]
+    "way",
+    [NEEDED, NEEDED | {"keep_kv": False}, RING, AGAIN, ULYSSES],
+    ids=lambda way: "-".join(map(str, way.values())),
 )
-def test_steps(gloo_pool: GlooPool, step: Callable[..., list[float]], keep_kv: bool) -> None:
-    plan = needed_plan(3, 3, keep_kv)
-    assert plan.num_pieces() == 3
+@pytest.mark.parametrize(
+    "step", [plainly, late, two_layers, backward_twice, only_q, only_kv, without_gradients, checkpointed]
+)
+def test_steps(gloo_pool: GlooPool, step: Callable[..., list[float]], way: dict[str, Any]) -> None:
+    plan = plan_of(3, **way)
+    assert plan.num_pieces() == {"needed": 3, "ring": 2, "ulysses": 0}[way["exchange"]]
     for found in gloo_pool.run(3, leaving_nothing, step, plan, problem_of(torch.float32)):
         assert found and max(found) <= FLOAT32[2], found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -50,6 +51,7 @@ class World:
         names: tuple[str, ...] = ("cp",),
         timeout: float = TIMEOUT,
         store_in_rank_0: bool = False,
+        stay: float = 60.0,
     ) -> None:
         # The processes of a forkserver start in milliseconds once it has imported torch.
         context = multiprocessing.get_context("forkserver")
@@ -61,7 +63,7 @@ class World:
         self._ranks = []
         for rank in range(math.prod(mesh_shape)):
             ours, theirs = context.Pipe(duplex=False)
-            group = (self._folder, rank, mesh_shape, names, timeout, store_in_rank_0)
+            group = (self._folder, rank, mesh_shape, names, timeout, store_in_rank_0, stay)
             process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
             process.start()
             theirs.close()
@@ -88,7 +90,7 @@ class World:
 
 
 def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    folder, rank, mesh_shape, names, timeout, store_in_rank_0 = group
+    folder, rank, mesh_shape, names, timeout, store_in_rank_0, stay = group
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     failure.GRACE = GRACE
@@ -112,7 +114,9 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     connection.send((*answer, None, time.monotonic() - began))
     if store_in_rank_0 and rank == 0:
         return
-    time.sleep(60)  # a rank whose process ended would release the others; the test ends it
+    time.sleep(stay)  # a rank whose process ended would release the others; the test ends it
+    connection.close()
+    os._exit(0)
 
 
 def lose(how: str) -> None:
@@ -153,8 +157,8 @@ def check(outcome: Outcome, what: str, lost: tuple[int, ...], within: float) -> 
     assert isinstance(outcome.error, failure.ExchangeError), outcome
     text = str(outcome.error)
     assert outcome.error.lost == lost, text
-    assert outcome.error.what.startswith(what)
-    assert what in text
+    assert re.match(what, outcome.error.what), text
+    assert outcome.error.what in text
     assert outcome.seconds < within
     return text
 
@@ -261,18 +265,26 @@ def test_an_all_reduce_that_loses_a_rank(worlds: dict[str, World]) -> None:
         check(outcomes[rank], "all-reduce of the loss", (1,), within=10)
 
 
-EXCHANGES = [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 1}, {"exchange": "needed", "stages": 3}]
+EXCHANGES = [
+    {"exchange": "all_gather"},
+    {"exchange": "needed", "stages": 1},
+    {"exchange": "needed", "stages": 3},
+    {"exchange": "ring", "keep_kv": True},
+    {"exchange": "ulysses"},
+]
 ATTENTION = [(exchange, moment) for exchange in EXCHANGES for moment in ("forward", "backward")]
 ATTENTION.append(({"exchange": "needed", "stages": 2, "keep_kv": False}, "backward"))
+ATTENTION.append(({"exchange": "ring", "keep_kv": False}, "backward"))
 
 
 def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, how: str, lost: int) -> None:
     mask = spanwise.SpanMask.causal(256)
-    plan = spanwise.make_plan({"full": mask}, 4, balancer="head_tail", block_size=16, **exchange)
+    num_ranks = 4 if mesh.ndim == 1 else tuple(mesh.mesh.shape)
+    plan = spanwise.make_plan({"full": mask}, num_ranks, balancer="head_tail", block_size=16, **exchange)
     if rank == lost and moment == "plan":
         lose(how)
     local = plan.local(mesh, "cpu")
-    q, k, v = (torch.ones(1, 2, local.tokens.shape[1], 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.ones(1, 4, local.tokens.shape[1], 16, requires_grad=True) for _ in range(3))
     for step in range(2):
         if rank == lost and step == 1 and moment == "forward":
             lose(how)
@@ -283,6 +295,13 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
 
 
 def names(exchange: dict[str, Any], moment: str) -> str:
+    """Pattern of the collective that fails."""
+    if exchange["exchange"] == "ulysses":
+        of = "heads of (q|K/V)" if moment == "forward" else "gradients, output"
+        return f"all-to-all of {of}, mask 'full'"
+    if exchange["exchange"] == "ring":
+        of = "K/V" if moment == "forward" else "gradients, K/V" if exchange["keep_kv"] else ".*K/V( again for.*)?"
+        return f"hop [123] of 3 of {of}, mask 'full'"
     gather, scatter = ("all-gather", "reduce-scatter") if exchange["exchange"] == "all_gather" else ["all-to-all"] * 2
     if moment == "forward":
         return f"{gather} of K/V, mask 'full'"
@@ -298,6 +317,21 @@ def test_attention_that_loses_a_rank() -> None:
         for rank in (0, 1, 3):
             text = check(outcomes[rank], names(exchange, moment), (2,), within=15)
             assert "lost: rank 2, connection closed from there" in text
+
+
+def test_attention_on_two_levels_that_loses_a_rank() -> None:
+    """Who shares an axis with the lost rank names it; who does not fails too, as soon as those have left."""
+    ways = [(exchange, moment) for exchange in ("needed", "ring") for moment in ("forward", "backward")]
+    mesh: Any = {"mesh_shape": (2, 2), "names": ("outer", "inner"), "timeout": NEVER, "stay": 0.0}
+    worlds = [World(attends, {"exchange": exchange}, moment, "killed", 2, **mesh) for exchange, moment in ways]
+    for world in worlds:
+        outcomes = world.outcomes()
+        for rank, lost in ((0, {2}), (1, {0, 3}), (3, {2})):
+            error = outcomes[rank].error
+            assert isinstance(error, failure.ExchangeError), outcomes[rank]
+            assert set(error.lost_global) <= lost and error.lost_global, error
+            assert "connection closed from there" in str(error)
+            assert outcomes[rank].seconds < 20
 
 
 def test_attention_with_a_stuck_rank() -> None:
