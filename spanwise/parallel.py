@@ -47,7 +47,10 @@ class ContextParallel(ParallelStyle):
 
     The module is called as before, with the plan in place of the mask: ``(q, k, v, block_mask=plan)`` for
     ``attention_type="flex"``, ``(q, k, v, attn_mask=plan)`` for ``"sdpa"``; tensors may be positional or keywords,
-    named as in the module's own forward.
+    named as in the module's own forward. The plan decides which mesh `parallelize_module` is to get: the 1-D cp axis,
+    ``mesh["cp"]``, for every exchange, Ulysses included; for a plan of two levels, ``num_ranks=(outer, inner)``, both
+    axes, ``mesh["cp_outer", "cp_inner"]``. Packed sequences are one batch row here, ``[1, H, T, D]`` with a plan that
+    was made with their packing; a module on ``[T, H, D]`` calls `spanwise.packed_attention` itself.
 
     Args:
         seq_dim: where the sequence is; 2 for ``[B, H, T, D]``, 1 for ``[B, T, H, D]``.
@@ -119,6 +122,12 @@ class ContextParallel(ParallelStyle):
         self, tensors: tuple[torch.Tensor, ...], plan: Plan | RankPlan, mesh: DeviceMesh | None, options: dict[str, Any]
     ) -> torch.Tensor:
         options = {"scale": self.scale, "score_mod": self.score_mod} | options
+        if any(x.dim() != 4 for x in tensors):
+            raise ValueError(
+                f"the wrapped attention must be called with four dims, the sequence in dim {self.seq_dim}, got shapes "
+                f"{[tuple(x.shape) for x in tensors]}; packed tensors, [tokens, heads, head_dim], become one batch row "
+                f"by x.unsqueeze(0) with seq_dim=1, or go to spanwise.packed_attention"
+            )
         if self.seq_dim == 1:
             tensors = tuple(x.transpose(1, 2) for x in tensors)
         q, k, v = tensors

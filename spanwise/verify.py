@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from spanwise.attention import context_parallel_attention
 from spanwise.batch import shard, unshard
 from spanwise.exchange import failure
+from spanwise.packing import Side
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, build
 
@@ -93,16 +94,18 @@ def verify(
 
     Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
     ``fn(q, k, v, plan, mesh)`` or a `ContextParallel` module; it is compared with dense float64 attention under the
-    plan's mask. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is compared
-    with itself under a plan of one rank, and a token may reach a row over several layers.
+    plan's mask. Padding of the plan's packing must give zeros, and is not probed; in cross attention the tokens that
+    are probed are keys. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is
+    compared with itself under a plan of one rank, and a token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
-        mesh: the 1-D cp mesh; None for a plan of one rank.
+        mesh: the cp mesh, 2-D for a plan of two levels; None for a plan of one rank.
         inputs: whole tensors, equal on all ranks; floating ones get gradients.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
         mask: which of the plan's masks the call uses.
-        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16).
+        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or as many more as
+            Ulysses can deal out).
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
 
@@ -111,13 +114,19 @@ def verify(
 
     Raises:
         ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model that is longer than the
-            reach of its mask can be computed for.
+            reach of its mask can be computed for, or under a plan of cross attention.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
     attention = inputs is None
+    cross = plan.kv_layout != plan.layout
+    if cross and not attention:
+        raise ValueError(
+            f"a plan of cross attention, {plan.seq_len} queries and {plan.kv_len} keys, does not say which inputs of a "
+            f"model are which; verify the attention call alone, without inputs"
+        )
     tokens = _probe_tokens(plan, num_probes)
     must, may = _reach(plan, mask, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
@@ -127,12 +136,16 @@ def verify(
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
     whole = tuple(x.detach().to(where) for x in whole)
     names = ("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole)))
+    sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
+
+    def cut(x: torch.Tensor, side: Side = "q") -> torch.Tensor:
+        return shard(local, mesh, x, sequence_dim, side=side)
 
     def run(values: Sequence[torch.Tensor]) -> torch.Tensor:
         return _call(fn_or_model, values, local, mesh)
 
     # Parity.
-    shards = [_leaf(shard(local, mesh, x, sequence_dim)) for x in whole]
+    shards = [_leaf(cut(x, side)) for x, side in zip(whole, sides, strict=True)]
     out = run(shards)
     reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
     if attention:
@@ -143,14 +156,14 @@ def verify(
     else:
         reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
-    errors = {"out": _error(out.detach(), shard(local, mesh, reference.detach(), sequence_dim), reference, mesh)}
+    errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
     parameters = _plain_parameters(fn_or_model)
-    named = [(name, x, ref) for name, x, ref in zip(names, shards, reference_inputs, strict=True) if x.requires_grad]
+    named = [one for one in zip(names, sides, shards, reference_inputs, strict=True) if one[2].requires_grad]
     if named or parameters:
-        grads = _gradients(out, shard(local, mesh, cotangent, sequence_dim), [x for _, x, _ in named] + parameters)
-        wanted = _gradients(reference, cotangent, [ref for _, _, ref in named] + parameters)
-        for (name, _, _), grad, want in zip(named, grads, wanted, strict=False):
-            errors[f"d{name}"] = _error(grad, shard(local, mesh, want, sequence_dim), want, mesh)
+        grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
+        wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
+        for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
+            errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
         for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
             total = (
                 grad.double()
@@ -165,7 +178,10 @@ def verify(
     with torch.no_grad():
         base = unshard(local, mesh, run([x.detach() for x in shards]), sequence_dim)
         for column, token in enumerate(tokens):
-            changed = [shard(local, mesh, _perturbed(x, token, sequence_dim), sequence_dim) for x in whole]
+            changed = [
+                cut(x if cross and side == "q" else _perturbed(x, token, sequence_dim), side)
+                for x, side in zip(whole, sides, strict=True)
+            ]
             diff = unshard(local, mesh, run(changed), sequence_dim) != base
             rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
             leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
@@ -175,13 +191,11 @@ def verify(
 
 
 def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    q_heads, kv_heads = plan.num_q_heads or 4, plan.num_kv_heads or plan.num_q_heads or 4
-    dim = plan.head_dim or 16
-    shapes = ((q_heads, dim), (kv_heads, dim), (kv_heads, plan.v_head_dim or dim))
-    return tuple(
-        torch.randn(plan.batch_size, heads, plan.seq_len, size, generator=generator, device="cpu").to(dtype)
-        for heads, size in shapes
-    )
+    q_heads = plan.num_q_heads or math.ceil(4 / plan.inner) * plan.inner
+    kv_heads, dim = plan.num_kv_heads or q_heads, plan.head_dim or 16
+    v_dim = plan.v_head_dim or dim
+    shapes = ((q_heads, plan.seq_len, dim), (kv_heads, plan.kv_len, dim), (kv_heads, plan.kv_len, v_dim))
+    return tuple(torch.randn(plan.batch_size, *shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
@@ -232,9 +246,16 @@ def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: 
 
 
 def _probe_tokens(plan: Plan, count: int) -> list[int]:
-    """Tokens at both ends of the ranks' runs, then evenly spread ones; at most `count`."""
-    edges = sorted({int(p) for r in range(plan.num_ranks) for a, b in plan.runs(r) for p in (a, b - 1)})
-    spread = np.linspace(0, plan.seq_len - 1, num=min(count, plan.seq_len)).round().astype(int).tolist()
+    """Keys at both ends of the ranks' runs, then evenly spread ones, none of them padding; at most `count`."""
+    layout = plan.kv_layout
+    valid = np.arange(plan.kv_len) if plan.packing is None else np.flatnonzero(plan.packing.valid_kv)
+    if not len(valid):
+        raise ValueError("the plan's packing has no token that could be probed: all of it is padding")
+    runs = np.concatenate([layout.runs(rank) for rank in range(plan.num_ranks)])
+    first, last = np.searchsorted(valid, runs[:, 0]), np.searchsorted(valid, runs[:, 1]) - 1
+    some = first <= last  # runs that are not padding alone
+    edges = np.unique(valid[np.concatenate([first[some], last[some]])]).tolist()
+    spread = valid[np.linspace(0, len(valid) - 1, num=min(count, len(valid))).round().astype(int)].tolist()
     picked = edges if len(edges) <= count // 2 else [edges[i * len(edges) // (count // 2)] for i in range(count // 2)]
     return list(dict.fromkeys([*picked, *spread]))[:count]
 
@@ -259,6 +280,8 @@ def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> tuple[n
     m = plan.mask(mask)
     rows = np.arange(m.q_len)
     direct = np.stack([((m.start <= token) & (token < m.end)).any(axis=1) for token in tokens], axis=-1)
+    if plan.kv_layout != plan.layout:
+        return direct, direct
     # The token's own row changes with its query, unless it reads at most one key (then the softmax is constant).
     own = np.stack([(rows == token) & ((m.area() > 1) | (not attention)) for token in tokens], axis=-1)
     direct = direct | own

@@ -59,11 +59,13 @@ class Layer(nn.Module):
 
 def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=2):
     """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; (out, dq, dk, dv) of every rank."""
+    axes = (plan.num_groups, plan.inner) if 1 < plan.inner < plan.num_ranks else None
     problem = make_problem(plan.masks.get(style.get("mask"), plan.mask()).dense(), heads=heads)
 
     def on_rank(rank: int, mesh: object):
         model = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])})
-        parallelize_module(model, mesh["cp"], {"layers.*.inner": ContextParallel(**style)})
+        mesh = mesh["cp"] if axes is None else mesh["outer", "inner"]
+        parallelize_module(model, mesh, {"layers.*.inner": ContextParallel(**style)})
         leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
         tensors = [x.transpose(1, 2) for x in leaves] if dim == 1 else leaves
         out = call(model["layers"][0], tensors, plan, mesh)
@@ -71,7 +73,11 @@ def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=
         out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
         return [out.detach(), *(x.grad for x in leaves)]
 
-    return problem, run_ranks(plan.num_ranks, on_rank)
+    if axes is None:
+        return problem, run_ranks(plan.num_ranks, on_rank)
+    # Beside another axis, as beside data parallelism.
+    shape, names = (1, plan.num_groups, plan.inner), ("dp", "outer", "inner")
+    return problem, run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
 
 
 def check(problem, results, plan=PLAN) -> None:
@@ -134,6 +140,53 @@ def test_plan_of_the_style_serves_is_causal() -> None:
 def test_sequence_in_dim_1() -> None:
     style = {"attention_type": "sdpa", "seq_dim": 1}
     check(*run(TokensFirst, style, lambda layer, t, plan, mesh: layer(*t, attn_mask=plan), dim=1))
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed")])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_exchanges_and_meshes(num_ranks, exchange: str, dim: int) -> None:
+    plan = spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)
+    style = {"attention_type": "sdpa", "seq_dim": dim}
+    inner = SDPA if dim == 2 else TokensFirst
+    check(*run(inner, style, lambda layer, t, plan, mesh: layer(*t, attn_mask=plan), plan, dim=dim), plan)
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), ((2, 2), "needed")])
+def test_a_packing_with_padding(num_ranks, exchange: str) -> None:
+    packing = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
+    plan = spanwise.make_plan(packing.mask(), num_ranks, balancer="dual_chunk", packing=packing, exchange=exchange)
+    style = {"attention_type": "sdpa"}
+    check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shape", "names", "message"),
+    [
+        ((2, 2), (4,), ("cp",), r"a 2-D cp mesh of shape \(2, 2\), got \(4,\)"),
+        (4, (2, 2), ("outer", "inner"), r"needs a 1-D mesh, got axes \('outer', 'inner'\)"),
+        ((4, 2), (2, 4), ("outer", "inner"), r"a 2-D cp mesh of shape \(4, 2\), got \(2, 4\)"),
+    ],
+)
+def test_a_mesh_that_the_plan_does_not_fit(num_ranks, shape, names, message: str) -> None:
+    plan = spanwise.make_plan(MASK, num_ranks, block_size=4, exchange="ring")
+
+    def on_rank(rank: int, mesh: object) -> None:
+        module = SDPA()
+        parallelize_module(module, mesh, ContextParallel(attention_type="sdpa"))
+        q = torch.zeros(1, 4, plan.layout.num_tokens(rank), 8)
+        with pytest.raises(ValueError, match=message):
+            module(q, q, q, plan)
+
+    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
+
+
+def test_packed_tensors_are_refused_with_what_takes_them() -> None:
+    def call(layer, t, plan, mesh):
+        return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
+
+    for dim in (1, 2):
+        with pytest.raises(ValueError, match=r"\(.*, 4, 8\), \(.*, 2, 8\).* go to spanwise.packed_attention"):
+            run(SDPA if dim == 2 else TokensFirst, {"attention_type": "sdpa", "seq_dim": dim}, call)
 
 
 def test_named_mask() -> None:

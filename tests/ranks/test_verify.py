@@ -16,7 +16,10 @@ PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4, num_q_heads=4,
 
 
 def reports(fn, plan=PLAN, **options):
-    return run_ranks(plan.num_ranks, lambda rank, mesh: spanwise.verify(fn(mesh), plan, mesh, **options))
+    mesh = {}
+    if 1 < plan.inner < plan.num_ranks:
+        mesh = {"mesh_shape": (plan.num_groups, plan.inner), "mesh_dim_names": ("outer", "inner")}
+    return run_ranks(plan.num_ranks, lambda rank, mesh: spanwise.verify(fn(mesh), plan, mesh, **options), **mesh)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -117,7 +120,87 @@ def test_missing_gradients_of_parameters_are_found_and_nothing_is_accumulated() 
         assert not report.ok and report.errors["dparameters"] > 0.5 and report.errors["dinputs[0]"] <= report.tolerance
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange"),
+    [(3, "ring"), (2, "ulysses"), (3, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed"), ((3, 2), "all_gather")],
+)
+def test_every_exchange_is_verified(num_ranks, exchange: str) -> None:
+    """Without a number of heads in the plan verify takes one that Ulysses can deal out."""
+    plan = spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)
+    for report in reports(lambda mesh: spanwise.context_parallel_attention, plan):
+        assert report.ok and set(report.errors) == {"out", "dq", "dk", "dv"}, str(report)
+    if plan.inner > 2:
+        return  # the model has two heads
+    x = torch.randn(1, LENGTH, 8)
+    for report in reports(TwoLayers, plan, inputs=[x]):
+        assert report.ok and set(report.errors) == {"out", "dinputs[0]", "dparameters"}, str(report)
+
+
+def test_a_leak_is_found_on_two_levels() -> None:
+    """One group forgets the documents; every rank reports it."""
+    plan = spanwise.make_plan(MASK, (2, 2), balancer="contiguous", exchange="ring", block_size=4)
+    leaky = spanwise.make_plan(SpanMask.causal(LENGTH), (2, 2), balancer="contiguous", exchange="ring", block_size=4)
+
+    def fn(mesh):
+        return lambda q, k, v, given: spanwise.context_parallel_attention(q, k, v, leaky, mesh)
+
+    for report in reports(fn, plan):
+        assert report.leaks and not report.blind and "leak: row" in str(report)
+
+
+PADDED = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
+CROSS = spanwise.Packing(
+    [0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 3, 14], cu_seqlens_kv_padded=[0, 8, 24]
+)
+
+
+def packed_plan(packing, num_ranks, exchange: str, **options) -> spanwise.Plan:
+    mask = packing.mask(causal=packing is PADDED)
+    return spanwise.make_plan(mask, num_ranks, balancer="dual_chunk", packing=packing, exchange=exchange, **options)
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "needed")])
+@pytest.mark.parametrize("packing", [PADDED, CROSS], ids=["padded", "cross"])
+def test_packings_are_verified(packing, num_ranks, exchange: str) -> None:
+    plan = packed_plan(packing, num_ranks, exchange)
+    for report in reports(lambda mesh: spanwise.context_parallel_attention, plan, num_probes=40):
+        assert report.ok and set(report.errors) == {"out", "dq", "dk", "dv"}, str(report)
+        assert set(report.probed) <= set(packing.valid_kv.nonzero()[0]) and len(report.probed) == packing.valid_kv.sum()
+
+
+def test_a_model_is_verified_under_a_packing() -> None:
+    """The residual stream goes on in padding; only attention is zero there."""
+    x = torch.randn(1, PADDED.q_len, 8)
+    for report in reports(TwoLayers, packed_plan(PADDED, 2, "ring"), inputs=[x], num_probes=40):
+        assert report.ok and len(report.probed) == 13, str(report)
+
+
+def test_a_leak_out_of_padding_is_found() -> None:
+    """Keys in padding that all rows read."""
+    plan = packed_plan(PADDED, 2, "ring")
+    everything = spanwise.make_plan(SpanMask.full(PADDED.q_len), 2, balancer=_DualChunk(), exchange="ring")
+
+    def fn(mesh):
+        return lambda q, k, v, given: spanwise.context_parallel_attention(q, k, v, everything, mesh)
+
+    for report in reports(fn, plan):
+        assert report.errors["out"] > 0.5 and report.leaks and not report.ok
+
+
+class _DualChunk(spanwise.balancers.PTRR):
+    """The layout of the padded packing."""
+
+    def assign(self, problem, num_ranks):
+        return PADDED.dual_chunk_layout(num_ranks)
+
+
 def test_what_cannot_be_verified_is_refused() -> None:
+    with pytest.raises(ValueError, match="a plan of cross attention, 16 queries and 24 keys"):
+        reports(TwoLayers, packed_plan(CROSS, 2, "ring"), inputs=[torch.randn(1, 16, 8)])
+    padding = spanwise.Packing([0, 0], cu_seqlens_q_padded=[0, 8])
+    with pytest.raises(ValueError, match="all of it is padding"):
+        plan = spanwise.make_plan(padding.mask(), 1, packing=padding)
+        spanwise.verify(spanwise.context_parallel_attention, plan, None)
     with pytest.raises(ValueError, match="needs the Plan"):
         spanwise.verify(spanwise.context_parallel_attention, PLAN.local, None)
     with pytest.raises(ValueError, match="num_probes must be at least 1"):
