@@ -24,7 +24,8 @@ from spanwise.heads import check_heads, kv_heads_held
 from spanwise.kernels.merge import Merging, Part
 from spanwise.kv_pieces import kv_pieces
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan, Stage, check_rank, inner_group
+from spanwise.rank_plan import RankPlan, check_rank, inner_group
+from spanwise.stages import Stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

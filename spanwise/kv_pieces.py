@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise.exchange import all_gather, needed, ring
 from spanwise.exchange.again import Again, Fetched
 from spanwise.kernels.merge import Part
-from spanwise.rank_plan import RankPlan, Stage, outer_group, spread_slots
+from spanwise.rank_plan import RankPlan, outer_group, spread_slots
+from spanwise.stages import Stage
 
 Arriving = Callable[[], torch.Tensor]  # waits for a piece and returns it, [B, K, F]
 

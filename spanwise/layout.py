@@ -216,6 +216,20 @@ class Layout:
             out[row] = ragged_arange(np.column_stack([start, start + length[by_start]]))
         return torch.from_numpy(out)
 
+    def slots(self) -> Int64Array:
+        """Where each token lies when all ranks' shards, padded to the longest, follow one another.
+
+        Returns:
+            int64 ``[batch_size, seq_len]``, indices of rows ordered ``[rank, batch row, token]`` and flattened.
+        """
+        padded = int(self.tokens_per_rank.max())
+        slots = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
+        for row in range(self.batch_size):
+            for rank in range(self.num_ranks):
+                mine = self.indices(rank, row)
+                slots[row, mine] = (rank * self.batch_size + row) * padded + np.arange(len(mine))
+        return slots
+
     def digest(self) -> bytes:
         """SHA-256 over everything that makes two layouts equal; the same on every platform."""
         sha = hashlib.sha256(np.array([self.seq_len, self.num_ranks, self.batch_size], dtype="<i8").tobytes())
@@ -259,6 +273,13 @@ def ragged_arange(runs: Int64Array) -> Int64Array:
     length = runs[:, 1] - runs[:, 0]
     position = np.cumsum(length) - length
     return np.arange(length.sum(), dtype=np.int64) + np.repeat(runs[:, 0] - position, length)
+
+
+def positions_in(tokens: Int64Array, runs: Int64Array) -> Int64Array:
+    """Where tokens lie among those of ascending runs ``[n, 2]`` that hold them."""
+    before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
+    run = np.searchsorted(runs[:, 0], tokens, side="right") - 1
+    return before[run] + tokens - runs[run, 0]
 
 
 def subtract_runs(runs: Int64Array, minus: Int64Array) -> Int64Array:

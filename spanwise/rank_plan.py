@@ -6,60 +6,22 @@ carried by empty tensors); nothing else may differ between the plans of one rank
 specialised to one plan.
 """
 
-# B layout rows (1, or the batch), T tokens of this rank, R tokens of the other ranks, n spans of a row
+# B layout rows (1, or the batch), T tokens of this rank, S tokens of its group
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat
-from spanwise.counting import row_of
 from spanwise.exchange import failure
-from spanwise.exchange.needed import Route
-from spanwise.exchange.ring import Hop
 from spanwise.exchange.ulysses import Trade
-from spanwise.layout import Layout, count_tokens, intersect_runs, merge_tokens, ragged_arange, subtract_runs
-from spanwise.mask import SpanMask
-from spanwise.pieces import piece_of
+from spanwise.layout import Layout, positions_in
 from spanwise.plan import Plan
-
-if TYPE_CHECKING:
-    from spanwise.kernels.flex import FlexTables
-    from spanwise.kernels.varlen import VarlenTables
-
-FLEX_BLOCK_SIZE = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One piece of K/V and the mask of this rank's queries over it.
-
-    Attributes:
-        start, end: int32 ``[B or 1, n, T]``, spans as indices into the piece.
-        kv_pos: int32 ``[B or 1, keys]``, global position of each key of the piece.
-        tables: block tables for the flex kernel, rounds for the varlen kernel, or None.
-        take: int64 ``[B, keys]``, where the keys lie in the gathered, padded shards, ordered ``[rank, row, token]`` and
-            flattened; None unless an all-gather brings them.
-        route: which rows travel, if only the needed ones do; None otherwise.
-        hop: how the piece comes round the ring; None otherwise. The rank's own stage has none of the three.
-        rows: batch rows that have a mask or layout of their own; 1 serves any batch.
-        flat: whether these rows follow one another on one axis, queries and keys alike.
-    """
-
-    start: torch.Tensor
-    end: torch.Tensor
-    kv_pos: torch.Tensor
-    tables: FlexTables | VarlenTables | None
-    take: torch.Tensor | None
-    route: Route | None
-    hop: Hop | None
-    rows: int
-    flat: bool
+from spanwise.stages import Stage, Stages, on_device, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +96,6 @@ class RankPlan:
         return self.tokens if self.kv_tokens is None else self.kv_tokens
 
 
-_compat.register_pytree_dataclass(Stage, static=("rows", "flat"))
 _compat.register_pytree_dataclass(
     RankPlan, static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed")
 )
@@ -158,25 +119,25 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
     group = rank // plan.inner
 
     def tokens_of(of: Layout, index: int) -> torch.Tensor:
-        tokens = _on_device(np.stack([of.indices(index, row) for row in rows]), device)
+        tokens = on_device(np.stack([of.indices(index, row) for row in rows]), device)
         return tokens if tables == "flex" else _compat.mark_dynamic(tokens, 1)
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
     if plan.packing is not None and plan.packing.padded:
-        valid = _on_device(plan.packing.valid_q[layout.indices(rank)], device)
-        kv_valid = _on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
+        valid = on_device(plan.packing.valid_q[layout.indices(rank)], device)
+        kv_valid = on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
     trade = kv_trade = group_tokens = None
     if plan.inner > 1:
         group_tokens = tokens_of(plan.groups, group)
         trade = _trade(plan, layout, plan.groups, rank, device)
         kv_trade = None if same else _trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
-    stages_of = {"needed": _needed_stages, "ring": _ring_stages}.get(plan.exchange, _gathered_stages)
+    stages = Stages(plan, group, device, tables)
     return RankPlan(
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
         group_tokens=group_tokens,
-        restore=_on_device(_slots(layout), device),
+        restore=on_device(layout.slots(), device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
         kv_padded=torch.empty(int(plan.kv_groups.tokens_per_rank.max()), 0, device=device),
         kv_extent=torch.empty(plan.kv_len, 0, device=device),
@@ -184,7 +145,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
         kv_valid=kv_valid,
         trade=trade,
         kv_trade=kv_trade,
-        stages={name: stages_of(plan, name, group, device, tables) for name in plan.masks},
+        stages={name: stages.of(name) for name in plan.masks},
         rank=rank,
         num_ranks=plan.num_ranks,
         inner=plan.inner,
@@ -195,24 +156,13 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
     )
 
 
-def _slots(layout: Layout) -> np.ndarray:
-    """Where each token lies in gathered, padded shards, ordered ``[rank, row, token]``: int64 ``[rows, seq_len]``."""
-    rows, padded = layout.batch_size, int(layout.tokens_per_rank.max())
-    slots = np.empty((rows, layout.seq_len), dtype=np.int64)
-    for row in range(rows):
-        for rank in range(layout.num_ranks):
-            mine = layout.indices(rank, row)
-            slots[row, mine] = (rank * rows + row) * padded + np.arange(len(mine))
-    return slots
-
-
 def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
     """How this rank's group trades the tokens of `layout` for heads."""
     inner = plan.inner
     group = range(rank // inner * inner, rank // inner * inner + inner)
     places = np.stack(
         [
-            np.concatenate([_positions(layout.indices(r, row), groups.runs(rank // inner, row)) for r in group])
+            np.concatenate([positions_in(layout.indices(r, row), groups.runs(rank // inner, row)) for r in group])
             for row in range(layout.batch_size)
         ]
     )
@@ -222,212 +172,14 @@ def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.
         sizes=tuple(
             _compat.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
             if r == rank
-            else _size(layout.num_tokens(r), device)
+            else size(layout.num_tokens(r), device)
             for r in group
         ),
-        order=_compat.mark_dynamic(_on_device(order, device), 1),
-        places=_compat.mark_dynamic(_on_device(places, device), 1),
+        order=_compat.mark_dynamic(on_device(order, device), 1),
+        places=_compat.mark_dynamic(on_device(places, device), 1),
         rank=rank - group[0],
         num_ranks=inner,
     )
-
-
-def _gathered_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
-    """Own tokens, then everybody else's out of the gathered shards; batch rows side by side."""
-    mask, layout = plan.mask(name), plan.kv_groups
-    rows = layout.batch_size
-    queries = [plan.groups.runs(group, row) for row in range(rows)]
-    own = [layout.runs(group, row) for row in range(rows)]
-
-    def stage(keys: list[np.ndarray], spare: int, slots: np.ndarray | None) -> Stage:
-        if rows == 1:
-            local = mask.select(queries[0], keys[0])
-        else:
-            each = [mask.row(row_of(mask, row)) for row in range(rows)]
-            local = SpanMask.stack([m.select(queries[row], keys[row]) for row, m in enumerate(each)])
-        # Spare keys repeat a real token, so that they hold numbers.
-        key_tokens = np.pad(np.stack([ragged_arange(runs) for runs in keys]), ((0, 0), (0, spare)))
-        take = None
-        if slots is not None:
-            take = _compat.mark_dynamic(_on_device(np.take_along_axis(slots, key_tokens, axis=1), device), 1)
-        tensors = _stage_tensors(local, mask.num_spans, key_tokens, device, tables)
-        return Stage(**tensors, take=take, route=None, hop=None, rows=max(rows, mask.batch_size), flat=False)
-
-    if plan.num_groups == 1:
-        return (stage(own, 0, None),)
-    everything = np.array([[0, plan.kv_len]], dtype=np.int64)
-    others = [subtract_runs(everything, runs) for runs in own]
-    return stage(own, 0, None), stage(others, _spare_keys(count_tokens(others[0]), tables), _slots(layout))
-
-
-class _Pieces:
-    """Builds the stages of one mask whose batch rows, where they differ, follow one another on one axis.
-
-    What they receive differs, and side by side is not rectangular.
-    """
-
-    def __init__(self, plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> None:
-        self.mask, self.device, self.tables = plan.mask(name), device, tables
-        self.rows = max(self.mask.batch_size, plan.layout.batch_size)
-        self.queries = [plan.groups.runs(group, row_of(plan.groups, row)) for row in range(self.rows)]
-
-    def stage(
-        self, keys: list[np.ndarray], spare: int = 0, *, route: Route | None = None, hop: Hop | None = None
-    ) -> Stage:
-        """The stage of the key runs of each batch row, with so many keys more that no span reads."""
-        each = [self.mask.row(row_of(self.mask, row)) for row in range(self.rows)]
-        local = _one_after_another([m.select(self.queries[row], keys[row]) for row, m in enumerate(each)])
-        key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
-        tensors = _stage_tensors(local, self.mask.num_spans, key_tokens, self.device, self.tables)
-        return Stage(**tensors, take=None, route=route, hop=hop, rows=self.rows, flat=self.rows > 1)
-
-
-def _ring_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
-    """Own tokens, then the shards of other groups as they come round."""
-    pieces = _Pieces(plan, name, group, device, tables)
-    layout = plan.kv_groups
-
-    def held(by: int) -> list[np.ndarray]:
-        return [layout.runs(by, row_of(layout, row)) for row in range(pieces.rows)]
-
-    stages, before = [pieces.stage(held(group))], 0
-    for distance in plan.hops(name):
-        owner = (group - distance) % plan.num_groups
-        rows = pieces.rows * layout.num_tokens(owner)
-        hop = Hop(received=_size(rows, device), stride=distance - before, spare=tables == "flex")
-        stages.append(pieces.stage(held(owner), _spare_keys(rows, tables), hop=hop))
-        before = distance
-    return tuple(stages)
-
-
-def _needed_stages(plan: Plan, name: str, group: int, device: torch.device, tables: str | None) -> tuple[Stage, ...]:
-    """Own tokens, then those that this group reads elsewhere, in pieces."""
-    pieces = _Pieces(plan, name, group, device, tables)
-    layout, rows, first = plan.kv_groups, pieces.rows, group * plan.inner
-    own = [layout.runs(group, row_of(layout, row)) for row in range(rows)]
-    shard = layout.num_tokens(group)
-    stages = [pieces.stage(own)]
-    num_pieces = plan.num_pieces(name)
-    if num_pieces == 0:
-        return tuple(stages)  # nobody reads anything elsewhere, and every rank knows
-    needs = [plan.needs(first, name, row) for row in range(rows)]
-    wanted = np.concatenate([ragged_arange(runs) for runs in needs])
-    row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
-    # The slot of a token says who owns it.
-    sender = _slots(layout)[row_at % layout.batch_size, wanted] // (
-        layout.batch_size * int(layout.tokens_per_rank.max())
-    )
-    recv_piece = _pieces_received(sender, group, num_pieces, plan.block_size)
-    send = []
-    for other in range(plan.num_groups):
-        read = [intersect_runs(plan.needs(other * plan.inner, name, row), own[row]) for row in range(rows)]
-        at = [_positions(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
-        send.append(np.concatenate(at))
-    send_piece = [
-        piece_of(np.arange(len(at)), len(at), num_pieces, plan.block_size, other - group)
-        for other, at in enumerate(send)
-    ]
-    for i in range(num_pieces):
-        mine = recv_piece == i
-        keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
-        # Rows arrive by sending group, then batch row, then token; the stage wants them by batch row, then token.
-        order = np.empty(np.count_nonzero(mine), dtype=np.int64)
-        order[np.argsort(sender[mine], kind="stable")] = np.arange(len(order))
-        sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
-        spare = _spare_keys(len(order), tables)
-        route = Route(
-            # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
-            send=_compat.mark_unbacked(_on_device(np.concatenate(sent), device), 0),
-            order=_compat.mark_dynamic(_on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
-            send_sizes=tuple(_size(len(at), device) for at in sent),
-            recv_sizes=tuple(_size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()),
-            spare=tables == "flex",
-        )
-        stages.append(pieces.stage(keys, spare, route=route))
-    return tuple(stages)
-
-
-def _pieces_received(sender: np.ndarray, rank: int, num_pieces: int, block_size: int) -> np.ndarray:
-    """In which piece each token comes to `rank`; each sender's tokens are in the order in which it counts them."""
-    by_sender = np.argsort(sender, kind="stable")
-    count = np.bincount(sender)
-    position = np.arange(len(sender)) - np.repeat(np.cumsum(count) - count, count)
-    each = sender[by_sender]
-    piece = np.empty(len(sender), dtype=np.int64)
-    piece[by_sender] = piece_of(position, count[each], num_pieces, block_size, rank - each)
-    return piece
-
-
-def _size(rows: int, device: torch.device) -> torch.Tensor:
-    """A number as a shape. Unbacked, for a graph that was traced for 0 or 1 row must serve any number."""
-    return _compat.mark_unbacked(torch.empty(rows, 0, device=device), 0)
-
-
-def _positions(tokens: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """Where tokens lie among those of ascending runs that hold them."""
-    before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
-    run = np.searchsorted(runs[:, 0], tokens, side="right") - 1
-    return before[run] + tokens - runs[run, 0]
-
-
-def _one_after_another(masks: list[SpanMask]) -> SpanMask:
-    """One mask whose queries and keys are those of the given ones, concatenated."""
-    if len(masks) == 1:
-        return masks[0]
-    width = max(m.num_spans for m in masks)
-    offsets = np.cumsum([0, *(m.kv_len for m in masks)])
-    edges = []
-    for part in ("start", "end"):
-        shifted = [
-            np.pad(np.where(m.end > m.start, getattr(m, part) + offset, 0)[0], ((0, width - m.num_spans), (0, 0)))
-            for m, offset in zip(masks, offsets[:-1], strict=True)
-        ]
-        edges.append(np.concatenate(shifted, axis=1))
-    return SpanMask(edges[0], edges[1], int(offsets[-1]))
-
-
-def _spare_keys(num_keys: int, tables: str | None) -> int:
-    """Keys that no span reads, added so that one compiled flex kernel serves plans whose K/V lengths differ."""
-    if tables != "flex":
-        return 0
-    from spanwise.kernels.flex import kv_capacity
-
-    return kv_capacity(num_keys, FLEX_BLOCK_SIZE) - num_keys
-
-
-def _stage_tensors(
-    mask: SpanMask, num_spans: int, key_tokens: np.ndarray, device: torch.device, tables: str | None
-) -> dict[str, Any]:
-    built: Any = None
-    # All stages get the same number of spans, and never one that alone would be a constant to torch.compile.
-    width = max(2, num_spans)
-    if tables == "varlen":
-        from spanwise.kernels._segments import cut_rounds
-        from spanwise.kernels.varlen import VarlenTables
-
-        built = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, key_tokens.shape[1]), device)
-    if tables == "flex":
-        from spanwise._flex_masks import block_tables
-        from spanwise.kernels.flex import FlexTables, pad_spans
-
-        width = pad_spans(num_spans)
-        # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-        built = FlexTables.from_numpy(
-            block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), device
-        )
-    spare = width - mask.num_spans
-    start, end = (_on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), device) for x in (mask.start, mask.end))
-    if tables != "flex":  # the flex kernel needs a constant number of queries
-        for x in (start, end):
-            _compat.mark_dynamic(_compat.mark_dynamic(x, 1), 2)
-    kv_pos = _compat.mark_dynamic(_on_device(key_tokens.astype(np.int32), device), 1)
-    return {"start": start, "end": end, "kv_pos": kv_pos, "tables": built}
-
-
-def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on the device; to an accelerator through pinned memory, so that the host need not wait."""
-    x = torch.from_numpy(array)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def spread_slots(local: RankPlan, slots: torch.Tensor, padded: int, batch: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from spanwise.calibrate.ranks import Ranks
 from spanwise.cost import attention_flops
 from spanwise.mask import SpanMask
 from spanwise.planner import make_plan
+from spanwise.stages import Stage
 
 
 def matmul_rate(ranks: Ranks, dtype: torch.dtype, repeats: int) -> float:
@@ -109,7 +110,7 @@ def _step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    stage: rank_plan.Stage,
+    stage: Stage,
     q_pos: torch.Tensor,
 ) -> Callable[[], tuple[float, float]]:
     """What times one forward and its backward."""

@@ -16,7 +16,7 @@ from spanwise.kernels.merge import Part
 
 if TYPE_CHECKING:
     from spanwise.kernels.sdpa import Queries
-    from spanwise.rank_plan import Stage
+    from spanwise.stages import Stage
 
 KERNELS = ("reference", "sdpa", "flex", "varlen")
 
