@@ -46,6 +46,9 @@ def train(
         typer.Option(help="Local processes to start; ranks = dp × cp. Default: 1, or what torchrun started."),
     ] = None,
     dp: Annotated[int, typer.Option(help="Ranks that take different sequences; the others share one.")] = 1,
+    inner: Annotated[
+        int, typer.Option(help="Ranks that trade heads (Ulysses); --exchange works between groups of so many.")
+    ] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps, counted from the start of the run.")] = 30,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence; any number from 2.")] = 8192,
     batch_size: Annotated[
@@ -106,6 +109,7 @@ def train(
             out=out,
             ranks=mine.size if mine else ranks if ranks is not None else 1,
             dp=dp,
+            inner=inner,
             steps=steps,
             seq_len=seq_len,
             batch_size=batch_size,
@@ -162,6 +166,9 @@ def verify(
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     balancer: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
     exchange: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
+    inner: Annotated[
+        int, typer.Option(help="Ranks that trade heads (Ulysses); --exchange works between groups of so many.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of documents, weights and inputs.")] = 0,
 ) -> None:
     """Compare attention and a small decoder with one device, and probe them for leaks across the mask."""
@@ -177,6 +184,7 @@ def verify(
                 mask=mask,
                 balancer=balancer,
                 exchange=exchange,
+                inner=inner,
                 dtype=dtype,
                 num_heads=heads,
                 num_kv_heads=kv_heads,

@@ -27,18 +27,18 @@ def row_of(x: SpanMask | Layout, row: int) -> int:
 def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
     per_row = mask.area()
-    before = np.zeros((per_row.shape[0], layout.seq_len + 1), dtype=np.int64)
-    np.cumsum(per_row, axis=1, out=before[:, 1:])
     work = np.zeros(layout.num_ranks, dtype=np.int64)
     for row in range(batch_size):
-        total = before[row_of(mask, row)]
-        rank, start, stop = layout.pieces(row_of(layout, row)).T
-        np.add.at(work, rank, total[stop] - total[start])
+        pieces = layout.pieces(row_of(layout, row))
+        owner, start, _ = pieces[np.argsort(pieces[:, 1])].T  # they tile the sequence
+        np.add.at(work, owner, np.add.reduceat(per_row[row_of(mask, row)], start))
     return _frozen(work)
 
 
 def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
     """The part of :func:`area` whose keys the group holds itself; int64 ``[G]``."""
+    if layout.num_ranks == 1:
+        return area(mask, layout, batch_size)  # quicker
     total = np.zeros(layout.num_ranks, dtype=np.int64)
     for row in range(batch_size):
         at = row_of(mask, row)
@@ -49,6 +49,8 @@ def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: in
 
 def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Needs:
     """K/V runs that each group reads and does not hold, ascending, for each batch row."""
+    if layout.num_ranks == 1:
+        return [[np.empty((0, 2), np.int64)] for _ in range(batch_size)]
     found = []
     for row in range(batch_size):
         groups = range(layout.num_ranks)

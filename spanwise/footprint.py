@@ -25,6 +25,8 @@ def kv_token_bytes(plan: Plan) -> Int64:
     All heads, or under Ulysses those of the rank.
     """
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    if plan.inner == 1:
+        return np.full(plan.num_ranks, kv_heads * (qk_dim + v_dim) * plan.itemsize, np.int64)
     held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
     return np.tile(np.array(held, np.int64) * (qk_dim + v_dim) * plan.itemsize, plan.num_groups)
 

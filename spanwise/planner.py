@@ -316,9 +316,10 @@ def _within(ways: list[Plan], budget: int) -> list[Plan]:
 
 def _held(plan: Plan) -> int:
     """Bytes that the busiest rank holds for exchanges: what all layers save, and what one holds beside that."""
-    saved = sum(weight * plan.saved_bytes(name) for name, weight in plan.weights.items())
-    beside = np.max([plan.resident_bytes(name) - plan.saved_bytes(name) for name in plan.masks], axis=0)
-    return int(np.ceil(np.max(saved + np.maximum(beside, 0))))
+    saved = {name: plan.saved_bytes(name) for name in plan.masks}
+    kept = sum(weight * saved[name] for name, weight in plan.weights.items())
+    beside = np.max([plan.resident_bytes(name) - saved[name] for name in plan.masks], axis=0)
+    return int(np.ceil(np.max(kept + np.maximum(beside, 0))))
 
 
 def _local(

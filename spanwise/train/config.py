@@ -17,9 +17,10 @@ SEQ_LIMIT = 2**26
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a run. ``ranks = dp × cp``; the sequence is cut over the cp axis.
+    """Options of a run. ``ranks = dp × cp``; the sequence is cut over the cp ranks.
 
     Attributes:
+        inner: cp ranks that trade heads for tokens (Ulysses); ``exchange`` works between groups of them.
         data: files and folders; none means the Python standard library's sources.
         seq_len: tokens of a training sequence; any number from 2 to `SEQ_LIMIT`.
         batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
@@ -36,6 +37,7 @@ class TrainConfig:
     out: str | None = None
     ranks: int = 1
     dp: int = 1
+    inner: int = 1
     steps: int = 30
     seq_len: int = 8192
     batch_size: int | None = None
@@ -63,7 +65,7 @@ class TrainConfig:
             if not ok:
                 raise ValueError(text)
 
-        for name in ("ranks", "dp", "steps", "eval_sequences", "keep"):
+        for name in ("ranks", "dp", "inner", "steps", "eval_sequences", "keep"):
             demand(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("seq_len", "max_document"):
             value = getattr(self, name)
@@ -78,6 +80,10 @@ class TrainConfig:
         demand(
             self.ranks % self.dp == 0,
             f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}",
+        )
+        demand(
+            self.cp % self.inner == 0,
+            f"inner must divide the {self.cp} ranks that share a sequence, got {self.inner}",
         )
         if self.batch_size is not None:
             demand(
@@ -105,6 +111,11 @@ class TrainConfig:
     @property
     def cp(self) -> int:
         return self.ranks // self.dp
+
+    @property
+    def cp_axes(self) -> int | tuple[int, int]:
+        """As `make_plan` takes it: the size of the cp axis, or of both axes."""
+        return self.cp if self.inner == 1 else (self.cp // self.inner, self.inner)
 
     def completed(self, batch_size: int | None = None, max_document: int | None = None) -> TrainConfig:
         """Every option a number: what was given, else the arguments (a checkpoint's), else the defaults."""

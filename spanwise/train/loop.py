@@ -2,8 +2,9 @@
 
     documents -> PackedSequence -> SpanMask -> Plan -> RankPlan, local batch -> Decoder -> loss
 
-Every rank packs the same sequences and plans the same plan; nothing of either is sent. The mesh is dp × cp: a sequence
-is cut over cp, different sequences go to different dp coordinates, and parameters are sharded by FSDP2 over all ranks.
+Every rank packs the same sequences and plans the same plan; nothing of either is sent. The mesh is dp × cp (cp may be
+two axes): a sequence is cut over cp, different sequences go to different dp coordinates, and parameters are sharded by
+FSDP2 over all ranks.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
-    """How the ranks of one cp axis share a packed sequence; the same on each of them."""
+    """How the ranks of one dp coordinate share a packed sequence; the same on each of them."""
     sizes = config.model
     return spanwise.make_plan(
         spanwise.SpanMask.documents(cu_seqlens),
-        num_ranks=config.cp,
+        num_ranks=config.cp_axes,
         balancer=config.balancer,
         exchange=config.exchange,
         num_q_heads=sizes.num_heads,
@@ -101,9 +102,11 @@ class Trainer:
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
-        self.mesh = init_device_mesh(config.device, (config.dp, config.cp), mesh_dim_names=("dp", "cp"))
+        cp = config.cp_axes
+        axes, names = ((cp,), ("cp",)) if isinstance(cp, int) else (cp, ("cp_outer", "cp_inner"))
+        self.mesh = init_device_mesh(config.device, (config.dp, *axes), mesh_dim_names=("dp", *names))
         self.all_ranks = init_device_mesh(config.device, (config.ranks,), mesh_dim_names=("all",))
-        self.cp_mesh = self.mesh["cp"]
+        self.cp_mesh = self.mesh[names]
         self.dp_index = self.mesh.get_local_rank("dp")
         self._agree()
 
@@ -199,7 +202,7 @@ class Trainer:
             part.backward()
             loss += part.item()
             imbalance = max(imbalance, float(plan.imbalance()))
-            received += int(plan.recv_tokens()[self.cp_mesh.get_local_rank()])
+            received += int(plan.recv_tokens()[local_plan.rank])
         rate = learning_rate(config, self.step)
         seconds = time.perf_counter() - started
 

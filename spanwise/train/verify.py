@@ -61,6 +61,7 @@ class VerifyConfig:
     mask: str = "documents"
     balancer: str = "auto"
     exchange: str = "auto"
+    inner: int = 1
     dtype: str = "float32"
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -68,6 +69,8 @@ class VerifyConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.inner < 1 or self.ranks % self.inner:
+            raise ValueError(f"inner must divide ranks, got {self.inner} and {self.ranks}")
         if self.ranks < 1 or self.seq_len < 1:
             raise ValueError(f"ranks and seq_len must be at least 1, got {self.ranks} and {self.seq_len}")
         if self.seq_len > LIMIT:
@@ -81,10 +84,15 @@ class VerifyConfig:
         if self.dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Shape of the mesh."""
+        return (self.ranks,) if self.inner == 1 else (self.ranks // self.inner, self.inner)
+
     def plan(self) -> spanwise.Plan:
         return spanwise.make_plan(
             MASKS[self.mask](self.seq_len, self.seed),
-            num_ranks=self.ranks,
+            num_ranks=self.ranks if self.inner == 1 else (self.ranks // self.inner, self.inner),
             balancer=self.balancer,
             exchange=self.exchange,
             num_q_heads=self.num_heads,
@@ -115,7 +123,8 @@ def verify_rank(rank: Rank, config: VerifyConfig) -> int:
     """A rank's part: the attention call, then the decoder around it."""
     torch.set_num_threads(max(1, cores() // rank.local_size))
     dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
-    mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
+    names = ("cp",) if config.inner == 1 else ("cp_outer", "cp_inner")
+    mesh = init_device_mesh("cpu", config.axes, mesh_dim_names=names)
     plan, dtype = config.plan(), getattr(torch, config.dtype)
     attention = spanwise.verify(spanwise.context_parallel_attention, plan, mesh, dtype=dtype)
     model = build_model(config.model(), config.seed, dtype)

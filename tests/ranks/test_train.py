@@ -84,6 +84,35 @@ def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: 
     assert len(two["reference_losses"]) == 2  # the steps of the resumed run
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {"exchange": "ulysses"}), (4, {"exchange": "ring", "inner": 2})],
+    ids=["ulysses", "ring between groups of two"],
+)
+def test_exchanges_of_fully_sharded_ranks(ranks: int, options: dict[str, Any], tmp_path: Path, data: str) -> None:
+    """The same losses and gradients as on one device, of a model that FSDP2 shards over all ranks."""
+    config = tiny(data, ranks=ranks, steps=2, prove=2, out=str(tmp_path), **options, **SHARED)
+    assert start(config, None) == 0
+    values = metrics(tmp_path)
+    np.testing.assert_allclose(values["losses"], values["reference_losses"], rtol=1e-12)
+    assert values["max_grad_error"] <= 1e-10 and values["proved"] is True
+    stream = DocumentStream(find_documents([data]).split(0.4)[0], 0, 60)
+    plans = [plan_sequence(config, stream.cu_seqlens(n * 101, 101)) for n in range(2)]
+    assert {(plan.exchange, plan.inner) for plan in plans} == {
+        (options["exchange"], options.get("inner", 2 if options["exchange"] == "ulysses" else 1))
+    }
+    assert values["recv_tokens"][0] == sum(plan.recv_tokens() for plan in plans).tolist()
+
+
+def test_ranks_that_cannot_trade_heads(data: str) -> None:
+    with pytest.raises(ValueError, match="inner must divide the 2 ranks that share a sequence, got 4"):
+        tiny(data, ranks=4, dp=2, inner=4)
+    with pytest.raises(ValueError, match="deals 4 query heads .* out to 3 ranks"):
+        start(tiny(data, ranks=3, inner=3), None)
+    with pytest.raises(ValueError, match="has Ulysses on its inner axis already"):
+        start(tiny(data, ranks=4, inner=2, exchange="ulysses"), None)
+
+
 def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(app, ["verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"])
     assert result.exit_code == 0, result.output
