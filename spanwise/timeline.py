@@ -114,7 +114,7 @@ def forward(pack: Float64, attention: Float64, exchange: Float64, *, ring: bool 
     now, free = np.zeros(len(compute)), 0.0
     for i in range(compute.shape[1]):
         start[:, i] = np.maximum(now, through[i - 2] if i >= 2 else 0.0)
-        depart = i - 1  # a ring's next piece leaves when this one's turn comes, the first two after packing
+        depart = i - 1  # the first piece leaves after packing, a ring's next when the turn of the one before has come
         if i >= 1 and depart < len(exchange):
             ready = float(start[:, i].max()) if ring or depart == 0 else 0.0
             through[depart] = free = max(free, ready) + exchange[depart]
@@ -124,7 +124,14 @@ def forward(pack: Float64, attention: Float64, exchange: Float64, *, ring: bool 
     return Pass(names, start, end, tuple(f"K/V, piece {i}" for i in pieces), through - exchange, through)
 
 
-def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Float64 | None = None) -> Pass:
+def backward(
+    attention: Float64,
+    exchange: Float64,
+    unpack: Float64,
+    refetch: Float64 | None = None,
+    *,
+    ring: bool = False,
+) -> Pass:
     """Simulates a backward.
 
     Args:
@@ -133,11 +140,13 @@ def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Fl
         unpack: ``[P]`` seconds to sum them.
         refetch: ``[n]`` seconds of each piece's K/V collective if it is fetched again: the next piece departs when
             this one's turn begins.
+        ring: the gradients of a piece join those of the piece after it, for which a rank waits before it goes on.
     """
     num_pieces = len(exchange)
     order = [*range(num_pieces - 1, -1, -1), -1]  # of the compute; -1 is the local part
     stream: list[tuple[str, float, float]] = []
     arrived = [0.0] * num_pieces
+    home = 0.0  # when the gradients that were sent last have arrived
 
     def send(name: str, ready: float, seconds: float) -> float:
         begin = max(ready, stream[-1][2] if stream else 0.0)
@@ -154,8 +163,10 @@ def backward(attention: Float64, exchange: Float64, unpack: Float64, refetch: Fl
         start[:, turn] = np.maximum(now, arrived[i] if i >= 0 else 0.0)
         now = end[:, turn] = start[:, turn] + attention[:, i + 1]
         if i >= 0:
-            send(f"dK/dV, piece {i + 1}", float(now.max()), float(exchange[i]))
-    start[:, -1] = np.maximum(now, stream[-1][2] if stream else 0.0)
+            if ring:
+                now = np.maximum(now, home)
+            home = send(f"dK/dV, piece {i + 1}", float(now.max()), float(exchange[i]))
+    start[:, -1] = np.maximum(now, home)
     end[:, -1] = start[:, -1] + unpack
     names = (*(f"attention backward, piece {i + 1}" for i in order[:-1]), "local attention backward", "sum gradients")
     exchange_names, begin, through = zip(*stream, strict=True) if stream else ((), (), ())

@@ -39,7 +39,62 @@ def test_backward_fetches_the_next_piece_beside_this_one() -> None:
     assert one.start[0].tolist() == [2, 4, 5, 12]
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed"])
+def test_a_ring_passes_a_piece_on_when_its_turn_comes() -> None:
+    attention, exchange = np.array([[3.0, 4.0, 1.0], [5.0, 1.0, 1.0]]), np.array([2.0, 3.0])
+    one = timeline.forward(np.array([1.0, 1.0]), attention, exchange, ring=True)
+    # Piece 1 is there at 3, rank 1 turns to it at 6: only then piece 2 leaves.
+    assert one.exchange_start.tolist() == [1, 6] and one.exchange_end.tolist() == [3, 9]
+    assert one.start.tolist() == [[0, 1, 4, 9], [0, 1, 6, 9]] and one.exposed == 1
+    at_once = timeline.forward(np.array([1.0, 1.0]), attention, exchange)
+    assert at_once.exchange_start.tolist() == [1, 3] and at_once.exposed == 0
+    # Where the exchange is slow a piece leaves as soon as it has come.
+    slow = timeline.forward(np.zeros(2), attention, np.array([20.0, 30.0]), ring=True)
+    assert slow.exchange_end.tolist() == [20, 50] and slow.seconds == 51
+
+
+def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
+    attention, exchange, unpack = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0]), np.array([1.0])
+    one = timeline.backward(attention, exchange, unpack, ring=True)
+    # Those of piece 2 leave at 2 and come at 7. Piece 1 is done at 3 and waits for them: the local part begins at 7.
+    assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
+    assert one.start[0].tolist() == [0, 2, 7, 11] and one.seconds == 12
+    apart = timeline.backward(attention, exchange, unpack)
+    assert apart.start[0].tolist() == [0, 2, 3, 10] and apart.exchange_end.tolist() == [7, 10]
+
+
+def test_nothing_hides_a_trade() -> None:
+    inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
+    one = timeline.between_trades(inner, 4.0, 2.5)
+    assert one.names == (*inner.names, "traded")
+    assert one.exchange_names == ("heads for tokens", "K/V, piece 1", "tokens for heads")
+    assert one.exchange_start.tolist() == [0, 6, 13] and one.exchange_end.tolist() == [4, 9, 15.5]
+    assert (one.start[:, :-1] == inner.start + 4).all() and (one.end[:, -1] == 15.5).all()
+    assert one.compute == inner.compute and one.seconds == inner.seconds + 6.5
+    assert one.exposed == inner.exposed + 6.5 and one.exchange == inner.exchange + 6.5
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), [(4, "ulysses"), ((2, 2), "needed"), ((2, 2), "ring")], ids=str)
+def test_trades_of_a_plan_are_exposed(ranks, exchange: str) -> None:
+    """Bytes over the bandwidth: heads of q, K and V come and the output goes back; then their gradients."""
+    hardware = Hardware("toy", 1e9, 1e9, 1e9, 1e15, 1e9, (Link(1e4, 0.0),))
+    mask = SpanMask.documents([0, 100, 101, 404])
+    plan = make_plan(mask, ranks, balancer="contiguous", exchange=exchange, hardware=hardware, **SHAPE)
+    simulated, inner = plan.timeline(), plan.inner
+    others, share = plan.seq_len // plan.num_ranks * (inner - 1), 8 // inner
+    # Each rank reads one of the two K/V heads. Where four ranks do, two gradients of a head are summed, in float32.
+    into, back = (others * (share * 16 * 2 + 40 * itemsize) / 1e4 for itemsize in (2, 4 if inner == 4 else 2))
+    out = others * share * 24 * 2 / 1e4
+    for one, first, last in ((simulated.forward, into, out), (simulated.backward, out, back)):
+        seconds = one.exchange_end - one.exchange_start
+        assert one.exchange_names[0] == "heads for tokens" and one.exchange_names[-1] == "tokens for heads"
+        assert seconds[0] == pytest.approx(first) and seconds[-1] == pytest.approx(last)
+        assert one.exposed >= first + last - 1e-9
+    assert plan.predict()["exposed_forward"] == pytest.approx(simulated.forward.exposed)
+    if exchange == "ulysses":
+        assert simulated.forward.exposed == pytest.approx(into + out)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring"])
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_timeline_of_a_plan(exchange: str, keep_kv: bool) -> None:
     hardware = Hardware("toy", 1e6, 5e5, 1e6, 1e7, 1e6, (Link(1e6, 1e-3, ranks=2), Link(1e5, 0.5)), edge_pairs=3)
