@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from spanwise import kernels
 from spanwise.exchange import failure, ulysses
 from spanwise.heads import check_heads, kv_heads_held
 from spanwise.kernels.merge import Merging, Part
-from spanwise.kv_pieces import kv_pieces
+from spanwise.kv_pieces import Piece, kv_pieces
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, check_rank, inner_group
 from spanwise.stages import Stage
@@ -176,22 +176,8 @@ def _attend(
             options["score_mod"] = _for_later_heads(score_mod, first)
     if flat:
         q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
-    queries = kernels.queries(kernel, q)
-    merging = Merging()
-    max_logit = None
     pieces = kv_pieces(k, v, stages, local, mesh, mask)
-    for stage in stages:
-        piece = next(pieces)
-
-        def attend(k_piece: torch.Tensor, v_piece: torch.Tensor, stage: Stage = stage) -> Part:
-            return kernels.attend_part(kernel, queries, k_piece, v_piece, stage, tokens, **options)
-
-        merging.add(piece.attended(attend))
-        if request.max_logit:
-            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
-            max_logit = largest if max_logit is None else torch.maximum(max_logit, largest)
-        del piece  # or it would live until the one after next has arrived
-    out, lse = merging.result()
+    out, lse, max_logit = _merged(kernel, q, pieces, stages, tokens, options, max_logit=request.max_logit)
     if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
     if sinks is not None:
@@ -209,6 +195,33 @@ def _attend(
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
+def _merged(
+    kernel: str,
+    q: torch.Tensor,
+    pieces: Iterator[Piece],
+    stages: tuple[Stage, ...],
+    tokens: torch.Tensor,
+    options: dict[str, Any],
+    *,
+    max_logit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Out, lse and, if asked for, the largest score of each head, over all pieces as they come."""
+    queries, merging = kernels.queries(kernel, q), Merging()
+    top = None
+    for stage in stages:
+        piece = next(pieces)
+
+        def attend(k: torch.Tensor, v: torch.Tensor, stage: Stage = stage) -> Part:
+            return kernels.attend_part(kernel, queries, k, v, stage, tokens, **options)
+
+        merging.add(piece.attended(attend))
+        if max_logit:
+            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
+            top = largest if top is None else torch.maximum(top, largest)
+        del piece  # or it would live until the one after next has arrived
+    return *merging.result(), top
+
+
 def _as_traded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -223,7 +236,8 @@ def _as_traded(
     tokens = local.trade.order.shape[1], (local.kv_trade or local.trade).order.shape[1]
 
     def like(x: torch.Tensor, side: int) -> torch.Tensor:
-        return x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
+        made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
+        return made if torch.compiler.is_compiling() else made.requires_grad_(x.requires_grad)
 
     return like(q, 0), like(k, 1), like(v, 1)
 
