@@ -309,6 +309,7 @@ def _bench_all(context: typer.Context, out: _OUT = None, quick: _QUICK = False) 
         bench_kernels(out and out / "kernels.json", quick)
         bench_plan(out and out / "plan.json", quick)
         bench_layout(out and out / "layout.json", quick)
+        bench_packed(out and out / "packed.json", quick)
     elif out is not None or quick:
         raise typer.BadParameter("--out and --quick go after the benchmark's name")
 
@@ -335,6 +336,14 @@ def bench_layout(out: _OUT = None, quick: _QUICK = False) -> None:
     from spanwise.bench import layout
 
     layout.run(out, quick)
+
+
+@bench.command("packed")
+def bench_packed(out: _OUT = None, quick: _QUICK = False) -> None:
+    """Packed documents as they are against documents padded to twice the ranks: time, padding and traffic."""
+    from spanwise.bench import packed
+
+    packed.run(out, quick)
 
 
 def _fail(text: str, status: int) -> NoReturn:

@@ -1,0 +1,195 @@
+"""Packed documents as they are against documents padded for the dual-chunk order: ``spanwise bench packed``.
+
+TransformerEngine's context parallelism pads every document to a multiple of twice the number of ranks. The same
+documents are planned both ways: padded in its order (balancer "dual_chunk"), and unpadded, laid out by "local". The
+kernels of every rank's share run in one process, forward and backward, one rank after the other, with the K/V of other
+ranks already there; the two ways take turns. What is reported of a way is its busiest rank, which a step waits for, and
+all ranks together. Padding costs nothing but its rows here, for no span holds them; a kernel that computes padding pays
+its share on top, and every other layer of a model does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from spanwise import kernels
+from spanwise.bench.plan import document_offsets
+from spanwise.kernels.merge import Merging
+from spanwise.packing import Packing
+from spanwise.plan import Plan
+from spanwise.planner import make_plan
+from spanwise.rank_plan import RankPlan, build
+from spanwise.report.terminal import console
+
+SEQ_LEN, QUICK_SEQ_LEN = 16_384, 4_096
+RANKS = (4, 8)
+HEADS, HEAD_DIM, REPEATS = 2, 64, 7
+TARGET = 1.0  # unpadded over padded, seconds
+# Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `spanwise bench layout`
+# first, then corpora of short documents.
+CORPORA = {"median 4,096": (4096, 64), "median 1,024": (1024, 1), "median 256": (256, 1), "median 64": (64, 1)}
+
+
+def corpora(seq_len: int) -> dict[str, np.ndarray]:
+    """Document offsets by name, ``[num_docs + 1]`` each, `seq_len` tokens together."""
+    return {name: document_offsets(seq_len, 0, median=median, least=least) for name, (median, least) in CORPORA.items()}
+
+
+def padded_packing(cu_seqlens: np.ndarray, num_ranks: int) -> Packing:
+    """Every document padded at its back to a multiple of ``2 * num_ranks`` tokens."""
+    slots = -(-np.diff(cu_seqlens) // (2 * num_ranks)) * 2 * num_ranks
+    return Packing(cu_seqlens, cu_seqlens_q_padded=np.append(0, np.cumsum(slots)))
+
+
+def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
+    """Causal documents both ways; K/V travel as needed."""
+    make = functools.partial(
+        make_plan, exchange="needed", stages=1, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM,
+        dtype=torch.float32,
+    )  # fmt: skip
+    padded, unpadded = padded_packing(cu_seqlens, num_ranks), Packing(cu_seqlens)
+    return {
+        "padded": make(padded.mask(), num_ranks, packing=padded, balancer="dual_chunk"),
+        "unpadded": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="local"),
+    }
+
+
+def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measure, print a table, and write JSON to `out` if it is given.
+
+    Args:
+        quick: 4,096 tokens, 4 ranks, two repeats.
+
+    Returns:
+        ``{"num_threads", "torch", "seq_len", "heads", "head_dim", "rows": [...]}``. A row has ``corpus``,
+        ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage that hold no token), ``padded`` and
+        ``unpadded`` (``imbalance``, ``recv_mean`` and ``recv_max`` in K/V tokens, ``busiest`` and ``total`` seconds,
+        each ``min`` and ``median``), and the ratios of the least seconds, unpadded over padded: ``ratio`` of the
+        busiest ranks, ``total_ratio`` of all together.
+    """
+    seq_len, repeats = (QUICK_SEQ_LEN, 2) if quick else (SEQ_LEN, REPEATS)
+    rows = [
+        measure(name, cu_seqlens, num_ranks, repeats)
+        for num_ranks in (RANKS[:1] if quick else RANKS)
+        for name, cu_seqlens in corpora(seq_len).items()
+    ]
+    result = {
+        "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
+        "head_dim": HEAD_DIM, "rows": rows,
+    }  # fmt: skip
+    _print(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
+    """One row of `run`'s result."""
+    both = plans(cu_seqlens, num_ranks)
+    steps = {way: [rank_step(plan, rank) for rank in range(num_ranks)] for way, plan in both.items()}
+    times = {way: np.zeros((repeats, num_ranks)) for way in both}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for rank in range(num_ranks):
+            # Who is first alternates too: what one step leaves in the caches is the other's gain.
+            for way in sorted(both, reverse=bool(repeat % 2)):
+                begin = time.perf_counter()
+                steps[way][rank]()
+                if repeat >= 0:
+                    times[way][repeat, rank] = time.perf_counter() - begin
+    row: dict[str, Any] = {
+        "corpus": name,
+        "num_ranks": num_ranks,
+        "documents": len(cu_seqlens) - 1,
+        "padding_share": 1 - int(cu_seqlens[-1]) / both["padded"].seq_len,
+    }
+    for way, plan in both.items():
+        # Of each rank its least time: what disturbs one rank's step does not make another the busiest.
+        least = times[way].min(axis=0)
+        received = plan.recv_tokens()
+        row[way] = {
+            "imbalance": plan.imbalance(),
+            "recv_mean": float(received.mean()),
+            "recv_max": int(received.max()),
+            "busiest": {"min": float(least.max()), "median": statistics.median(times[way].max(axis=1).tolist())},
+            "total": {"min": float(least.sum()), "median": statistics.median(times[way].sum(axis=1).tolist())},
+        }
+    for name, of in (("ratio", "busiest"), ("total_ratio", "total")):
+        row[name] = row["unpadded"][of]["min"] / row["padded"][of]["min"]
+    return row
+
+
+def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward of one rank's attention, its K/V pieces there already; gives out, dq and those of K and V.
+
+    What `context_parallel_attention` computes with the kernel "sdpa" between its collectives, zeros in padding
+    included.
+    """
+    local: RankPlan = build(plan, rank)
+    generator = torch.Generator().manual_seed(rank)
+    stages = local.stages["default"]
+    assert not stages[0].flat
+
+    def draw(tokens: int) -> torch.Tensor:
+        return torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
+
+    q, grad = draw(local.tokens.shape[1]), draw(local.tokens.shape[1])
+    pieces = [(draw(stage.kv_pos.shape[1]), draw(stage.kv_pos.shape[1])) for stage in stages]
+
+    def zeroed(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+        return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
+        queries = kernels.queries("sdpa", zeroed(leaves[0], local.valid))
+        merging = Merging()
+        for i, stage in enumerate(stages):
+            k, v = leaves[1 + 2 * i : 3 + 2 * i]
+            if i == 0:  # what others send is zero in padding already, or not sent
+                k, v = zeroed(k, local.kv_valid), zeroed(v, local.kv_valid)
+            part = kernels.attend_part("sdpa", queries, k, v, stage, local.tokens, scale=HEAD_DIM**-0.5)
+            merging.add(part)
+        out = zeroed(merging.result()[0], local.valid)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    return step
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table(
+        title=f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
+        f"unpadded\nforward + backward of the busiest rank, {HEADS} heads of {HEAD_DIM}, float32, "
+        f"{result['num_threads']} threads; least (and median) of the repeats"
+    )
+    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "ratio", "all ranks")
+    for column in (*names, "padded receives", "unpadded receives"):
+        table.add_column(column, justify="left" if column == "documents" else "right")
+
+    def seconds(found: dict[str, float]) -> str:
+        return f"{found['min'] * 1e3:.1f} ({found['median'] * 1e3:.1f})"
+
+    for row in result["rows"]:
+        padded, unpadded = row["padded"], row["unpadded"]
+        table.add_row(
+            str(row["num_ranks"]),
+            row["corpus"],
+            f"{row['documents']:,}",
+            f"{row['padding_share']:.1%}",
+            seconds(padded["busiest"]),
+            seconds(unpadded["busiest"]),
+            f"{row['ratio']:.2f}",
+            f"{row['total_ratio']:.2f}",
+            f"{padded['recv_mean']:,.0f}",
+            f"{unpadded['recv_mean']:,.0f}",
+        )
+    console(140).print(table)
