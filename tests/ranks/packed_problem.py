@@ -100,19 +100,24 @@ def make_packed(
     change: Change | None = None,
     with_sinks: bool = False,
     with_grad_lse: bool = False,
+    largest: float = math.inf,
     seed: int = 0,
 ) -> Packed:
-    """Random tensors in `dtype` with `poison` in all padding, and float64 results of exactly those numbers."""
+    """Random tensors in `dtype` with `poison` in all padding, and float64 results of exactly those numbers.
+
+    Normal numbers, cut to ``[-largest, largest]``.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).clamp(-largest, largest).to(dtype)
 
     q, k = draw(packing.q_len, heads[0], dims[0]), draw(packing.kv_len, heads[1], dims[0])
     v, grad_out = draw(packing.kv_len, heads[1], dims[1]), draw(packing.q_len, heads[0], dims[1])
     grad_lse = draw(heads[0], packing.q_len) * with_grad_lse
     sinks = draw(heads[0]) if with_sinks else None
-    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double() for x in (q, k, v)]
+    grads = [torch.zeros_like(x) for x in wide]
     sink_leaf = None if sinks is None else sinks.double().clone().requires_grad_()
     scale = 1 / math.sqrt(dims[0]) if scale is None else scale
     out = torch.zeros(*grad_out.shape, dtype=torch.float64)
@@ -121,35 +126,44 @@ def make_packed(
     q_valid, kv_valid = torch.zeros(packing.q_len, dtype=torch.bool), torch.zeros(packing.kv_len, dtype=torch.bool)
     sequences = zip(packing.q_offsets[:-1], packing.q_lens, packing.kv_offsets[:-1], packing.kv_lens, strict=True)
     for q_start, num_q, kv_start, num_k in (map(int, sequence) for sequence in sequences):
-        q_rows, kv_rows = torch.arange(q_start, q_start + num_q), torch.arange(kv_start, kv_start + num_k)
-        q_valid[q_rows], kv_valid[kv_rows] = True, True
-        if num_q == 0 or (num_k == 0 and sink_leaf is None):
-            continue
-        group = heads[0] // heads[1]
-        q_HTD = leaves[0][q_rows].transpose(0, 1)
-        k_HTD, v_HTD = (x[kv_rows].transpose(0, 1).repeat_interleave(group, 0) for x in leaves[1:])
-        scores = q_HTD @ k_HTD.transpose(1, 2) * scale
-        scores = scores if change is None else change(scores, q_rows, kv_rows)
-        scores = scores.masked_fill(~visible(num_q, num_k, causal, window, align), -math.inf)
-        columns = scores
-        if sink_leaf is not None:
-            columns = torch.cat([scores, sink_leaf.view(-1, 1, 1).expand(-1, num_q, 1)], -1)
-        lse_HT = torch.logsumexp(columns, -1)
-        some = (scores > -math.inf).any(-1)
-        weights = torch.exp(scores - torch.where(some, lse_HT, 0.0).unsqueeze(-1))
-        out_HTD = weights @ v_HTD
-        torch.autograd.backward(
-            [out_HTD, torch.where(lse_HT > -math.inf, lse_HT, 0.0)],
-            [grad_out[q_rows].transpose(0, 1).double(), grad_lse[:, q_rows].double()],
-        )
-        out[q_rows], lse[:, q_rows] = out_HTD.detach().transpose(0, 1), lse_HT.detach()
-        max_logit = torch.maximum(max_logit, scores.detach().flatten(1).amax(1) if num_k else max_logit)
+        q_valid[q_start : q_start + num_q], kv_valid[kv_start : kv_start + num_k] = True, True
+        reads = visible(num_q, num_k, causal, window, align)
+        for first in range(0, num_q, 256):  # in blocks, or a long sequence would need gigabytes
+            reads_TK = reads[first : first + 256]
+            keys = reads_TK.any(0).nonzero().flatten()
+            if len(keys) == 0 and sink_leaf is None:
+                continue
+            low, high = (int(keys[0]), int(keys[-1]) + 1) if len(keys) else (0, 0)
+            at = slice(q_start + first, q_start + first + len(reads_TK))
+            kv_at = slice(kv_start + low, kv_start + high)
+            leaves = [x[rows].clone().requires_grad_() for x, rows in zip(wide, (at, kv_at, kv_at), strict=True)]
+            q_HTD, k_HKD, v_HKD = (x.transpose(0, 1) for x in leaves)
+            k_HKD, v_HKD = (x.repeat_interleave(heads[0] // heads[1], 0) for x in (k_HKD, v_HKD))
+            scores = q_HTD @ k_HKD.transpose(1, 2) * scale
+            if change is not None:
+                scores = change(scores, torch.arange(at.start, at.stop), torch.arange(kv_at.start, kv_at.stop))
+            scores = scores.masked_fill(~reads_TK[:, low:high], -math.inf)
+            columns = scores
+            if sink_leaf is not None:
+                columns = torch.cat([scores, sink_leaf.view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+            lse_HT = torch.logsumexp(columns, -1)
+            some = (scores > -math.inf).any(-1)
+            weights = torch.exp(scores - torch.where(some, lse_HT, 0.0).unsqueeze(-1))
+            out_HTD = weights @ v_HKD
+            torch.autograd.backward(
+                [out_HTD, torch.where(lse_HT > -math.inf, lse_HT, 0.0)],
+                [grad_out[at].transpose(0, 1).double(), grad_lse[:, at].double()],
+            )
+            for grad, leaf, rows in zip(grads, leaves, (at, kv_at, kv_at), strict=True):
+                grad[rows] += leaf.grad
+            out[at], lse[:, at] = out_HTD.detach().transpose(0, 1), lse_HT.detach()
+            if len(keys):
+                max_logit = torch.maximum(max_logit, scores.detach().flatten(1).amax(1))
     for x in (q, grad_out):
         x[~q_valid] = poison
     grad_lse[:, ~q_valid] = poison
     for x in (k, v):
         x[~kv_valid] = poison
-    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     dsinks = None if sink_leaf is None else sink_leaf.grad
     return Packed(q, k, v, grad_out, grad_lse, sinks, out, lse, *grads, dsinks, max_logit)
 
