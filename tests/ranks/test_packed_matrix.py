@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +139,10 @@ def compared(problem: Packed, plan: spanwise.Plan, results: list[Result]) -> Ite
         yield name, got.double(), reference
 
 
+def named(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
+
+
 def bound(cell: Cell) -> float:
     """Of bfloat16, absolute and relative, as in TransformerEngine's tests."""
     return 2.5e-2 if cell.heads[0] == cell.heads[1] else 3.5e-2
@@ -146,20 +150,19 @@ def bound(cell: Cell) -> float:
 
 @pytest.mark.parametrize(("number", "cell"), list(enumerate(SHORT)), ids=list(map(identity, SHORT)))
 def test_short(number: int, cell: Cell) -> None:
-    atol, rtol, largest = bound(cell), bound(cell), math.inf
-    if cell.dtype == "float32":
-        # Larger values than this, and torch's own attention on one device leaves the bound: where 8 heads share a K/V
-        # head its gradients add up to thousands of terms.
-        atol, rtol, largest = 2e-6, 1e-5, 1.0
-    problem, plan, results = attend(cell, lengths_of(cell, number), number, largest)
-    # Where 8 heads share a K/V head a gradient adds thousands of terms, and torch's own may miss the bound too: there,
-    # as at long lengths, twice its error is allowed.
-    shared = cell.dtype == "float32" and cell.heads[0] // cell.heads[1] > 6
-    bounds = torch_errors(problem, plan.packing, *cell.reads) if shared else {}
+    lens = lengths_of(cell, number)
+    if cell.dtype == "bfloat16":
+        problem, plan, results = attend(cell, lens, number)
+        for name, got, reference in compared(problem, plan, results):
+            torch.testing.assert_close(got, reference, atol=bound(cell), rtol=bound(cell), msg=named(name))
+        return
+    # Larger values than 1, and torch's own attention on one device leaves the bound: where 8 heads share a K/V head
+    # gradients are sums of thousands of terms. Past 512 tokens it leaves it with these too: there twice its error will do.
+    problem, plan, results = attend(cell, lens, number, largest=1.0)
+    bounds = torch_errors(problem, plan.packing, *cell.reads) if max(lens) > 512 else {}
     for name, got, reference in compared(problem, plan, results):
-        if name in ("dk", "dv") and shared and float((got - reference).abs().max()) <= 2 * bounds[name]:
-            continue
-        torch.testing.assert_close(got, reference, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+        atol = max(2e-6, 2 * bounds.get(name, 0.0))
+        torch.testing.assert_close(got, reference, atol=atol, rtol=1e-5, msg=named(name))
 
 
 @pytest.mark.parametrize(("number", "cell"), list(enumerate(LONG)), ids=list(map(identity, LONG)))
@@ -170,7 +173,7 @@ def test_long(number: int, cell: Cell) -> None:
     bounds = torch_errors(problem, plan.packing, *cell.reads) if cell.dtype == "float32" else {}
     for name, got, reference in compared(problem, plan, results):
         if cell.dtype == "bfloat16":
-            torch.testing.assert_close(got, reference, atol=bound(cell), rtol=bound(cell))
+            torch.testing.assert_close(got, reference, atol=bound(cell), rtol=bound(cell), msg=named(name))
         elif name in bounds:
             error = float((got - reference).abs().max())
             assert error <= 2 * bounds[name], f"{name}: error {error:.2e}, torch's own {bounds[name]:.2e}"
