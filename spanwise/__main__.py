@@ -309,6 +309,7 @@ def _bench_all(context: typer.Context, out: _OUT = None, quick: _QUICK = False) 
         bench_kernels(out and out / "kernels.json", quick)
         bench_plan(out and out / "plan.json", quick)
         bench_layout(out and out / "layout.json", quick)
+        bench_memory(out and out / "memory.json", quick)
         bench_packed(out and out / "packed.json", quick)
     elif out is not None or quick:
         raise typer.BadParameter("--out and --quick go after the benchmark's name")
@@ -344,6 +345,14 @@ def bench_packed(out: _OUT = None, quick: _QUICK = False) -> None:
     from spanwise.bench import packed
 
     packed.run(out, quick)
+
+
+@bench.command("memory")
+def bench_memory(out: _OUT = None, quick: _QUICK = False) -> None:
+    """K/V that each exchange holds and keeps, against the length of the sequence: planned, and measured beside it."""
+    from spanwise.bench import memory
+
+    memory.run(out, quick)
 
 
 def _fail(text: str, status: int) -> NoReturn:

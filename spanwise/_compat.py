@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # The functional collectives by their operators: a graph sees start and wait as nodes of their own. The Python wrappers
@@ -111,6 +112,7 @@ def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> typ
 
 
 tree_map = _pytree.tree_map
+tree_leaves = _pytree.tree_leaves
 
 
 def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:

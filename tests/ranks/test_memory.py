@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanwise
 from spanwise import SpanMask
+from spanwise.bench import memory
+from spanwise.bench.memory import held
 from spanwise.pieces import piece_tokens
 from tests.oracle import Problem, make_problem
 from tests.ranks.gloo import GlooPool
@@ -24,78 +21,12 @@ from tests.ranks.test_attention import mesh_of
 LENGTH = 67  # divides by nothing
 
 
-class Copies(TorchDispatchMode):
-    """Follows tensors through whatever only moves their elements, and counts the storages that are alive.
-
-    What an operator makes of a tensor that is followed is followed under the same name, but for the kernel's results,
-    which are called "out".
-    """
-
-    def __init__(self, **tensors: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()
-        # Address of a storage: the storage, its name, its bytes. An address may be used again.
-        self._followed: dict[int, tuple[StorageWeakRef, str, int]] = {}
-        self._own = {x.untyped_storage()._cdata for group in tensors.values() for x in group}
-        self.peaks: dict[str, int] = {}
-        for name, group in tensors.items():
-            for x in group:
-                self._follow(x, name)
-
-    def alive(self) -> dict[str, int]:
-        """Bytes by name, beside the tensors that were given."""
-        found: dict[str, int] = {}
-        for address, (ref, name, num_bytes) in self._followed.items():
-            if not ref.expired() and address not in self._own:
-                found[name] = found.get(name, 0) + num_bytes
-        return found
-
-    def _follow(self, x: torch.Tensor, name: str) -> None:
-        storage = x.untyped_storage()
-        known = self._followed.get(storage._cdata)
-        if known is None or known[0].expired():
-            self._followed[storage._cdata] = (StorageWeakRef(storage), name, storage.nbytes())
-
-    def _names(self, x: torch.Tensor) -> Iterator[str]:
-        ref, name, _ = self._followed.get(x.untyped_storage()._cdata, (None, "", 0))
-        if ref is not None and not ref.expired():
-            yield name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        names = {name for x in given for name in self._names(x)}
-        results = func(*args, **(kwargs or {}))
-        for x in _pytree.tree_leaves(results):
-            if isinstance(x, torch.Tensor) and x.dim():
-                for name in {"out"} if func.name().startswith("spanwise::") else names:
-                    self._follow(x, name)
-        del given
-        alive = self.alive()
-        alive["all"] = sum(alive.values())
-        self.peaks = {name: max(alive.get(name, 0), self.peaks.get(name, 0)) for name in alive | self.peaks}
-        return results
-
-
-def held(
+def of_rank(
     rank: int, mesh: DeviceMesh, plan: spanwise.Plan, problem: Problem, expected: list[int]
-) -> list[dict[str, int]]:
-    """Bytes of copies of q, K/V and the output: most in the forward, after it, most in the backward.
-
-    Args:
-        expected: K/V after the forward, of each rank; gloo's threads are given time to let go of more.
-    """
+) -> tuple[dict[str, int], ...]:
+    """What `spanwise.bench.memory.held` finds on one rank, for the problem's shards."""
     leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-    local = plan.local(mesh, "cpu", kernel="sdpa")
-    copies = Copies(q=(leaves[0],), kv=(leaves[1], leaves[2]))
-    with copies:
-        out = spanwise.context_parallel_attention(*leaves, local, mesh, kernel="sdpa")
-    deadline = time.monotonic() + 5
-    while copies.alive().get("kv", 0) > expected[rank] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    found = [copies.peaks, copies.alive()]
-    copies.peaks = {}
-    with copies:
-        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
-    return [*found, copies.peaks]
+    return held(plan, mesh, leaves, spanwise.shard(plan, mesh, problem.grad_out, dim=2), expected[rank])
 
 
 def pairs(shards: list[int]) -> int:
@@ -204,7 +135,7 @@ def test_what_is_held_is_what_the_plan_says(
     problem = make_problem(MASKS[mask].dense(), heads=(8, 4), dims=(8, 6), dtype=torch.float32)
     resident, saved = plan.resident_bytes(), plan.saved_bytes()
     shares = [Share(plan, rank) for rank in range(4)]
-    found = gloo_pool.run(4, held, plan, problem, [share.saved() for share in shares], **mesh_of(plan))
+    found = gloo_pool.run(4, of_rank, plan, problem, [share.saved() for share in shares], **mesh_of(plan))
     for rank, (share, (forward, kept, backward)) in enumerate(zip(shares, found, strict=True)):
         traded = share.traded_q + share.traded_kv + share.traded_out
         assert resident[rank] == share.resident() + traded
@@ -222,3 +153,12 @@ def test_what_is_held_is_what_the_plan_says(
             back = sum(shards[1:]) if plan.keep_kv else pairs([shards[0], *shards[:0:-1]])
             assert backward.get("kv", 0) == back
             assert plan.keep_kv or max(resident[rank], back) <= 2 * max(shards)
+
+
+@pytest.mark.parametrize("way", [{"exchange": "ring"}, {"exchange": "needed"}, {"exchange": "ulysses"}], ids=str)
+def test_the_benchmark_measures_what_it_plans(gloo_pool: GlooPool, way: dict[str, Any]) -> None:
+    plan = spanwise.make_plan(SpanMask.causal(64), 4, balancer="contiguous", block_size=8, **way, **SHAPE)
+    for rank, (resident, saved) in enumerate(gloo_pool.run(4, memory.measure_plan, plan)):
+        assert saved == plan.saved_bytes()[rank] and resident >= plan.resident_bytes()[rank]
+        if plan.exchange == "ring":
+            assert resident == plan.resident_bytes()[rank] == 2 * 16 * 4 * 14 * 4  # shards, tokens, heads, dims, bytes

@@ -156,8 +156,8 @@ def test_short(number: int, cell: Cell) -> None:
         for name, got, reference in compared(problem, plan, results):
             torch.testing.assert_close(got, reference, atol=bound(cell), rtol=bound(cell), msg=named(name))
         return
-    # Larger values than 1, and torch's own attention on one device leaves the bound: where 8 heads share a K/V head
-    # gradients are sums of thousands of terms. Past 512 tokens it leaves it with these too: there twice its error will do.
+    # With larger values than 1, torch's own attention on one device leaves the bound: where 8 heads share a K/V head
+    # gradients are sums of thousands of terms. Past 512 tokens it does so with these too; twice its error will do.
     problem, plan, results = attend(cell, lens, number, largest=1.0)
     bounds = torch_errors(problem, plan.packing, *cell.reads) if max(lens) > 512 else {}
     for name, got, reference in compared(problem, plan, results):
