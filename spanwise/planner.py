@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spanwise import balancers, cost, heads
-from spanwise.layout import Layout
+from spanwise.dealing import Dealing
 from spanwise.mask import SpanMask
 from spanwise.packing import Packing
 from spanwise.plan import EXCHANGES, Candidate, Plan
@@ -39,7 +39,7 @@ ASSUMED = dataclasses.replace(
     name="H100s joined by NVLink, nominal",
     links=(dataclasses.replace(cost.H100.links[0], ranks=None),),
 )
-_NOMINAL_SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+_NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128  # and four times as many query heads
 
 
 def make_plan(
@@ -84,7 +84,7 @@ def make_plan(
         block_size: tile in tokens that block-wise balancers deal out.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, to speak of bytes and seconds
             (``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``). Where they are missing,
-            "auto" prices with 32 query and 8 K/V heads of 128, and says so.
+            "auto" prices with 32 query and 8 K/V heads of 128 (more, where ranks cannot share these), and says so.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
         hardware: what "auto" and :meth:`Plan.predict` price with. If it has hosts, as :data:`spanwise.H100` has, the
             "local" search prefers traffic inside them. Default: H100s that are all joined by NVLink, since nothing is
@@ -162,7 +162,7 @@ def make_plan(
     dtype_name, itemsize = _dtype(dtype)
     if quality not in _QUALITIES:
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
-    dealing = _Dealing(masks, weights, int(block_size), cu_seqlens, packing, hardware or ASSUMED, quality)
+    dealing = Dealing(masks, weights, int(block_size), cu_seqlens, packing, hardware or ASSUMED, quality)
     base = functools.partial(
         Plan,
         masks=masks,
@@ -204,7 +204,7 @@ def make_plan(
             bound = exchange != "ring" and _exchange_bound(ways)
             ways += ways_of("local")
             if bound:  # where the exchange is what a step waits for, less balance may be worth it
-                ways += ways_of(dealing.search(outer, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+                ways += ways_of(dealing.search(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
     free = exchange == "auto" and stages is None and keep_kv is not False and inner == 1 < outer
     if free and num_q_heads is not None and num_q_heads % outer == 0:
         traded = dealt(*(("contiguous",) * 2 if balancer == "auto" else (balancer, ways[0].balancer)), 1, outer)
@@ -242,65 +242,6 @@ def _check_packing(packing: Any, masks: dict[str, SpanMask], cu_seqlens: Any) ->
         packing.check_mask(mask)
 
 
-class _Dealing:
-    """Who gets which tokens: balancers for square masks, two orders that need no balancer for all others."""
-
-    def __init__(
-        self,
-        masks: dict[str, SpanMask],
-        weights: Mapping[str, float] | None,
-        block_size: int,
-        cu_seqlens: Any,
-        packing: Packing | None,
-        hardware: cost.Hardware,
-        quality: str,
-    ) -> None:
-        first = next(iter(masks.values()))
-        self.q_len, self.kv_len = first.q_len, first.kv_len
-        self.square = self.q_len == self.kv_len and (packing is None or packing.square)
-        self.packing, self.hardware, self.quality = packing, hardware, quality
-        if packing is not None and self.square:
-            cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
-        if not self.square and cu_seqlens is not None:
-            raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
-        # Of masks that are not square the problem is their queries'.
-        self.problem = balancers.LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)
-        self.weights = {name: float(weight) for name, weight in (self.problem.weights or {}).items()}
-        self.cu_seqlens = self.problem.cu_seqlens_rows if packing is None else None
-        self.num_blocks = self.problem.num_blocks
-
-    def layouts(self, balancer: str | balancers.LoadBalancer, outer: int, inner: int) -> tuple[Layout, Layout]:
-        """Token runs and K/V token runs of ``outer * inner`` ranks.
-
-        A balancer deals out to the groups, and each group's tokens are split among its ranks; with Ulysses alone there
-        is one group, and the balancer deals out to its ranks.
-        """
-        num_ranks = outer * inner
-        if balancer == "dual_chunk":
-            if self.packing is None:
-                raise ValueError(
-                    "balancer 'dual_chunk' is the order of a packing: give packing=spanwise.Packing(…), or use "
-                    "'per_document_head_tail' with cu_seqlens, which needs no padding"
-                )
-            layout = self.packing.dual_chunk_layout(num_ranks, side="q")
-            kv_layout = self.packing.dual_chunk_layout(num_ranks, side="kv")
-            return layout, layout if kv_layout == layout else kv_layout
-        if not self.square:
-            if balancer != "contiguous":
-                raise ValueError(
-                    f"queries and keys lie differently ({self.q_len} and {self.kv_len} tokens): use "
-                    f"balancer='contiguous' or, with a packing, 'dual_chunk'; got {balancer!r}"
-                )
-            return balancers.contiguous(self.q_len, num_ranks), balancers.contiguous(self.kv_len, num_ranks)
-        groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
-        assigned = self.search(groups, self.quality) if balancer == "local" else balancer
-        layout = balancers.assign_layout(assigned, self.problem, groups).split(parts)
-        return layout, layout
-
-    def search(self, num_ranks: int, quality: str, max_imbalance: float | None = None) -> balancers.LoadBalancer:
-        return _local(self.hardware, num_ranks, quality, max_imbalance)
-
-
 def _within(ways: list[Plan], budget: int) -> list[Plan]:
     """The plans whose exchanges hold at most so many bytes on any rank."""
     held = [_held(way) for way in ways]
@@ -320,19 +261,6 @@ def _held(plan: Plan) -> int:
     kept = sum(weight * saved[name] for name, weight in plan.weights.items())
     beside = np.max([plan.resident_bytes(name) - saved[name] for name in plan.masks], axis=0)
     return int(np.ceil(np.max(kept + np.maximum(beside, 0))))
-
-
-def _local(
-    hardware: cost.Hardware, num_ranks: int, quality: str, max_imbalance: float | None = None
-) -> balancers.LoadBalancer:
-    """The local search, which prefers traffic inside hosts where the hardware has hosts and they are not all."""
-    from spanwise.local_balancer import Local  # loads a compiler
-
-    inner, outer = hardware.links[0], hardware.links[-1]
-    if inner.ranks is None or inner.ranks >= num_ranks:
-        return Local(max_imbalance, quality)
-    price = min(1.0, outer.bandwidth / inner.bandwidth)
-    return Local(max_imbalance, quality, host_size=inner.ranks, host_price=price)
 
 
 def _exchange_bound(ways: list[Plan]) -> bool:
@@ -388,14 +316,24 @@ def _fastest(ways: list[Plan]) -> Plan:
     else:
         reason = f"{told}, the least of what was considered within {_TOLERANCE:.0%}"
     if plan.num_q_heads is None or plan.head_dim is None:
-        reason += "; priced for 32 query and 8 K/V heads of 128, since num_q_heads and head_dim were not both given"
+        heads, kv_heads, dim, _ = _nominal_shape(plan.inner).values()
+        reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, since num_q_heads and head_dim were "
+        reason += "not both given"
     return plan.replace(reason=reason, candidates=tuple(candidates))
+
+
+def _nominal_shape(inner: int) -> dict[str, int]:
+    """The shape to price with where none is given: the assumed one, or the next that `inner` ranks can share."""
+    kv_heads, dim = _NOMINAL_KV_HEADS, _NOMINAL_DIM
+    if 4 * kv_heads % inner:
+        kv_heads = -(-kv_heads // inner) * inner
+    return {"num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
 
 
 def _priced(plan: Plan) -> Candidate:
     nominal = plan
     if plan.num_q_heads is None or plan.head_dim is None:
-        nominal = plan.replace(**_NOMINAL_SHAPE)
+        nominal = plan.replace(**_nominal_shape(plan.inner))
     work = np.zeros(plan.num_ranks)
     recv = np.zeros(plan.num_ranks)
     for name, weight in plan.weights.items():

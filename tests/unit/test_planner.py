@@ -13,6 +13,7 @@ import torch
 
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
 from spanwise.bench.plan import document_offsets
+from spanwise.local_balancer import Local
 
 SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
 DOCUMENTS = SpanMask.documents(document_offsets(32_768, 0))
@@ -149,10 +150,38 @@ def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> No
     assert alike.layout == make_plan(DOCUMENTS, 4, balancer="local", exchange="needed").layout  # all on one host
 
 
+@pytest.mark.parametrize(
+    ("ranks", "exchange", "host", "host_groups"),
+    [
+        ((8, 2), "needed", (4,), 2),  # two groups of two ranks on a host of four
+        ((8, 2), "needed", (2,), None),  # a group is a host: whatever travels leaves it
+        ((4, 4), "needed", (2,), None),  # and here it is two
+        ((8, 2), "needed", (2, 8), 4),  # but racks hold four groups
+        ((4, 3), "needed", (8,), 2),  # two whole groups fit
+        ((2, 2), "needed", (4,), None),  # all on one host
+        (16, "ulysses", (4,), 4),  # one group: dealt out to its ranks
+    ],
+    ids=str,
+)
+def test_the_search_over_groups_knows_how_many_of_them_a_host_holds(ranks, exchange, host, host_groups) -> None:
+    near = [dataclasses.replace(H100.links[0], ranks=size, bandwidth=4e11 / 4**i) for i, size in enumerate(host)]
+    hardware = dataclasses.replace(H100, links=(*near, Link(2e10, 0.0)))
+    plan = make_plan(DOCUMENTS, ranks, balancer="local", exchange=exchange, hardware=hardware, num_q_heads=48)
+    outer = ranks[0] if isinstance(ranks, tuple) else ranks
+    search = Local(host_size=host_groups, host_price=0.2 if len(host) > 1 else 0.05)
+    assert (plan.groups if outer == plan.num_groups else plan.layout) == make_plan(
+        DOCUMENTS, outer, balancer=search, exchange="needed"
+    ).layout
+
+
 def test_without_a_shape_auto_says_what_it_priced_with() -> None:
     plan = make_plan(DOCUMENTS, 8)
     assert "were not both given" in plan.reason and plan.num_q_heads is None
     assert "were not both given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
+    assert "32 query and 8 K/V heads of 128" in plan.reason
+    # Three ranks cannot share 32 heads: the next shape alike that they can.
+    assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason
+    assert "32 query and 8 K/V heads of 128" in make_plan(DOCUMENTS, (2, 16)).reason
 
 
 def test_the_choice_is_part_of_the_file_and_the_message(tmp_path) -> None:
