@@ -100,6 +100,66 @@ def test_sdpa_module(call) -> None:
     check(*run(SDPA, {"attention_type": "sdpa"}, call))
 
 
+class Varlen(nn.Module):
+    """As `torch.nn.attention.varlen.varlen_attn`, which is for a GPU, sequence by sequence."""
+
+    window = (-1, 0)
+
+    def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=None):
+        assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == cu_seq_q.diff().max()
+        parts = [[x.transpose(0, 1) for x in y.tensor_split(cu_seq_q[1:-1].tolist())] for y in (query, key, value)]
+        causal = (window_size or self.window) == (-1, 0)
+        out = [
+            F.scaled_dot_product_attention(*qkv, is_causal=causal, scale=scale, enable_gqa=True)
+            for qkv in zip(*parts, strict=True)
+        ]
+        return torch.cat(out, 1).transpose(0, 1)
+
+
+class OffsetsAlone(Varlen):
+    def forward(self, query, key, value, cu_seq_q, max_q):
+        return super().forward(query, key, value, cu_seq_q, cu_seq_q, max_q, max_q)
+
+
+class Bidirectional(OffsetsAlone):
+    window = (-1, -1)
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        (Varlen, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20)),
+        (Varlen, lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None)),
+        (OffsetsAlone, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20)),
+    ],
+    ids=["both offsets", "keywords", "RankPlan"],
+)
+def test_varlen_module(module, call) -> None:
+    def packed(layer, tensors, plan, mesh):
+        out = call(layer, [x.squeeze(0).transpose(0, 1) for x in tensors], plan, mesh)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    check(*run(module, {"attention_type": "varlen"}, packed))
+
+
+def test_what_a_varlen_module_is_refused() -> None:
+    def refused(module, message, *args, **kwargs):
+        def on_rank(rank: int, mesh: object) -> None:
+            inner = module()
+            parallelize_module(inner, mesh["cp"], ContextParallel(attention_type="varlen"))
+            x = torch.zeros(CAUSAL.layout.num_tokens(rank), 2, 8)
+            inner(x, x, x, *args, **kwargs)
+
+        with pytest.raises(ValueError, match=message):
+            run_ranks(2, on_rank)
+
+    offsets = torch.tensor([0, LENGTH])
+    refused(Bidirectional, "on a causal probe of two sequences it differs")
+    refused(Varlen, "the mask must be a Plan, got a Tensor.*pass cu_seq_q=plan", offsets, None, 37, 37)
+    refused(Varlen, "two masks; cu_seq_k is the second", CAUSAL, offsets, 37, 37)
+    refused(Varlen, r"window_size=\(-1, 0\) is not supported", CAUSAL, CAUSAL, 37, 37, window_size=(-1, 0))
+
+
 def alibi(score, b, h, q_idx, kv_idx):
     return score + 0.1 * (kv_idx - q_idx)
 
@@ -185,7 +245,7 @@ def test_packed_tensors_are_refused_with_what_takes_them() -> None:
         return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
 
     for dim in (1, 2):
-        with pytest.raises(ValueError, match=r"\(.*, 4, 8\), \(.*, 2, 8\).* go to spanwise.packed_attention"):
+        with pytest.raises(ValueError, match=r"\(.*, 4, 8\), \(.*, 2, 8\).*there are attention_type='varlen' and"):
             run(SDPA if dim == 2 else TokensFirst, {"attention_type": "sdpa", "seq_dim": dim}, call)
 
 
@@ -284,5 +344,5 @@ def test_bad_styles() -> None:
         ContextParallel(seq_dim=3)
     with pytest.raises(ValueError, match="plan must be a Plan"):
         ContextParallel(plan=MASK)
-    with pytest.raises(NotImplementedError, match="use 'flex' or 'sdpa'"):
-        ContextParallel(attention_type="varlen")
+    with pytest.raises(ValueError, match="seq_dim=1 is not for attention_type 'varlen'"):
+        ContextParallel(attention_type="varlen", seq_dim=1)
