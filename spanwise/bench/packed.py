@@ -1,11 +1,12 @@
 """Packed documents as they are against documents padded for the dual-chunk order: ``spanwise bench packed``.
 
 TransformerEngine's context parallelism pads every document to a multiple of twice the number of ranks. The same
-documents are planned both ways: padded in its order (balancer "dual_chunk"), and unpadded, laid out by "local". The
-kernels of every rank's share run in one process, forward and backward, one rank after the other, with the K/V of other
-ranks already there; the two ways take turns. What is reported of a way is its busiest rank, which a step waits for, and
-all ranks together. Padding costs nothing but its rows here, for no span holds them; a kernel that computes padding pays
-its share on top, and every other layer of a model does.
+documents are planned three ways: padded in its order (balancer "dual_chunk"), unpadded in the same order
+("per_document_head_tail"), and unpadded where most K/V are at home ("local"). The kernels of every rank's share run in
+one process, forward and backward, one rank after the other, with the K/V of other ranks already there; the ways take
+turns. What is reported of a way is its busiest rank, which a step waits for, and all ranks together. Padding costs
+nothing but its rows here, for no span holds them; a kernel that computes padding pays its share on top, and every other
+layer of a model does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from spanwise.report.terminal import console
 SEQ_LEN, QUICK_SEQ_LEN = 16_384, 4_096
 RANKS = (4, 8)
 HEADS, HEAD_DIM, REPEATS = 2, 64, 7
-TARGET = 1.0  # unpadded over padded, seconds
 # Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `spanwise bench layout`
 # first, then corpora of short documents.
 CORPORA = {"median 4,096": (4096, 64), "median 1,024": (1024, 1), "median 256": (256, 1), "median 64": (64, 1)}
@@ -52,7 +52,7 @@ def padded_packing(cu_seqlens: np.ndarray, num_ranks: int) -> Packing:
 
 
 def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
-    """Causal documents both ways; K/V travel as needed."""
+    """Causal documents each way; K/V travel as needed."""
     make = functools.partial(
         make_plan, exchange="needed", stages=1, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM,
         dtype=torch.float32,
@@ -60,7 +60,8 @@ def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
     padded, unpadded = padded_packing(cu_seqlens, num_ranks), Packing(cu_seqlens)
     return {
         "padded": make(padded.mask(), num_ranks, packing=padded, balancer="dual_chunk"),
-        "unpadded": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="local"),
+        "unpadded": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="per_document_head_tail"),
+        "local": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="local"),
     }
 
 
@@ -72,10 +73,10 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
 
     Returns:
         ``{"num_threads", "torch", "seq_len", "heads", "head_dim", "rows": [...]}``. A row has ``corpus``,
-        ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage that hold no token), ``padded`` and
-        ``unpadded`` (``imbalance``, ``recv_mean`` and ``recv_max`` in K/V tokens, ``busiest`` and ``total`` seconds,
-        each ``min`` and ``median``), and the ratios of the least seconds, unpadded over padded: ``ratio`` of the
-        busiest ranks, ``total_ratio`` of all together.
+        ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage that hold no token), and ``padded``,
+        ``unpadded`` and ``local``, each with ``imbalance``, ``recv_mean`` and ``recv_max`` in K/V tokens, ``busiest``
+        and ``total`` seconds, each ``min`` and ``median``, and the ratio of the least seconds to those of ``padded``:
+        ``ratio`` of the busiest ranks, ``total_ratio`` of all together.
     """
     seq_len, repeats = (QUICK_SEQ_LEN, 2) if quick else (SEQ_LEN, REPEATS)
     rows = [
@@ -96,13 +97,13 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
 
 def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
     """One row of `run`'s result."""
-    both = plans(cu_seqlens, num_ranks)
-    steps = {way: [rank_step(plan, rank) for rank in range(num_ranks)] for way, plan in both.items()}
-    times = {way: np.zeros((repeats, num_ranks)) for way in both}
+    ways = plans(cu_seqlens, num_ranks)
+    steps = {way: [rank_step(plan, rank) for rank in range(num_ranks)] for way, plan in ways.items()}
+    times = {way: np.zeros((repeats, num_ranks)) for way in ways}
     for repeat in range(-1, repeats):  # the first round warms up
         for rank in range(num_ranks):
-            # Who is first alternates too: what one step leaves in the caches is the other's gain.
-            for way in sorted(both, reverse=bool(repeat % 2)):
+            # Who is first alternates too: what one step leaves in the caches is the next one's gain.
+            for way in sorted(ways, reverse=bool(repeat % 2)):
                 begin = time.perf_counter()
                 steps[way][rank]()
                 if repeat >= 0:
@@ -111,9 +112,9 @@ def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> 
         "corpus": name,
         "num_ranks": num_ranks,
         "documents": len(cu_seqlens) - 1,
-        "padding_share": 1 - int(cu_seqlens[-1]) / both["padded"].seq_len,
+        "padding_share": 1 - int(cu_seqlens[-1]) / ways["padded"].seq_len,
     }
-    for way, plan in both.items():
+    for way, plan in ways.items():
         # Of each rank its least time: what disturbs one rank's step does not make another the busiest.
         least = times[way].min(axis=0)
         received = plan.recv_tokens()
@@ -124,8 +125,9 @@ def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> 
             "busiest": {"min": float(least.max()), "median": statistics.median(times[way].max(axis=1).tolist())},
             "total": {"min": float(least.sum()), "median": statistics.median(times[way].sum(axis=1).tolist())},
         }
-    for name, of in (("ratio", "busiest"), ("total_ratio", "total")):
-        row[name] = row["unpadded"][of]["min"] / row["padded"][of]["min"]
+    for found in (row[way] for way in ways):
+        for name, of in (("ratio", "busiest"), ("total_ratio", "total")):
+            found[name] = found[of]["min"] / row["padded"][of]["min"]
     return row
 
 
@@ -168,28 +170,31 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
 def _print(result: dict[str, Any]) -> None:
     table = Table(
         title=f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
-        f"unpadded\nforward + backward of the busiest rank, {HEADS} heads of {HEAD_DIM}, float32, "
-        f"{result['num_threads']} threads; least (and median) of the repeats"
+        f"unpadded in the same order, and by 'local'\nforward + backward of the busiest rank, {HEADS} heads of "
+        f"{HEAD_DIM}, float32, {result['num_threads']} threads; least (and median) of the repeats; then the "
+        f"ratio to padded of the busiest ranks, and of all"
     )
-    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "ratio", "all ranks")
-    for column in (*names, "padded receives", "unpadded receives"):
+    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
+    for column in (*names, "padded receives", "local receives"):
         table.add_column(column, justify="left" if column == "documents" else "right")
 
-    def seconds(found: dict[str, float]) -> str:
-        return f"{found['min'] * 1e3:.1f} ({found['median'] * 1e3:.1f})"
+    def seconds(found: dict[str, Any]) -> str:
+        return f"{found['busiest']['min'] * 1e3:.1f} ({found['busiest']['median'] * 1e3:.1f})"
+
+    def compared(found: dict[str, Any]) -> str:
+        return f"{seconds(found)}; {found['ratio']:.2f}, {found['total_ratio']:.2f}"
 
     for row in result["rows"]:
-        padded, unpadded = row["padded"], row["unpadded"]
+        padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
         table.add_row(
             str(row["num_ranks"]),
             row["corpus"],
             f"{row['documents']:,}",
             f"{row['padding_share']:.1%}",
-            seconds(padded["busiest"]),
-            seconds(unpadded["busiest"]),
-            f"{row['ratio']:.2f}",
-            f"{row['total_ratio']:.2f}",
+            seconds(padded),
+            compared(unpadded),
+            compared(local),
             f"{padded['recv_mean']:,.0f}",
-            f"{unpadded['recv_mean']:,.0f}",
+            f"{local['recv_mean']:,.0f}",
         )
     console(140).print(table)
