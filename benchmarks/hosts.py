@@ -1,10 +1,11 @@
-"""Hosts for benchmarks over a slow network: one process each, in a network namespace of its own (Linux, root).
+"""Hosts for benchmarks over a slow network: network namespaces with one or several processes each (Linux, root).
 
 Two hosts share one veth pair, more of them a bridge in a namespace of its own. A token bucket (``tc tbf``, tc-tbf(8))
-at both ends of each veth limits what a host sends and what it receives to the same rate.
+at both ends of each veth limits what a host sends and what it receives to the same rate. Processes of one host reach
+one another over its loopback, which nothing limits.
 
-The namespaces have no names: each is held by its host's process (the bridge's by a ``cat``), and the kernel removes it,
-with all interfaces in it, when that process ends. The processes end with this one (`prctl(PR_SET_PDEATHSIG)`), so that
+The namespaces have no names: each is held by its host's processes (the bridge's by a ``cat``), and the kernel removes
+it, with all interfaces in it, when they end. The processes end with this one (`prctl(PR_SET_PDEATHSIG)`), so that
 nothing is left behind whatever happens, SIGKILL included.
 """
 
@@ -44,7 +45,7 @@ def missing() -> str | None:
 
 
 class Hosts:
-    """Processes on hosts that are joined by a slow network; a context manager.
+    """Processes on hosts that are joined by a slow network; a context manager. Their order is host by host.
 
     Each runs ``command``, prints ``{"event": "ready"}`` and then answers jobs: one line of JSON on its standard input,
     answered by any number of ``{"event": "progress", "text": …}`` and one ``{"event": "done"}``.
@@ -52,8 +53,9 @@ class Hosts:
     Args:
         num_hosts: 2 or more.
         rate: bits/s that each host sends, and receives.
-        command: what runs on each host.
+        command: what each process runs.
         environment: variables for these processes alone.
+        per_host: processes of a host.
 
     Attributes:
         folder: for files that the hosts share, such as a store to meet at; removed with them.
@@ -61,8 +63,11 @@ class Hosts:
 
     folder: Path
 
-    def __init__(self, num_hosts: int, rate: float, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, num_hosts: int, rate: float, command: Sequence[str], environment: dict[str, str], per_host: int = 1
+    ) -> None:
         self.num_hosts = num_hosts
+        self.per_host = per_host
         self.rate = rate
         self._command = list(command)
         self._environment = {**os.environ, **environment}
@@ -70,15 +75,17 @@ class Hosts:
         self._processes: list[subprocess.Popen[str]] = []
         self._buckets: list[tuple[int, str]] = []
         self._logs: list[Path] = []
-        self._rest: dict[int, bytes] = {}  # of each host, the beginning of a line
+        self._rest: dict[int, bytes] = {}  # of each process, the beginning of a line
 
     def __enter__(self) -> Hosts:
         with self._exit as stack:
             folder = self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
-            for host in range(self.num_hosts):
-                self._logs.append(folder / f"host-{host}.log")
+            for process in range(self.num_hosts * self.per_host):
+                self._logs.append(folder / f"process-{process}.log")
                 log = stack.enter_context(self._logs[-1].open("w"))
-                self._processes.append(self._start(stack, self._command, log))
+                first = process - process % self.per_host
+                beside = None if first == process else self._processes[first].pid
+                self._processes.append(self._start(stack, self._command, log, beside))
             self._wire(stack)
             self._collect("ready", 120.0, None)
             self._exit = stack.pop_all()
@@ -90,10 +97,10 @@ class Hosts:
     def run(
         self, jobs: Sequence[dict[str, Any]], timeout: float, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Give every host its job and wait until all have done it.
+        """Give every process its job and wait until all have done it.
 
         Raises:
-            RuntimeError: a process ended; the text names the host and holds what it wrote to standard error.
+            RuntimeError: a process ended; the text names it and holds what it wrote to standard error.
             TimeoutError: not done within ``timeout`` seconds.
         """
         for process, job in zip(self._processes, jobs, strict=True):
@@ -108,22 +115,26 @@ class Hosts:
         for pid, device in self._buckets:
             self._limit(pid, device)
 
-    def _start(self, stack: contextlib.ExitStack, command: Sequence[str], log: Any) -> subprocess.Popen[str]:
+    def _start(
+        self, stack: contextlib.ExitStack, command: Sequence[str], log: Any, beside: int | None = None
+    ) -> subprocess.Popen[str]:
+        """A process in a network namespace of its own, or in that of the process with the id `beside`."""
+        enter = ["unshare", "--net"] if beside is None else ["nsenter", f"--net=/proc/{beside}/ns/net"]
         process = subprocess.Popen(
-            ["unshare", "--net", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            [*enter, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             env=self._environment, start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
         stack.callback(_end, process)
         own = os.stat("/proc/self/ns/net").st_ino
         deadline = time.monotonic() + 10
-        while os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:  # unshare keeps its process id
+        while os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:  # both keep their process id
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("unshare --net did not give the process a network namespace")
+                raise RuntimeError(f"{' '.join(enter)} did not give the process a network namespace")
             time.sleep(0.005)
         return process
 
     def _wire(self, stack: contextlib.ExitStack) -> None:
-        pids = [process.pid for process in self._processes]
+        pids = [process.pid for process in self._processes[:: self.per_host]]
         if self.num_hosts == 2:
             _ip(pids[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(pids[1]))
         else:
@@ -151,14 +162,14 @@ class Hosts:
     def _collect(self, event: str, timeout: float, progress: Callable[[str], None] | None) -> None:
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
-            for host, process in enumerate(self._processes):
+            for i, process in enumerate(self._processes):
                 assert process.stdout is not None
-                selector.register(process.stdout.fileno(), selectors.EVENT_READ, host)
+                selector.register(process.stdout.fileno(), selectors.EVENT_READ, i)
             while selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     waiting = sorted(key.data for key in selector.get_map().values())
-                    raise TimeoutError(f"hosts {waiting} were not {event} within {timeout:.0f} s")
+                    raise TimeoutError(f"processes {waiting} were not {event} within {timeout:.0f} s")
                 for key, _ in ready:
                     # Past Python's buffer, of which `select` knows nothing.
                     data = os.read(key.fd, 65536)
@@ -171,16 +182,16 @@ class Hosts:
                         elif progress is not None:
                             progress(message["text"])
 
-    def _obituary(self, host: int) -> str:
-        code = self._processes[host].wait(10)
+    def _obituary(self, lost: int) -> str:
+        code = self._processes[lost].wait(10)
         # The first to fail is not always the first to be noticed: its peers fail when its connections close.
         time.sleep(1.0)
         tails = [
-            f"host {other} {'still ran' if process.poll() is None else f'ended with code {process.returncode}'}:\n"
+            f"process {other} {'still ran' if process.poll() is None else f'ended with code {process.returncode}'}:\n"
             + (self._logs[other].read_text()[-4000:] or "nothing on standard error")
             for other, process in enumerate(self._processes)
         ]
-        return f"host {host} ended with code {code}\n" + "\n".join(tails)
+        return f"process {lost} ended with code {code}\n" + "\n".join(tails)
 
 
 def _end_with_parent() -> None:

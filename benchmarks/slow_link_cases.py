@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 import spanwise
+from spanwise import footprint
 from spanwise.bench.plan import document_offsets
 from spanwise.cost import Hardware
 from spanwise.mask import SpanMask
 
 HEADS, HEAD_DIM = 8, 64
-# Bytes of K and V of one token, float32.
-ITEMSIZE = HEADS * 2 * HEAD_DIM * 4
 RESULTS = ("out", "dq", "dk", "dv")
 Results = tuple[torch.Tensor, ...]
 
@@ -28,11 +27,13 @@ class Scenario:
         name: what the row is called.
         kind: "documents" (causal, lengths log-normal, median 1,024, sigma 1), "window" or "causal".
         seq_len: tokens.
-        num_hosts: ranks.
+        num_hosts: hosts.
         rate: bits/s of each link.
         balancer: layout of all variants.
         seed: of documents and data.
         window: keys to the left, of kind "window".
+        kv_heads: of K and V.
+        per_host: ranks of a host.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Scenario:
     balancer: str = "local"
     seed: int = 0
     window: int | None = None
+    kv_heads: int = HEADS
+    per_host: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.per_host
 
     def offsets(self) -> np.ndarray:
         """Document offsets ``[num_docs + 1]``; one document unless the mask has several."""
@@ -61,27 +68,62 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to bring K/V: the exchange, and in how many pieces what is needed arrives; None: the plan's choice."""
+    """One way to bring keys to queries.
+
+    Attributes:
+        exchange: as `make_plan` takes it.
+        stages: in how many pieces what is needed arrives; None: the plan's choice.
+        keep_kv: whether what arrived is kept for the backward; None: the plan's choice.
+        two_level: Ulysses inside a host, `exchange` between hosts.
+    """
 
     name: str
     exchange: str
     stages: int | None = None
+    keep_kv: bool | None = None
+    two_level: bool = False
 
 
 def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -> spanwise.Plan:
-    """The plan of one variant; the layout is the same for all variants of a scenario."""
+    """The plan of one variant; the layout is the same for all of a scenario that do not trade heads for tokens."""
+    num_ranks = (scenario.num_hosts, scenario.per_host) if variant.two_level else scenario.num_ranks
     return spanwise.make_plan(
-        scenario.mask(), scenario.num_hosts, balancer=scenario.balancer, exchange=variant.exchange,
-        num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32,
-        stages=variant.stages, hardware=hardware, cu_seqlens=scenario.offsets(),
+        scenario.mask(), num_ranks, balancer=scenario.balancer, exchange=variant.exchange,
+        num_q_heads=HEADS, num_kv_heads=scenario.kv_heads, head_dim=HEAD_DIM, dtype=torch.float32,
+        stages=variant.stages, keep_kv=variant.keep_kv, hardware=hardware, cu_seqlens=scenario.offsets(),
     )  # fmt: skip
+
+
+def bytes_between(plan: spanwise.Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that each rank gets from each other one, forward and backward, float32: ``[receivers, senders]`` each."""
+    ranks, inner = np.arange(plan.num_ranks), plan.inner
+    tokens = plan.group_traffic()
+    if plan.exchange == "all_gather":  # of padded shards
+        tokens = int(plan.kv_groups.tokens_per_rank.max()) * (1 - np.eye(plan.num_groups, dtype=np.int64))
+    exchanged = np.kron(tokens, np.eye(inner, dtype=np.int64)) * footprint.kv_token_bytes(plan)[:, None]
+    forward, backward = exchanged.copy(), exchanged.T + (0 if plan.keep_kv else 1) * exchanged
+    if inner > 1:
+        for table, gradients in ((forward, False), (backward, True)):
+            into, back = footprint.traded_bytes(plan, backward=gradients)
+            for group, one in enumerate((into + back).transpose(0, 2, 1) if gradients else into + back):
+                members = ranks[group * inner : (group + 1) * inner]
+                table[np.ix_(members, members)] += one
+    assert (forward.sum(axis=1) == plan.recv_bytes()).all(), "what the plan says that each rank receives"
+    return forward, backward
+
+
+def between_hosts(table: np.ndarray, per_host: int) -> np.ndarray:
+    """A table of ranks ``[receivers, senders]`` as one of hosts, without what stays on a host."""
+    hosts = len(table) // per_host
+    summed = table.reshape(hosts, per_host, hosts, per_host).sum(axis=(1, 3))
+    return np.asarray(summed * (1 - np.eye(hosts, dtype=np.int64)))
 
 
 def draw(scenario: Scenario) -> tuple[torch.Tensor, ...]:
     """q, k, v and the cotangent of the output of the whole sequence, float32 ``[1, heads, seq_len, head_dim]``."""
     generator = torch.Generator().manual_seed(scenario.seed)
-    shape = (1, HEADS, scenario.seq_len, HEAD_DIM)
-    return tuple(torch.randn(shape, generator=generator) for _ in range(4))
+    heads = HEADS, scenario.kv_heads, scenario.kv_heads, HEADS
+    return tuple(torch.randn((1, n, scenario.seq_len, HEAD_DIM), generator=generator) for n in heads)
 
 
 def reference(scenario: Scenario, chunk: int = 512) -> Results:
@@ -91,6 +133,7 @@ def reference(scenario: Scenario, chunk: int = 512) -> Results:
     Backward as in FlashAttention-2 (Dao, 2023, section 2.3): dS = P ∘ (dP − rowsum(dO ∘ O)).
     """
     q, k, v, grad = (x[0].double() for x in draw(scenario))
+    k, v = (x.repeat_interleave(HEADS // scenario.kv_heads, dim=0) for x in (k, v))
     mask = scenario.mask()
     out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
     scale = 1 / math.sqrt(HEAD_DIM)
@@ -112,4 +155,5 @@ def reference(scenario: Scenario, chunk: int = 512) -> Results:
         slope = weights * (slope - (grad[:, rows] * out[:, rows]).sum(-1, keepdim=True)) * scale
         dq[:, rows] = slope @ k[:, keys]
         dk[:, keys] += slope.transpose(1, 2) @ q[:, rows]
+    dk, dv = (x.unflatten(0, (scenario.kv_heads, -1)).sum(1) for x in (dk, dv))
     return tuple(x.unsqueeze(0) for x in (out, dq, dk, dv))

@@ -1,4 +1,4 @@
-"""One rank of `slow_link.py`: the timed calls, on one host.
+"""One rank of `slow_link.py`: the timed calls, on its host.
 
 Reads jobs as JSON, one a line, from standard input and writes what it measured to the file that the job names. Times
 are readings of the monotonic clock, which all processes of one machine share, so that the caller can take a step from
@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,62 +27,72 @@ import spanwise
 from spanwise import kernels
 from spanwise.calibrate import calibrate
 from spanwise.cost import Hardware
-from spanwise.kernels.merge import merge
-from spanwise.kv_pieces import kv_pieces
-from spanwise.rank_plan import RankPlan
+from spanwise.exchange import ulysses
+from spanwise.kernels.merge import Merging
+from spanwise.kv_pieces import Piece, kv_pieces
+from spanwise.rank_plan import RankPlan, inner_group
 
 Call = Callable[[], Any]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def main() -> None:
     say("ready")
-    mesh: DeviceMesh | None = None
+    meshes: dict[bool, DeviceMesh] = {}  # whether it has two axes, hosts and the ranks of a host
     for line in sys.stdin:
         job = json.loads(line)
         torch.set_num_threads(job["threads"])
-        if mesh is None:
-            store = dist.FileStore(job["store"], job["num_ranks"])
-            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
-            mesh = init_device_mesh("cpu", (job["num_ranks"],), mesh_dim_names=("cp",))
-        torch.save(answer(job, mesh), job["out"])
+        if not meshes:
+            num_ranks, per_host = job["num_ranks"], job["per_host"]
+            store = dist.FileStore(job["store"], num_ranks)
+            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=num_ranks)
+            meshes[False] = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))
+            if per_host > 1:
+                axes = ("cp_outer", "cp_inner")
+                meshes[True] = init_device_mesh("cpu", (num_ranks // per_host, per_host), mesh_dim_names=axes)
+        torch.save(answer(job, meshes), job["out"])
         say("done")
-    if mesh is not None:
+    if meshes:
         dist.destroy_process_group()
 
 
-def answer(job: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def answer(job: dict[str, Any], meshes: dict[bool, DeviceMesh]) -> dict[str, Any]:
     if "calibrate" in job:
-        # All hosts have the machine's name: one process a host has to be said.
-        hardware = calibrate(mesh, num_q_heads=HEADS, head_dim=HEAD_DIM, host_size=1)
-        return {"hardware": hardware.to_dict()}
+        # All hosts have the machine's name: how many processes a host has must be said.
+        heads = dict(num_q_heads=HEADS, num_kv_heads=job["kv_heads"], head_dim=HEAD_DIM)
+        return {"hardware": calibrate(meshes[False], **heads, host_size=job["per_host"]).to_dict()}
     scenario = Scenario(**job["scenario"])
-    return measure_peer(scenario, mesh, job) if "peer" in job else measure(scenario, mesh, job)
+    return measure_peer(scenario, meshes[False], job) if "peer" in job else measure(scenario, meshes, job)
 
 
 def say(event: str, **more: str) -> None:
     print(json.dumps({"event": event, **more}), flush=True)
 
 
-def measure(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> dict[str, Any]:
+def measure(scenario: Scenario, meshes: dict[bool, DeviceMesh], job: dict[str, Any]) -> dict[str, Any]:
     """Times and wire bytes of every variant: the step, its kernels alone, its exchange alone."""
     rank = job["rank"]
     variants = [Variant(**fields) for fields in job["variants"]]
     hardware = None if job["hardware"] is None else Hardware.from_dict(job["hardware"])
     plans = {variant.name: make_plan(scenario, variant, hardware) for variant in variants}
-    layouts = {plan.layout.digest() for plan in plans.values()}
+    layouts = {plan.layout.digest() for plan in plans.values() if plan.inner == 1}
     if len(layouts) > 1:
         raise ValueError(f"the variants of {scenario.name!r} have {len(layouts)} layouts; their steps do not compare")
-    q, k, v, grad = (next(iter(plans.values())).shard(x, rank, dim=2) for x in draw(scenario))
+    whole = draw(scenario)
     calls: dict[str, Call] = {}
     wire: dict[str, dict[str, list[int]]] = {}
-    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
+    outputs: dict[str, Tensors] = {}
     for variant in variants:
-        local = plans[variant.name].local(mesh, "cpu")
+        plan, mesh = plans[variant.name], meshes[variant.two_level]
+        q, k, v, grad = (plan.shard(x, rank, dim=2) for x in whole)
+        local = plan.local(mesh, "cpu")
         step = step_call(q, k, v, grad, local, mesh)
         outputs[variant.name] = step()
-        exchange, wire[variant.name] = exchange_call(k, v, local, mesh)
+        exchange, wire[variant.name] = exchange_call(q, k, v, local, mesh)
+        compute = compute_call(q, k, v, local, mesh)
+        compute()  # as the others: what is timed has run before
         calls[f"step {variant.name}"] = step
-        calls[f"compute {variant.name}"] = compute_call(q, k, v, grad, local, mesh)
+        calls[f"compute {variant.name}"] = compute
         calls[f"exchange {variant.name}"] = exchange
         say_once(rank, f"{variant.name}: ran once")
     times = timed(calls, job["repeats"], rank)
@@ -110,7 +120,7 @@ def measure_peer(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> d
     peer_q, peer_k, peer_v, peer_grad = (x[:, :, peer.tokens].contiguous() for x in whole)
     del whole
 
-    def call() -> tuple[torch.Tensor, ...]:
+    def call() -> Tensors:
         leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (peer_q, peer_k, peer_v)]
         out = peer.attend(leaf_q, leaf_k, leaf_v)
         return out.detach(), *torch.autograd.grad(out, leaves, peer_grad)
@@ -131,7 +141,7 @@ def step_call(
 ) -> Call:
     """Forward and backward of the public call; returns out, dq, dk, dv."""
 
-    def call() -> tuple[torch.Tensor, ...]:
+    def call() -> Tensors:
         leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = spanwise.context_parallel_attention(leaf_q, leaf_k, leaf_v, local, mesh, kernel="sdpa")
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
@@ -139,77 +149,110 @@ def step_call(
     return call
 
 
-def exchanged(k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> list[torch.Tensor]:
-    """K and V of every stage, own tokens first: the very exchange that a step runs, with nothing computed between."""
-    pieces = kv_pieces(k, v, local.stages["default"], local, mesh, "default")
-    return [x for piece in pieces for x in (piece.k, piece.v)]
+def exchanged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh
+) -> tuple[torch.Tensor, Iterator[Piece]]:
+    """The queries that a rank computes and the K/V of every stage: the very exchange that a step runs."""
+    if local.trade is not None:
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, inner_group(mesh), "measured", kv_trade=local.kv_trade)
+    return q, kv_pieces(k, v, local.stages["default"], local, mesh, "default")
 
 
-def compute_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, local: RankPlan, mesh: DeviceMesh
-) -> Call:
-    """Forward and backward of the kernels and merges of a step whose K/V pieces are already there."""
-    pieces = [x.detach() for x in exchanged(k, v, local, mesh)]
-    stages = local.stages["default"]
+def compute_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> Call:
+    """Forward and backward of the kernels and merges of a step whose queries and K/V pieces are already there."""
+    q, pieces = exchanged(q, k, v, local, mesh)
+    there = [q, *(x.detach() for piece in pieces for x in (piece.k, piece.v))]
+    stages, scale = local.stages["default"], q.shape[-1] ** -0.5
+    grad = torch.randn(q.shape[:3] + v.shape[3:])
 
     def call() -> None:
-        leaves = [x.detach().requires_grad_() for x in (q, *pieces)]
-        parts = [
-            kernels.attend("sdpa", leaves[0], k_piece, v_piece, stage, local.tokens, scale=scale)
-            for k_piece, v_piece, stage in zip(leaves[1::2], leaves[2::2], stages, strict=True)
-        ]
-        out, _ = merge(parts)
-        torch.autograd.grad(out, leaves, grad)
+        leaves = [x.detach().requires_grad_() for x in there]
+        queries, merging = kernels.queries("sdpa", leaves[0]), Merging()
+        for k_piece, v_piece, stage in zip(leaves[1::2], leaves[2::2], stages, strict=True):
+            merging.add(kernels.attend_part("sdpa", queries, k_piece, v_piece, stage, local.query_tokens, scale=scale))
+        torch.autograd.grad(merging.result()[0], leaves, grad)
 
-    scale = q.shape[-1] ** -0.5
     return call
 
 
+class _NoKernel(torch.autograd.Function):
+    """Stands where a step computes: keeps its inputs for the backward as a kernel does; what comes out was given."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, grads: Tensors, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.grads = grads
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        ctx.saved_tensors  # noqa: B018 (pieces that were not kept are fetched again)
+        return None, None, *ctx.grads
+
+
 def exchange_call(
-    k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh
 ) -> tuple[Call, dict[str, list[int]]]:
     """The exchange of a step without its kernels, forward and backward, and the bytes [received, sent] of each."""
-    grads: list[torch.Tensor] = []
+    made: dict[Any, torch.Tensor] = {}  # gradients and results, at the first call
 
-    def forward() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        leaves = [x.detach().requires_grad_() for x in (k, v)]
-        return leaves, exchanged(leaves[0], leaves[1], local, mesh)[2:]
+    def ones(name: Any, like: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(name, torch.ones_like(like)) if name not in made else made[name]
 
-    def call() -> None:
-        leaves, pieces = forward()
-        if pieces:
-            torch.autograd.grad(pieces, leaves, grads)
+    def forward() -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        computed, pieces = exchanged(leaves[0], leaves[1], leaves[2], local, mesh)
+        alone = len(local.stages["default"]) == 1
+        parts: list[torch.Tensor] = []
+        for piece in pieces:
+            i = piece.index
+
+            def attend(k: torch.Tensor, v: torch.Tensor, i: int = i) -> Tensors:
+                grads = ones((i, "k"), k), ones((i, "v"), v)
+                return (_NoKernel.apply(torch.zeros(()), grads, k, v),)
+
+            if i >= 0 or (alone and local.trade is not None):  # else they are the rank's own
+                parts += piece.attended(attend)
+            del piece
+        if local.trade is None:
+            return leaves[1:], torch.stack(parts).sum() if parts else None
+        out = ones("out", computed)  # the head dims of K and V are the same here
+        grads = ones("q", computed), *(torch.zeros(()) for _ in parts)
+        out = _NoKernel.apply(out, grads, computed, *parts)
+        return leaves, ulysses.to_tokens(out, local.trade, inner_group(mesh), "measured")
+
+    def backward(leaves: list[torch.Tensor], result: torch.Tensor | None) -> None:
+        if result is not None:
+            torch.autograd.grad(result, leaves, ones("grad", result))
 
     dist.barrier()
     marks = [counters()]
-    leaves, pieces = forward()
+    leaves, result = forward()
     dist.barrier()
     marks.append(counters())
-    grads += [torch.ones_like(x) for x in pieces]
-    if pieces:
-        torch.autograd.grad(pieces, leaves, grads)
+    backward(leaves, result)
     dist.barrier()
     marks.append(counters())
-    return call, {"forward": (marks[1] - marks[0]).tolist(), "backward": (marks[2] - marks[1]).tolist()}
+    sums = {"forward": (marks[1] - marks[0]).tolist(), "backward": (marks[2] - marks[1]).tolist()}
+    return lambda: backward(*forward()), sums
 
 
 def timed(calls: dict[str, Call], repeats: int, rank: int) -> dict[str, list[tuple[float, float]]]:
-    """Begin and end of every call, `repeats` rounds over all of them after one that warms up, from a common start."""
+    """Begin and end of every call, `repeats` rounds over all of them, from a common start."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     names = list(calls)
     gc.collect()
     gc.disable()
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats):
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
             dist.barrier()
             begin = time.monotonic()
             calls[name]()
             end = time.monotonic()
-            if repeat:
-                times[name].append((begin, end))
+            times[name].append((begin, end))
         gc.collect()
-        say_once(rank, f"round {repeat} of {repeats}")
+        say_once(rank, f"round {repeat + 1} of {repeats}")
     gc.enable()
     return times
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from slow_link_cases import ITEMSIZE, RESULTS, Results, Scenario, Variant, make_plan
+from slow_link_cases import HEADS, RESULTS, Results, Scenario, Variant, between_hosts, bytes_between, make_plan
 
 from spanwise import Plan
 from spanwise.cost import Hardware
@@ -18,9 +18,10 @@ TOLERANCE = 2e-5
 
 
 def describe(scenario: Scenario) -> str:
+    ranks = f" of {scenario.per_host} ranks" if scenario.per_host > 1 else ""
     return (
-        f"{scenario.name}: {scenario.num_hosts} hosts, {scenario.rate / 1e6:g} Mbit/s, {scenario.seq_len:,} tokens, "
-        f"balancer {scenario.balancer}"
+        f"{scenario.name}: {scenario.num_hosts} hosts{ranks}, {scenario.rate / 1e6:g} Mbit/s, "
+        f"{scenario.seq_len:,} tokens, heads {HEADS}/{scenario.kv_heads}, balancer {scenario.balancer}"
     )
 
 
@@ -54,13 +55,14 @@ def scenario_row(
     median = {name: statistics.median(values) for name, values in seconds.items()}
     rows = []
     for variant, plan in zip(variants, plans, strict=True):
-        traffic = plan.traffic()
         step, compute, exchange = (median[f"{part} {variant.name}"] for part in ("step", "compute", "exchange"))
         wire = {
-            part: np.array([rank["wire"][variant.name][part] for rank in ranks]) for part in ("forward", "backward")
+            part: np.array([rank["wire"][variant.name][part] for rank in ranks[:: scenario.per_host]])
+            for part in ("forward", "backward")
         }
-        # Forward, a host receives a row of the table and sends a column; backward the other way round.
-        busiest = float(max(traffic.sum(axis=1).max(), traffic.sum(axis=0).max())) * ITEMSIZE
+        tables = [between_hosts(table, scenario.per_host) for table in bytes_between(plan)]
+        # A host receives a row of a table and sends a column.
+        busiest = sum(float(max(table.sum(axis=1).max(), table.sum(axis=0).max())) for table in tables)
         row = {
             **dataclasses.asdict(variant),
             "pieces": plan.num_pieces(),
@@ -70,9 +72,9 @@ def scenario_row(
             "exposed_seconds": step - compute,
             "exposed_share": (step - compute) / exchange,
             "compute_covers_exchange": compute >= exchange,
-            "floor_seconds": 2 * busiest * 8 / scenario.rate,
-            "planned_recv_bytes": plan.recv_bytes().tolist(),
-            "planned_send_bytes": (traffic.sum(axis=0) * ITEMSIZE).tolist(),
+            "floor_seconds": busiest * 8 / scenario.rate,
+            "planned_recv_bytes": tables[0].sum(axis=1).tolist(),
+            "planned_send_bytes": tables[0].sum(axis=0).tolist(),
             "wire_recv_bytes": {part: counted[:, 0].tolist() for part, counted in wire.items()},
             "wire_send_bytes": {part: counted[:, 1].tolist() for part, counted in wire.items()},
             "relative_error": errors(
