@@ -341,16 +341,18 @@ def test_what_needs_no_gradient(which: str) -> None:
         k, v = FOUR.shard(rank)
         k.requires_grad_(which in ("k", "anomaly"))
         v.requires_grad_(which in ("v", "anomaly"))
-        with torch.autograd.set_detect_anomaly(True) if which == "anomaly" else contextlib.nullcontext():
-            total = FOUR.loss(rank, -1, k, v)
-            pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
-            for i, (k_piece, v_piece) in enumerate(pieces):
-                total = total + FOUR.loss(rank, i, k_piece, v_piece)
-            if total.requires_grad:
-                total.backward()
+        total = FOUR.loss(rank, -1, k, v)
+        pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        for i, (k_piece, v_piece) in enumerate(pieces):
+            total = total + FOUR.loss(rank, i, k_piece, v_piece)
+        if total.requires_grad:
+            total.backward()
         return [k.grad, v.grad]
 
-    for rank, (k_grad, v_grad) in enumerate(run_ranks(4, on_rank)):
+    # One switch for all threads: each of them resetting it would leave it as another one had found it.
+    with torch.autograd.set_detect_anomaly(True) if which == "anomaly" else contextlib.nullcontext():
+        found = run_ranks(4, on_rank)
+    for rank, (k_grad, v_grad) in enumerate(found):
         for name, grad, want in zip("kv", (k_grad, v_grad), FOUR.gradients(rank), strict=True):
             assert (grad is not None) == (which in (name, "anomaly"))
             assert grad is None or close(grad, want, 1e-13)

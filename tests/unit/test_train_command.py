@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import spanwise
+import spanwise.bench
 from spanwise.__main__ import app
 from spanwise.train.verify import MASKS
 
@@ -116,19 +117,16 @@ def test_help_names_every_option() -> None:
 
 
 def test_bench_runs_what_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from spanwise.bench import kernels, plan
-
+    names = ["kernels", "plan", "layout", "memory", "packed"]
     calls: list[tuple[str, Path | None, bool]] = []
-    monkeypatch.setattr(kernels, "run", lambda out, quick: calls.append(("kernels", out, quick)))
-    monkeypatch.setattr(plan, "run", lambda out, quick: calls.append(("plan", out, quick)))
+    for name in names:
+        module = importlib.import_module(f"spanwise.bench.{name}")
+        monkeypatch.setattr(module, "run", lambda out, quick, name=name: calls.append((name, out, quick)))
     for arguments in (["bench", "plan", "--quick"], ["bench", "--out", str(tmp_path)], ["bench", "kernels"]):
         assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert calls == [
-        ("plan", None, True),
-        ("kernels", tmp_path / "kernels.json", False),
-        ("plan", tmp_path / "plan.json", False),
-        ("kernels", None, False),
-    ]
+    every = [(name, tmp_path / f"{name}.json", False) for name in names]
+    assert calls == [("plan", None, True), *every, ("kernels", None, False)]
+    assert {path.stem for path in Path(spanwise.bench.__path__[0]).glob("*.py")} - {"__init__"} == set(names)
     assert CliRunner().invoke(app, ["bench", "--quick", "plan"]).exit_code == 2
 
 
