@@ -2,8 +2,9 @@
 
 `start` and `wait` stand where a collective would otherwise be called in `_compat`. What torch raises when a peer is
 gone or late names neither; here it becomes an `ExchangeError`. The ranks that are left find out who is lost through
-their group's store: each writes down that it failed, and who has not after a few seconds is named. In compiled code the
-collective stays a bare operator, and torch's own error surfaces.
+the store: each writes down that it failed, and who has not after a few seconds is named. A rank that fails closes all
+its gloo groups, so that those fail too who wait for it in another group than that of the lost rank, and those who wait
+for these. In compiled code the collective stays a bare operator, and torch's own error surfaces.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 class ExchangeError(RuntimeError):
     """A collective failed: a rank is gone, stuck or too late.
 
-    The group of the collective is of no more use after it: the connections between its ranks are closed.
+    The gloo groups of this process, those of others too, are of no more use after it: their connections are closed.
 
     Attributes:
         what: the collective.
         rank: this rank in the group of the collective.
-        lost: ranks of the group that are lost, as far as this rank can tell.
-        lost_global: the same as ranks of the world.
+        lost: ranks of the group that are lost, as far as this rank can tell. Empty on a rank whose peers failed
+            because of a rank of another group.
+        lost_global: ranks of the world that are lost, in the group or in the one where it began.
     """
 
     what: str = ""
@@ -53,11 +55,25 @@ class ExchangeError(RuntimeError):
 
 
 class Report(NamedTuple):
-    """What a rank tells the others: where it failed, after how many seconds in the collective, and what torch said."""
+    """What a rank tells the others.
+
+    Attributes:
+        what: the collective in which it failed.
+        seconds: for how long it was in it.
+        said: torch's error.
+        group: name of the group of the collective.
+        label: the group in words.
+        ranks: of the group, in the world.
+        closed: those of them whose connection was closed from their end.
+    """
 
     what: str
     seconds: float
     said: str
+    group: str
+    label: str
+    ranks: Sequence[int]
+    closed: Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -65,16 +81,24 @@ class Findings:
     """What a rank learns about the others after a failure.
 
     Attributes:
-        reports: of each rank that failed, this one too, in the order of their arrival.
-        closed: ranks whose connection was closed from their end.
+        rank: this rank in the world.
+        reports: by rank of the world, of each that failed in the group of the collective, this one too, in the order of
+            their arrival; then of those in the groups of `earlier`.
+        earlier: how it began, if in another group: the rank that failed first in this group; then, if it failed because
+            of yet another group, the rank that failed first there; and so on.
         silence: seconds that this rank has waited for reports.
         trouble: why the store could not be asked to the end; empty if it could.
     """
 
-    reports: dict[int, Report] = dataclasses.field(default_factory=dict)
-    closed: tuple[int, ...] = ()
+    rank: int
+    reports: dict[int, Report]
+    earlier: tuple[int, ...] = ()
     silence: float = 0.0
     trouble: str = ""
+
+    @property
+    def own(self) -> Report:
+        return self.reports[self.rank]
 
 
 def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -140,92 +164,160 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.T
     return x
 
 
+def adopt_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of `mesh` the timeout of the world, where nobody gave them one of their own.
+
+    The groups that `init_device_mesh` makes have torch's default, half an hour on gloo and ten minutes on NCCL, also
+    where `init_process_group` was given a timeout: so long would the neighbours of a stuck rank wait. A timeout other
+    than the default stays. Not a collective; once for a mesh is enough, before its groups are used.
+    """
+    wanted = _timeout(dist.group.WORLD) if dist.group.WORLD is not None else None
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        if wanted is not None and _timeout(group) == _default_timeout(group) != wanted:
+            _set_timeout(group, wanted)
+
+
 def _explain(error: RuntimeError, what: str, name: str, device: torch.device, seconds: float) -> ExchangeError:
     group = _compat.find_group(name)
-    rank, global_ranks = group.rank(), dist.get_process_group_ranks(group)
     said = str(error).strip().split("\n")[0][:500].rstrip(".")
-    found = _investigate(group, device, Report(what, seconds, said))
     label = f"'{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
-    explained = ExchangeError(describe(found, rank, global_ranks, label))
-    explained.what, explained.rank = what, rank
-    explained.lost = lost_ranks(found, rank, len(global_ranks))
-    explained.lost_global = tuple(global_ranks[r] for r in explained.lost)
+    closed: tuple[int, ...] = ()
+    open_sends: list[dist.Work] = []
+    if device.type == "cpu" and _is_gloo(group):
+        closed, open_sends = _probe(group)
+    ranks = dist.get_process_group_ranks(group)
+    found = _investigate(group, Report(what, seconds, said, name, label, ranks, closed), open_sends)
+    explained = ExchangeError(describe(found))
+    explained.what, explained.rank = what, group.rank()
+    lost = lost_ranks(found)
+    explained.lost = tuple(ranks.index(r) for r in lost if r in ranks)
+    explained.lost_global = lost
     return explained
 
 
-def lost_ranks(found: Findings, rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Ranks of the group that did not report; without a store to report to, only those whose connection is closed."""
-    silent = (r for r in range(num_ranks) if r != rank and r not in found.reports)
-    return tuple(r for r in silent if r in found.closed or not found.trouble)
+def lost_ranks(found: Findings) -> tuple[int, ...]:
+    """Ranks of the world that others wait for and that did not report, ascending.
 
-
-def describe(found: Findings, rank: int, global_ranks: Sequence[int], label: str) -> str:
-    """The text of an `ExchangeError`.
-
-    Args:
-        found: what is known; holds this rank's own report.
-        rank: this rank in the group.
-        global_ranks: rank of the world of each rank of the group.
-        label: the group in words.
+    Without a store to report to, only those whose connection is closed.
     """
-    same = list(global_ranks) == list(range(len(global_ranks)))
+    asked = [found.reports[r] for r in (found.rank, *found.earlier)]
+    closed = {r for report in asked for r in report.closed}
+    silent = {r for report in asked for r in report.ranks} - found.reports.keys()
+    return tuple(sorted(r for r in silent if r in closed or not found.trouble))
+
+
+def describe(found: Findings) -> str:
+    """The text of an `ExchangeError`."""
+    own, lost = found.own, lost_ranks(found)
 
     def names(ranks: Sequence[int]) -> str:
-        each = ", ".join(str(r) if same else f"{r} (global rank {global_ranks[r]})" for r in ranks)
-        return f"rank{'s' if len(ranks) > 1 else ''} {each}"
+        """As ranks of the group, with those of the world where they differ."""
+        same = list(own.ranks) == list(range(len(own.ranks)))
+        if any(r not in own.ranks for r in ranks):
+            prefix, each = "global rank", [str(r) for r in ranks]
+        else:
+            prefix = "rank"
+            each = [str(r) if same else f"{own.ranks.index(r)} (global rank {r})" for r in ranks]
+        return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(each)}"
 
-    own = found.reports[rank]
-    others = {r: report for r, report in sorted(found.reports.items()) if r != rank}
-    lost = lost_ranks(found, rank, len(global_ranks))
-    gone = [r for r in lost if r in found.closed]
-    silent = [r for r in lost if r not in found.closed]
-    parts = [f"{own.what} failed on {names([rank])} of {len(global_ranks)}, group {label}, after {own.seconds:.1f} s"]
-    if gone:
-        parts.append(f"lost: {names(gone)}, connection closed from there: the process has ended")
-    if silent:
-        parts.append(
-            f"lost: {names(silent)}, no word within {found.silence:.1f} s: the process or its host has ended, is "
-            f"stuck, or is busy elsewhere"
-        )
+    def losses(report: Report, ranks: Sequence[int]) -> list[str]:
+        gone = [r for r in ranks if r in report.closed]
+        silent = [r for r in ranks if r not in report.closed]
+        parts = []
+        if gone:
+            parts.append(f"lost: {names(gone)}, connection closed from there: the process has ended")
+        if silent:
+            parts.append(
+                f"lost: {names(silent)}, no word within {found.silence:.1f} s: the process or its host has ended, is "
+                f"stuck, or is busy elsewhere"
+            )
+        return parts
+
+    others = {r: report for r, report in sorted(found.reports.items()) if r != found.rank and r in own.ranks}
+    here = f"{names([found.rank])} of {len(own.ranks)}, group {own.label}"
+    parts = [f"{own.what} failed on {here}, after {own.seconds:.1f} s"]
+    parts += losses(own, [r for r in lost if r in own.ranks])
+    for first in found.earlier:
+        report = found.reports[first]
+        parts.append(f"{names([first])} failed before, in {report.what}, group {report.label}")
+        parts += losses(report, [r for r in lost if r in report.ranks and r not in own.ranks])
     if found.trouble:
         parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {found.trouble}")
     if lost and others:
         parts.append(f"failed as well: {names(list(others))}")
     for r, report in others.items():
-        if report.what != own.what:
+        if report.what != own.what and r not in found.earlier:
             parts.append(f"{names([r])} failed in another collective, {report.what}")
     if not lost and not found.trouble:
-        last = min(found.reports, key=lambda r: found.reports[r].seconds)
-        first = next(iter(found.reports))
+        root = found.reports[found.earlier[-1]] if found.earlier else own
+        there = {r: report for r, report in found.reports.items() if r in root.ranks}
+        first, last = next(iter(there)), min(there, key=lambda r: there[r].seconds)
         parts.append(
-            f"all ranks are there; {names([last])} came last and had waited {found.reports[last].seconds:.1f} s; "
-            f"{names([first])} failed first, after {found.reports[first].seconds:.1f} s: {found.reports[first].said}"
+            f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
+            f"{names([first])} failed first, after {there[first].seconds:.1f} s: {there[first].said}"
         )
     return "; ".join(parts) + f". torch said: {own.said}"
 
 
-def _investigate(group: dist.ProcessGroup, device: torch.device, report: Report) -> Findings:
-    found = Findings(reports={group.rank(): report})
-    open_sends = _probe(group, found) if device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else []
-    store = _compat.group_store(group)
+def _groups() -> list[dist.ProcessGroup]:
+    """The groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """What collectives of `group` wait at most; None where its backend does not tell."""
+    options = getattr(group._get_backend(_compat.comparison_device(group)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _default_timeout(group: dist.ProcessGroup) -> timedelta:
+    """What torch gives a group that is made without a timeout."""
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def _investigate(group: dist.ProcessGroup, own: Report, open_sends: list[dist.Work]) -> Findings:
+    found = Findings(dist.get_rank(), {dist.get_rank(): own})
+    others = [other for other in _groups() if other is not group and other.size() > 1]
+    for other in others:
+        if _is_gloo(other):
+            open_sends += _probe(other, enough=1)[1]
     # In a thread: a store whose host has lost power may never answer.
-    asking = threading.Thread(target=_ask, args=(store, group.rank(), group.size(), open_sends, found), daemon=True)
+    names = [own.group, *(_compat.group_name(other) for other in others)]
+    store = _compat.group_store(dist.group.WORLD or group)  # one for all groups
+    asking = threading.Thread(target=_ask, args=(store, names, open_sends, found), daemon=True)
     asking.start()
     asking.join(GRACE + LINGER + 1.0)
     if asking.is_alive():
-        found.trouble = found.trouble or "the group's store does not answer; its host may be down"
-    return dataclasses.replace(found, reports=dict(found.reports))
+        _alarm(open_sends)
+        found.trouble = found.trouble or "the store does not answer; its host may be down"
+    return dataclasses.replace(found)
 
 
-def _probe(group: dist.ProcessGroup, found: Findings) -> list[dist.Work]:
-    """Find out whose connection is closed, by messages that nobody receives; returns the sends that are under way.
+def _probe(group: dist.ProcessGroup, enough: int | None = None) -> tuple[tuple[int, ...], list[dist.Work]]:
+    """Find out whose connection is closed, by messages that nobody receives.
 
     A connection that was closed fails the send at once. It is closed by the kernel when a process ends, however it
     does, and by gloo when a rank times out.
+
+    Args:
+        enough: how many sends under way suffice; by default one to each peer is tried.
+
+    Returns:
+        ranks of the world whose connection is closed, and the sends that are under way.
     """
-    closed, open_sends = [], []
+    closed: list[int] = []
+    open_sends: list[dist.Work] = []
     for peer in range(group.size()):
-        if peer == group.rank():
+        if peer == group.rank() or len(open_sends) == enough:
             continue
         try:
             send = dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=_PROBE_TAG)
@@ -233,41 +325,61 @@ def _probe(group: dist.ProcessGroup, found: Findings) -> list[dist.Work]:
             open_sends.append(send)
         except RuntimeError as error:
             if any(text in str(error) for text in _CLOSED):
-                closed.append(peer)
-    found.closed = tuple(closed)
-    return open_sends
+                closed.append(dist.get_global_rank(group, peer))
+    return tuple(closed), open_sends
 
 
-def _ask(store: dist.Store, rank: int, num_ranks: int, open_sends: list[dist.Work], found: Findings) -> None:
-    """Report this rank's failure and collect the reports of the others into `found`.
+def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found: Findings) -> None:
+    """Report this rank's failure to the groups called `names` and collect the reports of the others into `found`.
 
-    Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
+    Each group has a list of its own, so that the number of questions does not grow with the world. Who fails because a
+    peer has failed elsewhere finds the peer's report in the list of the group that the two share, and from there the
+    group where it began.
     """
-    began, own = time.monotonic(), found.reports[rank]
+    began, own = time.monotonic(), found.own
     try:
         try:
-            number = store.add("spanwise/failures", 1)
-            store.set(f"spanwise/failure/{number}", json.dumps([rank, own]))
+            store.add("spanwise/failure/asking", 1)
+            for name in names:
+                number = store.add(f"spanwise/failures/{name}", 1)
+                store.set(f"spanwise/failure/{name}/{number}", json.dumps([found.rank, own]))
         finally:
             _alarm(open_sends)
-        arrived: dict[int, Report] = {}
-        number = 0
-        while len(arrived) < num_ranks:
-            number += 1
-            key = f"spanwise/failure/{number}"
-            if not _appears(store, [key], began + GRACE):
-                break
-            peer, report = json.loads(store.get(key))
-            arrived[peer] = Report(*report)
-            found.reports = arrived | {rank: own}
+        rank, seen = found.rank, set[str]()
+        while (at := found.reports[rank]).group not in seen:
+            seen.add(at.group)
+            rank = _collect(store, at, began + GRACE, found)
+            if found.reports[rank].group not in seen:
+                found.earlier = (*found.earlier, rank)
         found.silence = time.monotonic() - began
-        store.set(f"spanwise/failure/read/{rank}", "")
-        _appears(store, [f"spanwise/failure/read/{r}" for r in arrived], time.monotonic() + LINGER)
+        store.add("spanwise/failure/asking", -1)
+        until = time.monotonic() + LINGER
+        while store.add("spanwise/failure/asking", 0) > 0 and time.monotonic() < until:
+            time.sleep(0.02)
     except RuntimeError as error:
         found.silence = time.monotonic() - began
         found.trouble = (
             f"the group's store is gone, for its host (usually rank 0) has ended ({str(error).splitlines()[0][:200]})"
         )
+
+
+def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) -> int:
+    """Add the reports to the group of `at` to `found`, as they come; returns the rank of the first.
+
+    Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
+    """
+    before = {} if at is found.own else found.reports
+    arrived: dict[int, Report] = {}
+    number = 0
+    while len(arrived) < len(at.ranks):
+        number += 1
+        key = f"spanwise/failure/{at.group}/{number}"
+        if not _appears(store, [key], deadline):
+            break
+        rank, report = json.loads(store.get(key))
+        arrived.setdefault(rank, Report(*report))  # the first of a rank that failed again
+        found.reports = before | arrived | {found.rank: found.own}
+    return next(iter(arrived), found.rank)
 
 
 def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:

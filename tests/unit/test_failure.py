@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from typing import Any
 
 from spanwise.exchange.failure import ExchangeError, Findings, Report, describe, lost_ranks
 
-HERE = Report("all-to-all of K/V", 0.5, "Connection closed by peer")
 WORLD = (0, 1, 2, 3)
 
 
+def report(
+    what: str = "all-to-all of K/V", ranks: Sequence[int] = WORLD, closed: Sequence[int] = (), **kw: Any
+) -> Report:
+    kw = {"seconds": 0.5, "said": "Connection closed by peer", "group": "cp"} | kw
+    return Report(what, ranks=ranks, closed=closed, label=f"'{kw['group']}'", **kw)
+
+
 def test_who_is_gone_and_who_is_silent() -> None:
-    found = Findings(reports={2: HERE, 0: HERE}, closed=(3,), silence=5.0)
-    assert lost_ranks(found, rank=2, num_ranks=4) == (1, 3)
-    assert describe(found, 2, WORLD, "'cp'") == (
+    found = Findings(2, {2: report(closed=(3,)), 0: report()}, silence=5.0)
+    assert lost_ranks(found) == (1, 3)
+    assert describe(found) == (
         "all-to-all of K/V failed on rank 2 of 4, group 'cp', after 0.5 s; lost: rank 3, connection closed from there: "
         "the process has ended; lost: rank 1, no word within 5.0 s: the process or its host has ended, is stuck, or is "
         "busy elsewhere; failed as well: rank 0. torch said: Connection closed by peer"
@@ -21,29 +29,55 @@ def test_who_is_gone_and_who_is_silent() -> None:
 
 
 def test_who_reported_is_not_lost_though_its_connection_is_closed() -> None:
-    assert lost_ranks(Findings(reports={0: HERE, 1: HERE}, closed=(1, 3)), rank=0, num_ranks=4) == (2, 3)
+    assert lost_ranks(Findings(0, {0: report(closed=(1, 3)), 1: report()})) == (2, 3)
 
 
 def test_global_ranks_are_named_where_they_differ() -> None:
-    text = describe(Findings(reports={1: HERE}, closed=(0, 2), silence=5.0), 1, (4, 6, 8), "'cp'")
+    found = Findings(6, {6: report(ranks=(4, 6, 8), closed=(4, 8))}, silence=5.0)
+    assert lost_ranks(found) == (4, 8)
+    text = describe(found)
     assert "failed on rank 1 (global rank 6) of 3" in text
     assert "lost: ranks 0 (global rank 4), 2 (global rank 8), connection closed" in text
 
 
+def test_where_it_began_is_told_group_by_group() -> None:
+    """A mesh of 2 x 2 x 2 whose rank 7 is lost: rank 0 waits for 1, that for 3, and that for 7."""
+    own = report("all-to-all of heads of q", (0, 1), (1,), group="inner")
+    reports = {
+        1: report("hop 1 of 1 of K/V", (1, 3), (3,), group="outer"),
+        0: own,
+        3: report("all-reduce of the loss", (3, 7), (7,), group="dp"),
+    }
+    found = Findings(0, reports, earlier=(1, 3), silence=5.0)
+    assert lost_ranks(found) == (7,)
+    assert describe(found) == (
+        "all-to-all of heads of q failed on rank 0 of 2, group 'inner', after 0.5 s; rank 1 failed before, in hop 1 of "
+        "1 of K/V, group 'outer'; global rank 3 failed before, in all-reduce of the loss, group 'dp'; lost: global "
+        "rank 7, connection closed from there: the process has ended; failed as well: rank 1. torch said: Connection "
+        "closed by peer"
+    )
+    stuck = Findings(0, reports | {3: reports[3]._replace(closed=())}, earlier=(1, 3), silence=5.0)
+    assert "lost: global rank 7, no word within 5.0 s" in describe(stuck)
+    late = report("all-reduce of the loss", (3, 7), seconds=0.0, group="dp")
+    text = describe(Findings(0, reports | {7: late}, earlier=(1, 3), silence=0.1))
+    assert "lost: " not in text
+    assert "all ranks are there; global rank 7 came last and had waited 0.0 s; global rank 3 failed first" in text
+
+
 def test_without_a_store_only_closed_connections_tell() -> None:
-    gone = Findings(reports={1: HERE}, closed=(0,), trouble="the group's store is gone")
-    assert lost_ranks(gone, rank=1, num_ranks=4) == (0,)
-    assert "could not tell each other more: the group's store is gone" in describe(gone, 1, WORLD, "'cp'")
-    nothing = Findings(reports={1: HERE}, trouble="the group's store is gone")
-    assert lost_ranks(nothing, rank=1, num_ranks=4) == ()
-    text = describe(nothing, 1, WORLD, "'cp'")
+    gone = Findings(1, {1: report(closed=(0,))}, trouble="the group's store is gone")
+    assert lost_ranks(gone) == (0,)
+    assert "could not tell each other more: the group's store is gone" in describe(gone)
+    nothing = Findings(1, {1: report()}, trouble="the group's store is gone")
+    assert lost_ranks(nothing) == ()
+    text = describe(nothing)
     assert "; lost:" not in text
     assert "could not tell each other who is lost: the group's store is gone" in text
 
 
 def test_late_ranks_and_other_collectives() -> None:
-    early = Report("all-gather of K/V", 30.0, "Timed out waiting 30000ms")
-    text = describe(Findings(reports={0: early, 1: HERE}), 1, (0, 1), "'cp'")
+    early = report("all-gather of K/V", (0, 1), seconds=30.0, said="Timed out waiting 30000ms")
+    text = describe(Findings(1, {0: early, 1: report(ranks=(0, 1))}))
     assert "rank 0 failed in another collective, all-gather of K/V" in text
     assert "rank 1 came last and had waited 0.5 s" in text
     assert "rank 0 failed first, after 30.0 s: Timed out waiting 30000ms" in text
