@@ -178,7 +178,7 @@ def job(scenario: Scenario, variants: list[Variant], repeats: int, hardware: Har
 
 def calibrate(hosts: Hosts, kv_heads: int) -> Hardware:
     """The hardware as these hosts measure it together, on shapes of calibration's own."""
-    print(f"\ncalibrating {hosts.num_hosts} hosts")
+    print(f"\ncalibrating {hosts.num_hosts} hosts of {hosts.per_host} ranks")
     hardware = Hardware.from_dict(run(hosts, {"calibrate": True, "kv_heads": kv_heads})[0]["hardware"])
     print(f"  {hardware}")
     return hardware

@@ -126,11 +126,9 @@ def measure_peer(scenario: Scenario, mesh: DeviceMesh, job: dict[str, Any]) -> d
         return out.detach(), *torch.autograd.grad(out, leaves, peer_grad)
 
     step()
-    dist.barrier()
-    before = counters()
+    before = counters_at_rest()
     outputs = call()
-    dist.barrier()
-    wire = (counters() - before).tolist()
+    wire = (counters_at_rest() - before).tolist()
     say_once(rank, f"{job['peer']}: ran once")
     times = timed({variant.name: step, "peer": call}, job["repeats"], rank)
     return {"times": times, "wire": wire, "outputs": outputs, "tokens": peer.tokens}
@@ -197,7 +195,9 @@ def exchange_call(
     made: dict[Any, torch.Tensor] = {}  # gradients and results, at the first call
 
     def ones(name: Any, like: torch.Tensor) -> torch.Tensor:
-        return made.setdefault(name, torch.ones_like(like)) if name not in made else made[name]
+        if name not in made:
+            made[name] = torch.ones_like(like)
+        return made[name]
 
     def forward() -> tuple[list[torch.Tensor], torch.Tensor | None]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -225,14 +225,11 @@ def exchange_call(
         if result is not None:
             torch.autograd.grad(result, leaves, ones("grad", result))
 
-    dist.barrier()
-    marks = [counters()]
+    marks = [counters_at_rest()]
     leaves, result = forward()
-    dist.barrier()
-    marks.append(counters())
+    marks.append(counters_at_rest())
     backward(leaves, result)
-    dist.barrier()
-    marks.append(counters())
+    marks.append(counters_at_rest())
     sums = {"forward": (marks[1] - marks[0]).tolist(), "backward": (marks[2] - marks[1]).tolist()}
     return lambda: backward(*forward()), sums
 
@@ -255,6 +252,14 @@ def timed(calls: dict[str, Call], repeats: int, rank: int) -> dict[str, list[tup
         say_once(rank, f"round {repeat + 1} of {repeats}")
     gc.enable()
     return times
+
+
+def counters_at_rest() -> np.ndarray:
+    """`counters` between what the ranks did before and what they do next; a few small messages of its own."""
+    dist.barrier()
+    read = counters()
+    dist.barrier()  # the first to leave a barrier sends while others have not read yet
+    return read
 
 
 def counters() -> np.ndarray:

@@ -165,7 +165,7 @@ def wrong(error: dict[str, float]) -> list[str]:
 
 def show(row: dict[str, Any]) -> None:
     first = row["variants"][0]
-    print(f"  {row['threads']} threads a host, imbalance {row['imbalance']:.3f}, seconds, millions of bytes")
+    print(f"  {row['threads']} threads a rank, imbalance {row['imbalance']:.3f}, seconds, millions of bytes")
     print(
         f"  {'':16}{'step':>8}{'compute':>9}{'exchange':>9}{'floor':>8}{'exposed':>9}{'planned':>9}{'wire':>8}"
         f"{'reached':>9}{'possible':>9}{'share':>7}{'predicted':>10}{'error':>9}"
