@@ -51,6 +51,10 @@ class Scenario:
     def num_ranks(self) -> int:
         return self.num_hosts * self.per_host
 
+    def without_hosts(self) -> Scenario:
+        """The same attention on one device."""
+        return dataclasses.replace(self, num_hosts=1, per_host=1)
+
     def offsets(self) -> np.ndarray:
         """Document offsets ``[num_docs + 1]``; one document unless the mask has several."""
         if self.kind == "documents":
