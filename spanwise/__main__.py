@@ -228,6 +228,13 @@ def plan(
     ranks: Annotated[
         int | None, typer.Option(help="Size of the cp axis. Default: what --compare-ranks recommends, else 8.")
     ] = None,
+    inner: Annotated[
+        int, typer.Option(help="Ranks that trade heads (Ulysses); --exchange works between groups of so many.")
+    ] = 1,
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Most that a rank may hold for exchanges, all layers; brings in the ring."),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
     balancer: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",
     exchange: Annotated[str, typer.Option(help="As make_plan takes it.")] = "auto",

@@ -53,6 +53,8 @@ class PlanOptions:
         bidirectional: rows also read what follows them.
         layers: attention layers, for the seconds of a step.
         ranks: size of the cp axis. Default: what the comparison recommends, else 8.
+        inner: ranks that trade heads (Ulysses); ``exchange`` works between groups of so many.
+        memory_budget: bytes that a rank may hold for exchanges, as `make_plan` counts them.
         hardware: name of a preset, or a file of ``spanwise calibrate``.
         compare_ranks: sizes of the cp axis to compare, "2,4,8".
         html, json: files to write.
@@ -72,6 +74,8 @@ class PlanOptions:
     dtype: str = "bfloat16"
     layers: int = 1
     ranks: int | None = None
+    inner: int = 1
+    memory_budget: int | None = None
     hardware: str = "h100"
     balancer: str = "auto"
     exchange: str = "auto"
@@ -122,9 +126,11 @@ def run(options: PlanOptions) -> dict[str, Any]:
 
     @functools.cache
     def plan_for(num_ranks: int) -> Plan:
+        if options.inner < 1 or num_ranks % options.inner:
+            raise ValueError(f"--inner must divide the number of ranks, got --inner {options.inner}, {num_ranks} ranks")
         return make_plan(
             masks,
-            num_ranks,
+            num_ranks if options.inner == 1 else (num_ranks // options.inner, options.inner),
             weights=weights,
             balancer=options.balancer,
             exchange=options.exchange,
@@ -135,6 +141,7 @@ def run(options: PlanOptions) -> dict[str, Any]:
             dtype=options.dtype,
             hardware=hardware,
             cu_seqlens=cu_seqlens,
+            memory_budget=options.memory_budget,
         )
 
     with text.working(f"planning {tokens:,} tokens"):

@@ -107,7 +107,7 @@ def work(name: str, mask: MaskFigures, colors: Sequence[int]) -> Drawing:
         (mask.local, mask.work - mask.local),
         ("own", "received"),
         [
-            f"rank {rank}: {work:,} pairs, {local:,} on its own keys, {work - local:,} on received ones"
+            f"rank {rank}: {work:,.0f} pairs, {local:,.0f} on its own keys, {work - local:,.0f} on received ones"
             for rank, (work, local) in enumerate(zip(mask.work.tolist(), mask.local.tolist(), strict=True))
         ],
         mean,

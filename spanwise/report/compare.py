@@ -72,7 +72,7 @@ def _degree(plan: Plan, alone: float) -> Degree:
     work = sum(plan.weights[name] * plan.work(name) for name in plan.masks)
     assert plan.num_kv_heads and plan.head_dim and plan.v_head_dim
     token = plan.num_kv_heads * (plan.head_dim + plan.v_head_dim) * plan.itemsize
-    held = max(int((plan.kv_layout.tokens_per_rank * token + plan.resident_bytes(name)).max()) for name in plan.masks)
+    held = max(int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks)
     received = sum(plan.weights[name] * plan.recv_bytes(name) for name in plan.masks)
     total = predicted["total"]
     speedup = alone / total if total else 1.0

@@ -37,7 +37,8 @@ class MaskFigures:
         pairs: visible (query, key) pairs of the whole mask.
         work: pairs of each rank; ``local`` those whose key it holds.
         needed_tokens: K/V tokens a rank reads and does not hold; ``recv_tokens`` those it receives in a forward.
-        recv_bytes: bytes of K and V it receives in a forward.
+        recv_bytes: bytes it receives in a forward; under Ulysses q and the output are among them.
+        resident_bytes, saved_bytes: what it holds at most for the exchange, and keeps of that for the backward.
         traffic: K/V tokens ``[receivers, senders]`` of a forward.
         compute, exchange, exposed: predicted seconds of each rank, forward and backward: its streams busy, and
             the exchange while nothing is computed.
@@ -54,6 +55,8 @@ class MaskFigures:
     needed_tokens: np.ndarray
     recv_tokens: np.ndarray
     recv_bytes: np.ndarray
+    resident_bytes: np.ndarray
+    saved_bytes: np.ndarray
     traffic: np.ndarray
     compute: np.ndarray
     exchange: np.ndarray
@@ -86,6 +89,7 @@ class Figures:
             "documents": len(self.lengths),
             "document_tokens": self.lengths.tolist(),
             "ranks": plan.num_ranks,
+            "inner": plan.inner,
             "block_size": plan.block_size,
             "balancer": plan.balancer,
             "exchange": plan.exchange,
@@ -116,6 +120,8 @@ def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
         "needed_tokens": mask.needed_tokens.tolist(),
         "recv_tokens": mask.recv_tokens.tolist(),
         "recv_bytes": mask.recv_bytes.tolist(),
+        "resident_bytes": mask.resident_bytes.tolist(),
+        "saved_bytes": mask.saved_bytes.tolist(),
         "traffic_tokens": mask.traffic.tolist(),
         "compute_seconds": mask.compute.tolist(),
         "exchange_seconds": mask.exchange.tolist(),
@@ -176,6 +182,8 @@ def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
         needed_tokens=plan.needed_tokens(name),
         recv_tokens=plan.recv_tokens(name),
         recv_bytes=plan.recv_bytes(name),
+        resident_bytes=plan.resident_bytes(name),
+        saved_bytes=plan.saved_bytes(name),
         traffic=plan.traffic(name),
         compute=compute,
         exchange=exchange,

@@ -33,6 +33,7 @@ def render(result: Figures) -> str:
         result=result,
         plan=plan,
         heading=text.heading(result),
+        traded=text.traded(result) if plan.inner > 1 else None,
         colors=RANK_COLORS,
         style=Markup(resources.files("spanwise.report").joinpath("plan.css").read_text("utf-8")),
         script=Markup(resources.files("spanwise.report").joinpath("plan.js").read_text("utf-8")),
@@ -40,7 +41,7 @@ def render(result: Figures) -> str:
         candidates=[(one, text.is_chosen(result, one)) for one in text.ranked(result)],
         layers=sum(plan.weights.values()),
         documents=_documents(result),
-        chosen=units.way(plan.balancer, plan.exchange, max(plan.num_pieces(name) for name in plan.masks)),
+        chosen=text.chosen(plan),
         link_names=[
             f"{units.num_bytes(link.bandwidth)}/s, {units.seconds(link.latency)}"
             + (f" among {link.ranks} ranks" if link.ranks else "")

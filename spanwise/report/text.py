@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spanwise.plan import Plan
 from spanwise.report import terminal, units
 from spanwise.report.compare import Comparison
 from spanwise.report.figures import Figures, MaskFigures
@@ -60,14 +61,41 @@ def heading(result: Figures) -> list[str]:
     )
     tokens = plan.layout.tokens_per_rank
     each = f"{tokens.min():,}" if tokens.min() == tokens.max() else f"{tokens.min():,} to {tokens.max():,}"
-    pieces = max(plan.num_pieces(name) for name in plan.masks)
     return [
         f"{plan.seq_len:,} tokens, {documents}",
         f"from {source.describe()}",
         f"{plan.num_ranks} ranks with {each} tokens each, dealt out in blocks of {plan.block_size}",
-        f"chosen: {units.way(plan.balancer, plan.exchange, pieces)}",
+        f"chosen: {chosen(plan)}",
         f"why: {plan.reason}",
+        held(result),
+        *([] if plan.inner == 1 else [traded(result)]),
     ]
+
+
+def chosen(plan: Plan) -> str:
+    """The plan's layout and exchange, in words."""
+    pieces = max(plan.num_pieces(name) for name in plan.masks)
+    return units.way(plan.balancer, plan.exchange, pieces, plan.inner)
+
+
+def held(result: Figures) -> str:
+    """What the exchanges hold in memory, in words."""
+    most = max(int(mask.resident_bytes.max()) for mask in result.masks)
+    kept = max(int(mask.saved_bytes.max()) for mask in result.masks)
+    return (
+        f"holds at most {units.num_bytes(most)} a rank for the exchange of a layer, beside the rank's own shards, and "
+        f"keeps at most {units.num_bytes(kept)} of it for the backward"
+    )
+
+
+def traded(result: Figures) -> str:
+    """What Ulysses does, in words."""
+    plan = result.plan
+    between = f", {plan.exchange} between {plan.num_groups} such groups" if plan.num_groups > 1 else ""
+    return (
+        f"{plan.inner} ranks trade heads for tokens (Ulysses{between}): each computes the rows of its group, for "
+        f"{(plan.num_q_heads or 0) // plan.inner} of {plan.num_q_heads} heads; pairs are counted as a share of the rows"
+    )
 
 
 def _rank_table(result: Figures, mask: MaskFigures) -> Table:

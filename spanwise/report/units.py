@@ -44,10 +44,11 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
-def way(balancer: str, exchange: str, pieces: int) -> str:
-    """How a plan is cut and moved, in words: "local, needed in 2 pieces"."""
+def way(balancer: str, exchange: str, pieces: int, inner: int = 1) -> str:
+    """How a plan is cut and moved, in words: "local, needed in 2 pieces", "head_tail, ring, Ulysses inside 4"."""
     staged = f" in {pieces} pieces" if exchange == "needed" and pieces > 1 else ""
-    return f"{balancer}, {exchange}{staged}"
+    inside = f", Ulysses inside {inner}" if inner > 1 and exchange != "ulysses" else ""
+    return f"{balancer}, {exchange}{staged}{inside}"
 
 
 def sample(values: np.ndarray, most: int) -> list[int]:

@@ -18,6 +18,7 @@ from spanwise.__main__ import app
 from spanwise.mask import SpanMask
 from spanwise.plan_command import PlanOptions, build_masks, choose_sequence, describe_masks, parse_ranks, parse_window
 from spanwise.planner import make_plan
+from spanwise.report import units
 from spanwise.report.compare import Degree, _recommend, compare
 from spanwise.report.lengths import read_lengths
 from spanwise.train.data import DocumentStream, find_documents
@@ -261,6 +262,33 @@ def test_command_without_ranks_takes_the_recommended_degree(tmp_path: Path) -> N
     assert figures["ranks"] == figures["compare_ranks"]["best"]
     assert figures["hardware"] == cost.CPU_HOST.to_dict()
     assert figures["documents"] == 1 and figures["tokens"] == 8192
+
+
+def test_trading_ranks_and_memory(tmp_path: Path) -> None:
+    """--inner and --memory-budget are make_plan's; the report says who computes what, and what is held."""
+
+    def found(*arguments: str) -> tuple[str, dict[str, Any]]:
+        result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--json", str(tmp_path / "p.json"), *arguments])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split()), json.loads((tmp_path / "p.json").read_text())
+
+    page = tmp_path / "p.html"
+    said, figures = found("--ranks", "8", "--inner", "2", "--exchange", "ring", "--html", str(page))
+    plan = make_plan(
+        SpanMask.causal(4096), (4, 2), exchange="ring", num_q_heads=32, num_kv_heads=8, head_dim=128,
+        dtype="bfloat16", cu_seqlens=[0, 4096], hardware=cost.H100,
+    )  # fmt: skip
+    assert figures["inner"] == 2 and figures["fingerprint"] == plan.fingerprint
+    assert figures["masks"][0]["resident_bytes"] == plan.resident_bytes().tolist()
+    assert "2 ranks trade heads for tokens (Ulysses, ring between 4 such groups)" in said
+    assert "ring, Ulysses inside 2" in said and "for 16 of 32 heads" in said
+    assert f"holds at most {units.num_bytes(plan.resident_bytes().max())} a rank" in said
+    assert "2 ranks trade heads" in page.read_text() and "Held for the exchange" in page.read_text()
+    least = plan.replace(exchange="ring").resident_bytes().max()
+    said, figures = found("--ranks", "4", "--memory-budget", str(least))
+    assert figures["exchange"] == "ring" and "trade heads" not in said
+    result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--ranks", "8", "--inner", "3"])
+    assert result.exit_code == 2 and "--inner must divide the number of ranks, got --inner 3, 8 ranks" in result.stderr
 
 
 def test_counts_of_the_largest_options_fit_their_integers() -> None:
