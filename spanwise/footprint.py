@@ -2,16 +2,19 @@
 
 Two parts add up: the exchange of K/V between groups of ranks, and, where the ranks of a group trade heads for tokens
 (Ulysses), that trade: q, K and V of the group's other tokens for a rank's share of the heads, and the output back.
+
+What is held at most is the most of a few moments, each a list of the buffers that `exchange` and `kv_pieces` have then.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spanwise.heads import kv_heads_held, kv_heads_of, kv_heads_read
+from spanwise.pieces import piece_tokens
 
 if TYPE_CHECKING:
     from spanwise.plan import Plan
@@ -69,28 +72,67 @@ def received(plan: Plan, mask: str) -> Int64:
 
 def resident(plan: Plan, mask: str) -> Int64:
     """See `Plan.resident_bytes`."""
-    if plan.exchange == "all_gather":
-        padded = plan.batch_size * plan.num_groups * int(plan.kv_groups.tokens_per_rank.max())
-        tokens = np.full(plan.num_groups, padded * (plan.num_groups > 1), np.int64)
-    elif plan.exchange == "ring":  # a shard that goes on, first a copy of the own one, and the one that arrives
-        arriving = _shards_received(plan, mask)
-        own = (plan.batch_size * plan.kv_groups.tokens_per_rank)[None]
-        tokens = (arriving + np.concatenate([own, arriving])[:-1]).max(axis=0, initial=0)
-        if plan.keep_kv:
-            tokens = np.maximum(tokens, arriving.sum(axis=0))
-    else:
-        tokens = plan.group_traffic(mask).sum(axis=1)
-    return np.repeat(tokens, plan.inner) * kv_token_bytes(plan) + _traded(plan)
+    token_bytes = kv_token_bytes(plan)
+    exchanging, after = (np.repeat(x, plan.inner) * token_bytes for x in _exchanged_tokens(plan, mask))
+    if plan.inner == 1:
+        return exchanging
+    trade, own = _traded(plan), _dealt(plan)
+    came = trade.q + trade.window
+    moments = [
+        own.q + own.kv * own.copies + trade.q,
+        own.q + own.kv + came,
+        own.kv + came + trade.q,  # q in order beside q as it came
+        2 * came + trade.repeated,  # q and all of K and V so
+        trade.q + trade.kv + exchanging,
+        trade.q + trade.kv + after + 2 * trade.out + own.out,  # what was computed, in the order of departure, all heads
+    ]
+    return np.asarray(np.max(moments, axis=0), np.int64)
 
 
 def saved(plan: Plan, mask: str) -> Int64:
     """See `Plan.saved_bytes`."""
-    tokens = np.zeros(plan.num_groups, np.int64)
-    if plan.keep_kv and plan.exchange == "ring":
-        tokens = _shards_received(plan, mask).sum(axis=0)  # by whatever way they came, each of them once
-    elif plan.keep_kv:
-        tokens = plan.group_traffic(mask).sum(axis=1)
-    return np.repeat(tokens, plan.inner) * kv_token_bytes(plan) + _traded(plan)
+    kept = np.repeat(_kept_tokens(plan, mask), plan.inner) * kv_token_bytes(plan)
+    if plan.inner == 1:
+        return kept
+    trade = _traded(plan)
+    return kept + trade.q + trade.kv + trade.out
+
+
+def _kept_tokens(plan: Plan, mask: str) -> Int64:
+    """K/V tokens of other groups that each group keeps for the backward; int64 ``[groups]``."""
+    if not plan.keep_kv:
+        return np.zeros(plan.num_groups, np.int64)
+    if plan.exchange == "ring":
+        return _shards_received(plan, mask).sum(axis=0)  # by whatever way they came, each of them once
+    return plan.group_traffic(mask).sum(axis=1)
+
+
+def _exchanged_tokens(plan: Plan, mask: str) -> tuple[Int64, Int64]:
+    """K/V tokens that each group holds beside its own, at most while they come, and afterwards; int64 ``[groups]``.
+
+    Without `keep_kv` the last piece is still there afterwards.
+    """
+    own, kept = plan.batch_size * plan.kv_groups.tokens_per_rank, _kept_tokens(plan, mask)
+    pieces = plan.num_pieces(mask)
+    if not pieces:
+        return kept, kept
+    if plan.exchange == "all_gather":
+        padded, others = int(own.max()), own.sum() - own
+        # All shards, first beside the own one that was sent, then beside those of others in order.
+        return plan.num_groups * padded + np.maximum(padded, others), others
+    if plan.exchange == "ring":  # a shard that goes on, first a copy of the own one, and the one that arrives
+        arriving = _shards_received(plan, mask)
+        two = (arriving + np.concatenate([own[None], arriving])[:-1]).max(axis=0)
+        return np.maximum(two, kept), kept if plan.keep_kv else arriving[-1]
+    lists, alike = plan.lists(mask)
+    tokens = alike * piece_tokens(lists, pieces, plan.block_size)
+    came, left = tokens.sum(axis=2), tokens.sum(axis=1)
+    later = (came + left)[::-1].cumsum(axis=0)[::-1] - came - left  # under way beside each piece
+    before = came.cumsum(axis=0) - came if plan.keep_kv else np.zeros_like(came)
+    # Own rows by token, then K and V side by side; those to send picked from them; then piece by piece as it came
+    # beside the same in order.
+    moments = [2 * own, own + (came + left).sum(axis=0), *(before + 2 * came + later)]
+    return np.max(moments, axis=0), kept if plan.keep_kv else came[-1]
 
 
 def _shards_received(plan: Plan, mask: str) -> Int64:
@@ -101,16 +143,53 @@ def _shards_received(plan: Plan, mask: str) -> Int64:
     )
 
 
-def _traded(plan: Plan) -> Int64:
-    """Bytes of the q, K, V and output that each rank computes with under Ulysses, beside its own shards."""
-    if plan.inner == 1:
-        return np.zeros(plan.num_ranks, np.int64)
+class _Traded(NamedTuple):
+    """Bytes under Ulysses of what each rank computes with: its share of the heads, over the tokens of its group.
+
+    Attributes:
+        q, out: of the queries.
+        kv: as they are kept.
+        window: K/V as they came.
+        repeated: K/V heads that had to be repeated, or 0.
+    """
+
+    q: Int64
+    out: Int64
+    kv: Int64
+    window: Int64
+    repeated: Int64
+
+
+def _traded(plan: Plan) -> _Traded:
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
     q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
     # The heads that are read lie in the window that was received, unless they had to be repeated.
-    window, ranks = kv_heads_of(heads, kv_heads, plan.inner)[0], range(plan.inner)
-    repeated = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
+    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
+    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
     distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
-    stored = [n if n > read else window for n, read in zip(repeated, distinct, strict=True)]
-    kv_bytes = np.tile(np.array(stored, np.int64) * (qk_dim + v_dim) * plan.itemsize, plan.num_groups)
-    return q * (heads // plan.inner) * (qk_dim + v_dim) * plan.itemsize + kv * kv_bytes
+    repeated = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
+    head = kv * (qk_dim + v_dim) * plan.itemsize
+    window = head * kv_heads_of(heads, kv_heads, plan.inner)[0]
+    copies = head * np.tile(np.array(repeated, np.int64), plan.num_groups)
+    return _Traded(q * share * qk_dim, q * share * v_dim, np.where(copies > 0, copies, window), window, copies)
+
+
+class _Dealt(NamedTuple):
+    """Bytes under Ulysses of each rank's own tokens, all heads: q and K/V as they leave, the output as it comes back.
+
+    Attributes:
+        copies: of K/V while they are dealt out; two where the ranks' windows of heads overlap in part.
+    """
+
+    q: Int64
+    kv: Int64
+    out: Int64
+    copies: int
+
+
+def _dealt(plan: Plan) -> _Dealt:
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    q, kv = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
+    sent = plan.inner * kv_heads_of(heads, kv_heads, plan.inner)[0]
+    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2
+    return _Dealt(q * heads * qk_dim, kv * sent * (qk_dim + v_dim), q * heads * v_dim, copies)

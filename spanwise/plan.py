@@ -283,8 +283,12 @@ class Plan:
         return footprint.received(self, mask)
 
     def resident_bytes(self, mask: str = "default") -> np.ndarray:
-        """Bytes that each rank holds at most for the exchange in a layer's forward, int64: K/V of others, and under
-        Ulysses what was traded. Not counted: its own shards, and one piece while it is brought into order.
+        """Bytes that each rank holds at most for the exchange in a layer's forward, beside its own shards; int64.
+
+        K/V of others, as they come and in order, and what is packed to leave; under Ulysses q and the output too. What
+        eager code needs with kernel "sdpa", of a batch of `batch_size` rows, to the byte. Not counted: results of
+        kernels and of their merge, zeros put in padding, rows of a batch that differ laid one after another where heads
+        of a token are not beside one another in memory, spare keys of "flex".
 
         Needs what `recv_bytes` needs.
         """
