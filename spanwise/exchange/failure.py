@@ -84,8 +84,8 @@ class Findings:
         rank: this rank in the world.
         reports: by rank of the world, of each that failed in the group of the collective, this one too, in the order of
             their arrival; then of those in the groups of `earlier`.
-        earlier: how it began, if in another group: the rank that failed first in this group; then, if it failed because
-            of yet another group, the rank that failed first there; and so on.
+        earlier: if nobody of the group is lost but of another one, who leads there: a rank of the group that failed in
+            another one; a rank of that group that failed in yet another one; and so on to where a rank is lost.
         silence: seconds that this rank has waited for reports.
         trouble: why the store could not be asked to the end; empty if it could.
     """
@@ -124,9 +124,11 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
 def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
     """Wait for a started collective on the group called `name`.
 
-    On a CPU it returns when the data have arrived, and fails within the group's timeout plus a few seconds. With NCCL
-    it only orders streams, unless torch was told to block (``TORCH_NCCL_BLOCKING_WAIT``): there torch's watchdog ends
-    the process, and nothing is raised here.
+    On a CPU it returns when the data have arrived, and fails at once where a process has ended, and when the timeout of
+    the group is over where one is stuck; plus a few seconds. Groups that `init_device_mesh` makes have torch's timeout
+    of half an hour, not that of the world; its ``backend_override`` gives them another. (One that is set later does
+    not reach the sends and receives of gloo.) With NCCL it only orders streams, unless torch was told to block
+    (``TORCH_NCCL_BLOCKING_WAIT``): torch's watchdog ends the process after the timeout, and nothing is raised here.
 
     Args:
         what: the collective in words, for an error.
@@ -162,20 +164,6 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.T
             label = f"all-reduce of {what}"
             x = wait(start(label, name, _compat.start_all_reduce, x, op, name), label, name)
     return x
-
-
-def adopt_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of `mesh` the timeout of the world, where nobody gave them one of their own.
-
-    The groups that `init_device_mesh` makes have torch's default, half an hour on gloo and ten minutes on NCCL, also
-    where `init_process_group` was given a timeout: so long would the neighbours of a stuck rank wait. A timeout other
-    than the default stays. Not a collective; once for a mesh is enough, before its groups are used.
-    """
-    wanted = _timeout(dist.group.WORLD) if dist.group.WORLD is not None else None
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        if wanted is not None and _timeout(group) == _default_timeout(group) != wanted:
-            _set_timeout(group, wanted)
 
 
 def _explain(error: RuntimeError, what: str, name: str, device: torch.device, seconds: float) -> ExchangeError:
@@ -240,7 +228,7 @@ def describe(found: Findings) -> str:
     parts += losses(own, [r for r in lost if r in own.ranks])
     for first in found.earlier:
         report = found.reports[first]
-        parts.append(f"{names([first])} failed before, in {report.what}, group {report.label}")
+        parts.append(f"{names([first])} failed in {report.what}, group {report.label}")
         parts += losses(report, [r for r in lost if r in report.ranks and r not in own.ranks])
     if found.trouble:
         parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {found.trouble}")
@@ -250,8 +238,7 @@ def describe(found: Findings) -> str:
         if report.what != own.what and r not in found.earlier:
             parts.append(f"{names([r])} failed in another collective, {report.what}")
     if not lost and not found.trouble:
-        root = found.reports[found.earlier[-1]] if found.earlier else own
-        there = {r: report for r, report in found.reports.items() if r in root.ranks}
+        there = {r: report for r, report in found.reports.items() if r in own.ranks}
         first, last = next(iter(there)), min(there, key=lambda r: there[r].seconds)
         parts.append(
             f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
@@ -263,21 +250,6 @@ def describe(found: Findings) -> str:
 def _groups() -> list[dist.ProcessGroup]:
     """The groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """What collectives of `group` wait at most; None where its backend does not tell."""
-    options = getattr(group._get_backend(_compat.comparison_device(group)), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def _default_timeout(group: dist.ProcessGroup) -> timedelta:
-    """What torch gives a group that is made without a timeout."""
-    return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -333,8 +305,8 @@ def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found
     """Report this rank's failure to the groups called `names` and collect the reports of the others into `found`.
 
     Each group has a list of its own, so that the number of questions does not grow with the world. Who fails because a
-    peer has failed elsewhere finds the peer's report in the list of the group that the two share, and from there the
-    group where it began.
+    peer failed elsewhere finds the peer's report in the list of the group that the two share, and goes on to the list
+    of the group that it names.
     """
     began, own = time.monotonic(), found.own
     try:
@@ -345,12 +317,7 @@ def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found
                 store.set(f"spanwise/failure/{name}/{number}", json.dumps([found.rank, own]))
         finally:
             _alarm(open_sends)
-        rank, seen = found.rank, set[str]()
-        while (at := found.reports[rank]).group not in seen:
-            seen.add(at.group)
-            rank = _collect(store, at, began + GRACE, found)
-            if found.reports[rank].group not in seen:
-                found.earlier = (*found.earlier, rank)
+        found.earlier = _trace(store, found.rank, began + GRACE, found, set())[1:]
         found.silence = time.monotonic() - began
         store.add("spanwise/failure/asking", -1)
         until = time.monotonic() + LINGER
@@ -363,8 +330,27 @@ def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found
         )
 
 
-def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) -> int:
-    """Add the reports to the group of `at` to `found`, as they come; returns the rank of the first.
+def _trace(store: dist.Store, rank: int, deadline: float, found: Findings, seen: set[str]) -> tuple[int, ...]:
+    """Look for who is lost in the group where `rank` failed, or else in those where the ranks of that group failed.
+
+    Returns:
+        the ranks that lead there, `rank` first; none if no rank is lost.
+    """
+    at = found.reports[rank]
+    seen.add(at.group)
+    arrived = _collect(store, at, deadline, found)
+    if len(arrived) < len(at.ranks):
+        return (rank,)
+    for peer in arrived:
+        if found.reports[peer].group not in seen and time.monotonic() < deadline:
+            way = _trace(store, peer, deadline, found, seen)
+            if way:
+                return (rank, *way)
+    return ()
+
+
+def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) -> list[int]:
+    """Add the reports to the group of `at` to `found`, as they come; returns from whom they are, the first one first.
 
     Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
     """
@@ -379,7 +365,7 @@ def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) ->
         rank, report = json.loads(store.get(key))
         arrived.setdefault(rank, Report(*report))  # the first of a rank that failed again
         found.reports = before | arrived | {found.rank: found.own}
-    return next(iter(arrived), found.rank)
+    return list(arrived)
 
 
 def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
