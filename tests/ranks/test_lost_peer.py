@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -77,12 +78,19 @@ class World:
         for rank, (process, ours) in enumerate(self._ranks):
             try:
                 ended = ours.poll(0 if rank in but else PATIENCE)
+                if not ended and rank not in but:
+                    raise TimeoutError(f"rank {rank} has not ended:\n{self._stack(rank)}")
                 outcomes.append(Outcome(*ours.recv()) if ended else Outcome())
             except EOFError:
                 process.join(5)
                 outcomes.append(Outcome(exit_code=process.exitcode))
         self.end()
         return outcomes
+
+    def _stack(self, rank: int) -> str:
+        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return (Path(self._folder) / f"stack-{rank}").read_text()
 
     def end(self) -> None:
         for process, ours in self._ranks:
@@ -96,6 +104,7 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     folder, rank, mesh_shape, names, timeout, store_in_rank_0 = group
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack-{rank}").open("w"))
     hosts = store_in_rank_0 and rank == 0
     port = Path(folder) / "port"
     while not hosts and not (port.exists() and port.read_text()):

@@ -378,7 +378,7 @@ def dies(rank: int, mesh: DeviceMesh, case: Case, keep: bool, moment: str) -> No
 
 
 def test_a_lost_rank_is_named() -> None:
-    """Also by rank 0, whose neighbours are others."""
+    """Also by rank 0, whose neighbours are others; none waits for the timeout, which is out of reach."""
     case = Case((3, 1, 4, 2), (1, 2, 3))
     # (kept, when rank 2 dies, where others can notice)
     cases = [
@@ -392,5 +392,5 @@ def test_a_lost_rank_is_named() -> None:
         for rank in (0, 1, 3):
             error = outcomes[rank].error
             assert isinstance(error, failure.ExchangeError) and error.lost == (2,), outcomes[rank]
-            assert re.match(f"{what} failed on rank {rank} of 4", str(error))
-            assert outcomes[rank].seconds < 15
+            assert re.match(f"{what} failed on rank {rank} of 4", str(error)), error
+            assert "lost: rank 2, connection closed from there" in str(error)
