@@ -52,13 +52,14 @@ def layouts(draw, length: int, num_ranks: int, batch: int) -> Layout:
 
 
 @st.composite
-def problems(draw, exchange: str | None = None) -> tuple[Plan, Dense]:
+def problems(draw, exchange: str | None = None, inner: int | None = None) -> tuple[Plan, Dense]:
     """Plans of every exchange on one level and two, self- and cross-attention."""
-    inner, outer = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    inner, outer = inner or draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 4, 4]))
     q_len, batch = draw(st.integers(1, 24)), draw(st.integers(1, 2))
     cross = draw(st.booleans())
     kv_len = draw(st.integers(1, 24)) if cross else q_len
-    mask = draw(masks((q_len, kv_len), batch))
+    mask = draw(masks((q_len, kv_len), draw(st.sampled_from([1, batch]))))
+    beside = draw(masks((q_len, kv_len), batch))  # another mask of the model may have more batch rows
     layout = draw(layouts(q_len, outer * inner, batch))
     # Of self-attention keys lie where queries lie; a mask with one row serves layouts with several.
     kv_layout = layout
@@ -70,15 +71,16 @@ def problems(draw, exchange: str | None = None) -> tuple[Plan, Dense]:
                 Layout([x.pieces(min(b, x.batch_size - 1)) for b in range(rows)], x.num_ranks, x.seq_len)
                 for x in (layout, kv_layout)
             )
-    if layout.batch_size > mask.batch_size:
+    if layout.batch_size > mask.batch_size or draw(st.booleans()):
         layout = Layout([layout.pieces(0)], layout.num_ranks, layout.seq_len)
         kv_layout = Layout([kv_layout.pieces(0)], kv_layout.num_ranks, kv_layout.seq_len)
-    kv_heads, dims = draw(st.integers(1, 4)), draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    kv_heads, dims = draw(st.integers(1, 4)), draw(st.tuples(st.integers(1, 3), st.integers(1, 6)))
     heads = np.lcm(kv_heads, inner) * draw(st.integers(1, 2))
     how = exchange or draw(st.sampled_from(["all_gather", "needed", "ring"] if outer > 1 else ["all_gather"]))
     plan = make_plan(
-        mask, 1, exchange="all_gather", num_q_heads=int(heads), num_kv_heads=kv_heads, head_dim=dims[0],
-        v_head_dim=dims[1], dtype=draw(st.sampled_from(["bfloat16", "float32", "float64"])), block_size=4,
+        {"default": mask, "beside": beside}, 1, exchange="all_gather", num_q_heads=int(heads), num_kv_heads=kv_heads,
+        head_dim=dims[0], v_head_dim=dims[1], block_size=draw(st.sampled_from([1, 4])),
+        dtype=draw(st.sampled_from(["bfloat16", "float32", "float64"])),
     ).replace(
         layout=layout, kv_layout=kv_layout, num_ranks=outer * inner, inner=inner,
         exchange="ulysses" if outer == 1 and inner > 1 else how,
@@ -89,7 +91,7 @@ def problems(draw, exchange: str | None = None) -> tuple[Plan, Dense]:
         for row in range(batch):
             for rank in range(of.num_ranks):
                 table[row, of.indices(rank, min(row, of.batch_size - 1))] = rank
-    return plan, Dense(mask.dense(), q_rank, kv_rank)
+    return plan, Dense(np.broadcast_to(mask.dense(), (batch, q_len, kv_len)), q_rank, kv_rank)
 
 
 def ring_walk(plan: Plan, dense: Dense) -> list[list[tuple[int, int]]]:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spanwise.pieces import piece_of
 from spanwise.plan import Plan
@@ -168,11 +170,22 @@ def test_received_bytes(problem: tuple[Plan, Dense]) -> None:
         assert plan.recv_bytes()[rank] == elements * plan.itemsize
 
 
-@given(problems())
-def test_held_bytes(problem: tuple[Plan, Dense]) -> None:
-    plan, dense = problem
+def check_held(plan: Plan, dense: Dense) -> None:
     resident, saved = plan.resident_bytes(), plan.saved_bytes()
     assert resident.dtype == saved.dtype == np.int64
     for rank in range(plan.num_ranks):
         assert (resident[rank], saved[rank]) == forward(plan, dense, rank)
     assert (saved <= resident).all()
+
+
+@settings(max_examples=400)
+@given(problems())
+def test_held_bytes(problem: tuple[Plan, Dense]) -> None:
+    check_held(*problem)
+
+
+@pytest.mark.parametrize("exchange", ["needed", "ring"])
+@settings(max_examples=200)
+@given(data=st.data())
+def test_held_bytes_of_pieces_on_one_level(exchange: str, data: st.DataObject) -> None:
+    check_held(*data.draw(problems(exchange, 1)))

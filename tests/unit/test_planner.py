@@ -174,6 +174,48 @@ def test_the_search_over_groups_knows_how_many_of_them_a_host_holds(ranks, excha
     ).layout
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("heads", [None, 4, 6, 8])
+def test_auto_considers_ulysses_where_heads_divide_and_a_ring_only_under_a_budget(num_ranks, heads) -> None:
+    shape = {} if heads is None else dict(num_q_heads=heads, num_kv_heads=2, head_dim=16)
+    mask = SpanMask.documents([0, 100, 900, 1024])
+    plan = make_plan(mask, num_ranks, **shape)
+    divides = heads is not None and heads % num_ranks == 0
+    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed", *(["ulysses"] if divides else [])}
+    for given in (dict(exchange="needed"), dict(keep_kv=False), dict(stages=2)):  # it has no pieces and keeps nothing
+        assert not any(c.exchange == "ulysses" for c in make_plan(mask, num_ranks, **shape, **given).candidates)
+    if heads is not None:
+        plenty = make_plan(mask, num_ranks, memory_budget=10**12, **shape)
+        assert {c.exchange for c in plenty.candidates} - {"ring"} == {c.exchange for c in plan.candidates}
+        assert any(c.exchange == "ring" for c in plenty.candidates) and plenty.exchange != "ring"
+
+
+def test_a_budget_picks_what_fits_and_names_the_least() -> None:
+    weights = {"default": 3.0}
+    given = dict(weights=weights, **SHAPE)
+
+    def held(plan) -> int:  # three layers keep, one holds more
+        saved = plan.saved_bytes()
+        return int((3 * saved + plan.resident_bytes() - saved).max())
+
+    every = make_plan(DOCUMENTS, 8, memory_budget=10**12, **given).candidates
+    sizes = sorted({c.held for c in every})
+    assert len(sizes) > 4
+    for budget in sizes:
+        plan = make_plan(DOCUMENTS, 8, memory_budget=budget, **given)
+        assert held(plan) <= budget
+        assert {(c.balancer, c.exchange, c.stages) for c in plan.candidates or ()} <= {
+            (c.balancer, c.exchange, c.stages) for c in every if c.held <= budget
+        }
+        for c in plan.candidates:
+            assert c.held <= budget
+    least = min(every, key=lambda c: c.held)
+    told = rf"memory_budget={least.held - 1:,} .*the least is {least.balancer} with {least.exchange}.* {least.held:,} "
+    with pytest.raises(ValueError, match=told):
+        make_plan(DOCUMENTS, 8, memory_budget=least.held - 1, **given)
+    assert make_plan(DOCUMENTS, 8, memory_budget=least.held, **given).exchange == least.exchange
+
+
 def test_without_a_shape_auto_says_what_it_priced_with() -> None:
     plan = make_plan(DOCUMENTS, 8)
     assert "were not both given" in plan.reason and plan.num_q_heads is None

@@ -132,3 +132,69 @@ def test_nothing_travels_on_one_rank_or_between_whole_documents() -> None:
         parts = plan.predict()
         assert parts["exchange_forward"] == parts["exposed_forward"] == parts["exposed_backward"] == 0
         assert parts["total"] == pytest.approx(attention_flops(64 * 65 / 2, 8, 16, 24, backward=False) / 1e6 * 3.4)
+
+
+def hop_by_hop(compute: float, first: float, hop: float, hops: int) -> float:
+    """A forward of a ring whose ranks are all alike: the next shard departs when the one before is turned to."""
+    now, through = first, hop
+    for i in range(hops):
+        turned_to = max(now, through)
+        through = turned_to + hop if i + 1 < hops else through
+        now = turned_to + compute
+    return now
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 3e4, 1e6])
+@pytest.mark.parametrize("ranks", [4, (4, 2)], ids=str)
+def test_a_ring_simulated_by_hand(ranks, bandwidth: float) -> None:
+    """Nothing is masked, so all ranks are alike: 4 shards of 16 tokens, or 4 groups of 2 ranks with half the heads."""
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e9, (Link(bandwidth, 0.0),))
+    plan = make_plan(
+        SpanMask.full(64), ranks, balancer="contiguous", exchange="ring", block_size=8, keep_kv=True, hardware=hardware,
+        **SHAPE,
+    )  # fmt: skip
+    inner = plan.inner
+    compute = 2 * 16 * 16 * (8 // inner) * (16 + 24) / 1e6  # two operations for each pair, head and element
+    hop = 16 * (2 // inner) * (16 + 24) * 2 / bandwidth  # tokens, K/V heads, dims, bytes
+    traded = 0.0
+    if inner == 2:  # eight tokens of the other rank: q and K/V of half the heads; and back the output
+        traded = 8 * (4 * 16 + 1 * 40 + 4 * 24) * 2 / bandwidth
+    forward = plan.timeline().forward
+    assert forward.seconds == pytest.approx(traded + hop_by_hop(compute, compute, hop, 3), rel=1e-6)
+    assert forward.compute == pytest.approx(4 * compute, rel=1e-6)
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e6])
+def test_ulysses_simulated_by_hand(bandwidth: float) -> None:
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e9, (Link(bandwidth, 0.25),))
+    plan = make_plan(SpanMask.full(64), 2, balancer="contiguous", exchange="ulysses", hardware=hardware, **SHAPE)
+    compute = 2 * 64 * 64 * 4 * (16 + 24) / 1e6
+    into, back = 32 * (4 * 16 + 40) * 2 / bandwidth + 0.25, 32 * 4 * 24 * 2 / bandwidth + 0.25
+    assert plan.timeline().forward.seconds == pytest.approx(into + compute + back, rel=1e-6)
+
+
+WAYS = [
+    (8, "all_gather"), (8, "needed"), (8, "ring"), (8, "ulysses"),
+    ((4, 2), "all_gather"), ((4, 2), "needed"), ((2, 4), "ring"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), WAYS, ids=str)
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail"])
+def test_a_faster_network_is_never_slower_and_nothing_beats_compute(ranks, exchange: str, balancer: str) -> None:
+    mask = SpanMask.documents([0, 100, 130, 512])
+    before = None
+    for doublings in range(0, 24, 2):
+        link = 1e3 * 2.0**doublings
+        hardware = Hardware("toy", 1e7, 5e6, 1e7, 1e8, 1e9, (Link(4 * link, 1e-4, ranks=4), Link(link, 1e-3)))
+        plan = make_plan(
+            mask, ranks, balancer=balancer, exchange=exchange, block_size=8, hardware=hardware, **SHAPE
+        ).replace(stages=3 if exchange == "needed" else 1)
+        parts = plan.predict()
+        busiest = float(plan.work().max())
+        least = attention_flops(busiest, 8, 16, 24, backward=False) / 1e7
+        least += attention_flops(busiest, 8, 16, 24, backward=True) / 5e6
+        assert parts["total"] >= parts["compute_forward"] + parts["compute_backward"] - 1e-12
+        assert parts["total"] >= least
+        assert before is None or parts["total"] <= before * (1 + 1e-12)
+        before = parts["total"]
