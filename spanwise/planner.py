@@ -265,9 +265,10 @@ def _held(plan: Plan) -> int:
 
 def _exchange_bound(ways: list[Plan]) -> bool:
     """Whether little can be hidden: a layout of hardly any traffic, contiguous, still exchanges for too long."""
-    least = next(_priced(way) for way in ways if way.exchange == "needed")
-    balanced = least.seconds["compute_forward"] / least.imbalance
-    return least.seconds["exchange_forward"] > _EXPOSED * balanced
+    least = next(way for way in ways if way.exchange == "needed")
+    work, seconds = _weighted_work(least), _with_shape(least).predict()
+    balanced = seconds["compute_forward"] * (work.mean() / work.max() if work.any() else 1.0)
+    return bool(seconds["exchange_forward"] > _EXPOSED * balanced)
 
 
 def _ways(plan: Plan, exchange: str, stages: int | None, keep_kv: bool | None, *, with_ring: bool) -> list[Plan]:
@@ -330,15 +331,18 @@ def _nominal_shape(inner: int) -> dict[str, int]:
     return {"num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
 
 
+def _with_shape(plan: Plan) -> Plan:
+    missing = plan.num_q_heads is None or plan.head_dim is None
+    return plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+
+
+def _weighted_work(plan: Plan) -> np.ndarray:
+    return np.sum([weight * plan.work(name) for name, weight in plan.weights.items()], axis=0)
+
+
 def _priced(plan: Plan) -> Candidate:
-    nominal = plan
-    if plan.num_q_heads is None or plan.head_dim is None:
-        nominal = plan.replace(**_nominal_shape(plan.inner))
-    work = np.zeros(plan.num_ranks)
-    recv = np.zeros(plan.num_ranks)
-    for name, weight in plan.weights.items():
-        work += weight * plan.work(name)
-        recv += weight * plan.recv_tokens(name)
+    nominal, work = _with_shape(plan), _weighted_work(plan)
+    recv = np.sum([weight * plan.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     return Candidate(
         plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()), _held(nominal),
