@@ -184,7 +184,7 @@ class Stages:
             route = Route(
                 # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
                 send=_compat.mark_unbacked(on_device(np.concatenate(sent), device), 0),
-                order=_compat.mark_dynamic(on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
+                order=_compat.mark_unbacked(on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
                 send_sizes=tuple(size(len(at), device) for at in sent),
                 recv_sizes=tuple(
                     size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()
@@ -264,4 +264,6 @@ def size(rows: int, device: torch.device) -> torch.Tensor:
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on the device; to an accelerator through pinned memory, so that the host need not wait."""
     x = torch.from_numpy(array)
+    if array.size <= 1:  # numpy gives these any stride, and torch.compile would compile again for another one
+        x = x.clone(memory_format=torch.contiguous_format)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -29,7 +29,16 @@ COLLECTIVES = {
 }
 
 
-def plan_number(i: int, num_ranks: int | tuple[int, int] = 2, **way: Any) -> spanwise.Plan:
+def plan_number(i: int, num_ranks: int | tuple[int, int] = 2, reads: tuple[int, ...] = (), **way: Any) -> spanwise.Plan:
+    """Masks and layouts that differ.
+
+    Args:
+        reads: K/V tokens that rank 1 of 3 reads elsewhere, for each number; rank 2 reads 2.
+    """
+    if reads:
+        first, second = 20 + i, 40 + 2 * i
+        mask = SpanMask.documents([0, first - reads[i], second - 2, 60 + 3 * i])
+        return spanwise.make_plan(mask, num_ranks, balancer="contiguous", block_size=1, **way)
     rng = np.random.default_rng(i)
     cuts = np.unique(np.concatenate([[0, LENGTH], rng.integers(1, LENGTH, i % 4)]))
     mask = SpanMask.documents(cuts) if i % 3 else SpanMask.block_causal(LENGTH, 8, 1, global_tokens=3)
@@ -142,6 +151,7 @@ def expected(exchange: str, pieces: int) -> tuple[list[str], list[str]]:
         (2, {"exchange": "all_gather"}, 10),
         (2, {"exchange": "needed", "stages": 1}, 10),
         (2, {"exchange": "needed", "stages": 3}, 10),
+        (3, {"exchange": "needed", "stages": 1, "reads": (3, 0, 1, 5, 1, 0, 2)}, 7),
         (3, {"exchange": "ring", "keep_kv": True}, 7),
         (2, {"exchange": "ulysses"}, 10),
     ],
