@@ -44,33 +44,51 @@ def check_positive(value: SupportsIndex, name: str) -> int:
     return number
 
 
-def check_window(window: Any, seq_len: int) -> tuple[np.int32, np.int32]:
-    """``(left, right)``, cut to the sequence length."""
+def check_window(window: Any, seq_len: int, *, causal: bool = True) -> tuple[np.int32, np.int32]:
+    """``(left, right)``, cut to the sequence length; -1 is no limit.
+
+    Without `causal`, ``(-1, 0)`` is refused: to FlashAttention it is a causal mask, and TransformerEngine's
+    ``check_set_window_size`` makes ``(-1, -1)`` of it.
+    """
     try:
         left, right = (operator.index(side) for side in window)
     except (TypeError, ValueError):
         raise ValueError(f"window must be two integers (left, right), got {window!r}") from None
-    if left < 0 or right < 0:
+    if left < -1 or right < -1:
         raise ValueError(
-            f"a window's left and right must be at least 0, got ({left}, {right}); for no limit on a side give the "
-            f"sequence length, {seq_len}"
+            f"a window's left and right must be tokens, at least 0, or -1 for no limit on a side, got ({left}, {right})"
         )
-    return np.int32(min(left, seq_len)), np.int32(min(right, seq_len))
+    if (left, right) == (-1, 0) and not causal:
+        raise ValueError(
+            "window (-1, 0) with causal=False means a causal mask to FlashAttention and no limit at all to "
+            "TransformerEngine; give causal=True for the first, window=None for the second"
+        )
+    left, right = (seq_len if side == -1 else min(side, seq_len) for side in (left, right))
+    return np.int32(left), np.int32(right)
 
 
-def check_offsets(cu_seqlens: Any) -> Int64:
-    """Document offsets as int64 ``[num_docs + 1]``; ``ValueError`` unless they begin with 0 and never decrease."""
-    cu = int_array(cu_seqlens, "cu_seqlens").astype(np.int64)
-    if cu.ndim != 1 or len(cu) == 0:
-        raise ValueError(f"cu_seqlens must be [num_docs + 1] offsets beginning with 0, got shape {list(cu.shape)}")
-    if cu[0] != 0:
-        raise ValueError(f"cu_seqlens must begin with 0, got {cu[0]} at position 0")
-    falls = cu[1:] < cu[:-1]
-    if bool(falls.any()):
-        at = int(np.argmax(falls)) + 1
-        raise ValueError(f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at position {at}")
-    check_length(int(cu[-1]), "the last entry of cu_seqlens")
-    return cu
+def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool = True) -> Int64:
+    """Offsets from 0 on (or later, without `start_at_zero`) that never decrease: read-only int64 ``[n + 1]``."""
+    offsets = np.array(int_array(values, name), dtype=np.int64)
+    if offsets.ndim != 1 or len(offsets) == 0:
+        batch = f"; {name}.squeeze(0) takes the batch dim off" if offsets.ndim == 2 and len(offsets) == 1 else ""
+        raise ValueError(
+            f"{name} must be offsets of shape [number of sequences + 1], got shape {list(offsets.shape)}{batch}"
+        )
+    if offsets[0] < 0:
+        raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
+    if start_at_zero and offsets[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {offsets[0]} at position 0")
+    for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1] + 1:
+        tail = offsets[s:]
+        cure = ""
+        if (tail == tail[0]).all() and tail[0] <= 0:
+            what = f"the {len(tail)} entries from there on look" if len(tail) > 1 else "that entry looks"
+            cure = f"; {what} like filling: cut off the tail, {name}[:{s}]"
+        raise ValueError(f"{name} must not decrease, got {tail[0]} after {offsets[s - 1]} at position {s}{cure}")
+    check_length(int(offsets[-1]), f"the last entry of {name}")
+    offsets.setflags(write=False)
+    return offsets
 
 
 def check_offset_rows(cu_seqlens: Any, seq_len: int) -> tuple[Int64, ...]:

@@ -8,6 +8,7 @@ the number of valid tokens of all ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _compat, documents
+from spanwise._span_patterns import check_offset_rows
 from spanwise.exchange import all_gather, failure
-from spanwise.packing import Side
+from spanwise.packing import Packing, Side
 from spanwise.plan import Plan
 from spanwise.rank_plan import RankPlan, check_rank, rank_on, spread_slots
+from spanwise.thd_order import check_dim
 
 IGNORE_INDEX = -100
 
@@ -73,7 +76,7 @@ def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_
     """Select tokens `index_BT` along `dim`; one index row serves every batch row."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"only tensors can be sharded, got a {type(x).__name__}; take it out of the batch")
-    dim = _checked_dim(x, dim)
+    dim = check_dim(x, dim)
     if x.shape[dim] != length:
         raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
     index_BT = _beside(x, index_BT)
@@ -81,7 +84,7 @@ def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_
         return x.index_select(dim, index_BT[0])
     if batch_dim is None:
         return torch.stack([x.index_select(dim, row) for row in index_BT])
-    batch_dim = _checked_dim(x, batch_dim)
+    batch_dim = check_dim(x, batch_dim)
     if batch_dim == dim or x.shape[batch_dim] != index_BT.shape[0]:
         raise ValueError(
             f"the plan lays out {index_BT.shape[0]} batch rows differently, so batch_dim must be a dim of that size "
@@ -102,14 +105,14 @@ def _beside(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return index.to(x.device, non_blocking=x.device.type != "cpu")
 
 
-def _checked_dim(x: torch.Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}")
-    return dim % x.dim()
-
-
 def unshard(
-    plan: Plan | RankPlan, mesh: DeviceMesh | None, x: torch.Tensor, dim: int = 1, *, batch_dim: int | None = 0
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    x: torch.Tensor,
+    dim: int = 1,
+    *,
+    batch_dim: int | None = 0,
+    side: Side = "q",
 ) -> torch.Tensor:
     """The whole sequence from all ranks' shards, on every rank. An all-gather.
 
@@ -117,18 +120,34 @@ def unshard(
     float32 at least). For one loss that all ranks compute alike, scale that loss by ``1 / mesh.size()``.
 
     Args:
-        plan, mesh, dim, batch_dim: as in `shard`; `batch_dim` must exist when every batch row has its own layout.
+        plan, mesh, dim, batch_dim, side: as in `shard`; `batch_dim` must exist when every batch row has its own layout.
+            ``side="kv"`` of cross attention takes the `Plan`: a `RankPlan` knows its own keys alone.
         x: this rank's shard, ``T`` tokens along `dim`.
 
     Returns:
         `x` with all tokens along `dim`, in their original order.
     """
+    _check_side(side)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
-    dim = _checked_dim(x, dim)
-    if x.shape[dim] != local.tokens.shape[1]:
+    return _whole(plan, local, mesh, x, dim, batch_dim, side)
+
+
+def _whole(
+    plan: Plan | RankPlan,
+    local: RankPlan,
+    mesh: DeviceMesh | None,
+    x: torch.Tensor,
+    dim: int,
+    batch_dim: int | None,
+    side: Side,
+) -> torch.Tensor:
+    """`unshard` with this rank's part of the plan."""
+    dim = check_dim(x, dim)
+    tokens = (local.tokens if side == "q" else local.key_tokens).shape[1]
+    if x.shape[dim] != tokens:
+        kind = "tokens" if side == "q" else "keys"
         raise ValueError(
-            f"dim {dim} must have rank {local.rank}'s {local.tokens.shape[1]} tokens, got a tensor of shape "
-            f"{tuple(x.shape)}"
+            f"dim {dim} must have rank {local.rank}'s {tokens} {kind}, got a tensor of shape {tuple(x.shape)}"
         )
     if x.is_complex():
         raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
@@ -136,8 +155,14 @@ def unshard(
         return x
     check_rank(local, mesh)
     assert mesh is not None
+    restore, padded = local.restore, local.padded.shape[0]
+    if side == "kv" and local.kv_tokens is not None:
+        if not isinstance(plan, Plan):
+            raise ValueError("a RankPlan does not know where other ranks' keys lie; pass the Plan")
+        restore = _beside(x, torch.from_numpy(plan.kv_layout.slots()))
+        padded = int(plan.kv_layout.tokens_per_rank.max())
     if local.batched:
-        if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
+        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
             raise ValueError(
                 f"the plan lays out {local.tokens.shape[0]} batch rows differently; batch_dim={batch_dim} of a tensor "
                 f"of shape {tuple(x.shape)} is not a dim of that size other than dim={dim}"
@@ -146,7 +171,8 @@ def unshard(
     else:
         x_BTx = x.movedim(dim, 0).unsqueeze(0)
     rest = x_BTx.shape[2:]
-    full_BSx = _gather_rows(x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1), local, mesh).unflatten(-1, rest or (1,))
+    rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
+    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
     if local.batched:
@@ -155,10 +181,11 @@ def unshard(
     return full_BSx.squeeze(0).movedim(0, dim)
 
 
-def _gather_rows(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> torch.Tensor:
-    """All ranks' rows ``[B, seq_len, F]`` in the original order."""
-    label = "shards (unshard, roll)"
-    batch, padded = x_BTF.shape[0], local.padded.shape[0]
+def _gather_rows(
+    x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, restore: torch.Tensor, padded: int
+) -> torch.Tensor:
+    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
+    label, batch = "shards (unshard, roll)", x_BTF.shape[0]
     rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
     for axis in reversed(range(mesh.ndim)):  # the last axis first: so ranks come in the order of their numbers
         name, size = _compat.group_name(mesh.get_group(axis)), mesh.size(axis)
@@ -168,7 +195,7 @@ def _gather_rows(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> torc
             what = f"all-gather of {label}"
             pending = failure.start(what, name, _compat.start_all_gather, rows_RF, size, name)
             rows_RF = failure.wait(pending, what, name)
-    at = spread_slots(local, local.restore, padded, batch).flatten()
+    at = spread_slots(local, restore, padded, batch).flatten()
     return rows_RF.index_select(0, at).unflatten(0, (batch, -1))
 
 
@@ -182,6 +209,7 @@ def roll(
     dim: int = 1,
     batch_dim: int | None = 0,
     fill_value: float = 0,
+    side: Side = "q",
 ) -> torch.Tensor:
     """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
 
@@ -191,19 +219,22 @@ def roll(
     the sequence.
 
     Args:
-        x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
+        x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
             with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
+            With ``side="kv"`` they are offsets of keys.
 
     Raises:
         ValueError: also if neither tells where documents start, unless the mask cannot hold several.
     """
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
-    ids = _documents(plan, cu_seqlens)
+    _check_side(side)
+    ids = _ids(_packings(plan, cu_seqlens, side), side)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
-    full = unshard(local, mesh, x, dim, batch_dim=batch_dim)
-    return shard(local, mesh, _shift(full, ids, int(shifts), dim, batch_dim, fill_value), dim, batch_dim=batch_dim)
+    full = _whole(plan, local, mesh, x, dim, batch_dim, side)
+    rolled = _shift(full, ids, int(shifts), dim, batch_dim, fill_value)
+    return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
 
 
 def _shift(
@@ -217,24 +248,24 @@ def _shift(
 
 def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -> torch.Tensor:
     """`rows` ``[rows, seq_len]`` as a tensor that broadcasts against `x`; one row serves every batch row."""
-    dim = _checked_dim(x, dim)
+    dim = check_dim(x, dim)
     shape = [1] * x.dim()
     shape[dim] = rows.shape[1]
     if len(rows) > 1:
-        if batch_dim is None or _checked_dim(x, batch_dim) == dim or x.shape[batch_dim] != len(rows):
+        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != len(rows):
             raise ValueError(
                 f"cu_seqlens has {len(rows)} rows, so batch_dim must be a dim of that size other than dim={dim}; got "
                 f"batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}"
             )
-        batch_dim = _checked_dim(x, batch_dim)
+        batch_dim = check_dim(x, batch_dim)
         shape[batch_dim] = len(rows)
         rows = rows if batch_dim < dim else rows.T
     return _beside(x, torch.from_numpy(np.ascontiguousarray(rows))).reshape(shape)
 
 
-def _documents(plan: Plan | RankPlan, cu_seqlens: Any) -> np.ndarray:
-    """Document of each token, -1 in padding: as the packing or `cu_seqlens` say, else the plan's offsets, else one
-    document where the mask rules out that there are several."""
+def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
+    """Where the documents of every batch row lie (one serves all): as the plan's packing or `cu_seqlens` say, else the
+    plan's offsets, else one document where the mask rules out that there are several."""
     if isinstance(plan, RankPlan) and plan.packed:
         raise ValueError("a RankPlan does not know where its packed sequences and their padding lie; pass the Plan")
     if isinstance(plan, Plan) and plan.packing is not None:
@@ -242,22 +273,33 @@ def _documents(plan: Plan | RankPlan, cu_seqlens: Any) -> np.ndarray:
             raise ValueError(
                 "the plan has a packing, which tells where documents and padding lie; leave cu_seqlens out"
             )
-        return plan.packing.sequence_ids()[None]
+        return [plan.packing]
+    length = plan.seq_len if side == "q" else plan.kv_len
     if cu_seqlens is not None:
-        return documents.document_ids(cu_seqlens, plan.seq_len)
+        return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]
     if isinstance(plan, RankPlan):
         raise ValueError(
-            "a RankPlan does not know where documents start; pass cu_seqlens ([0, seq_len] for one document)"
+            f"a RankPlan does not know where documents start; pass cu_seqlens ([0, {length}] for one document)"
         )
     if plan.cu_seqlens is not None:
-        return documents.document_ids(plan.cu_seqlens, plan.seq_len)
+        return [Packing(row) for row in plan.cu_seqlens]
+    if plan.kv_layout != plan.layout:
+        raise ValueError(
+            f"a mask of cross attention does not tell where documents start; pass cu_seqlens ([0, {length}] for one "
+            f"document)"
+        )
     cuts = documents.cuts(plan.masks.values(), plan.seq_len)
     if len(cuts):
         raise ValueError(
             f"no span of the mask crosses token {cuts[0]}, so a document may start there, and spans alone do not tell; "
             f"pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
-    return np.zeros((1, plan.seq_len), dtype=np.int64)
+    return [Packing([0, length])]
+
+
+def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
+    """Document of each token, -1 in padding; int64 ``[rows, tokens]``."""
+    return np.stack([packing.sequence_ids(side) for packing in packings])
 
 
 def shard_batch(
@@ -268,6 +310,7 @@ def shard_batch(
     cu_seqlens: Any = None,
     shift_labels: bool = True,
     dim: int = 1,
+    kv: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Shift labels inside documents, add position ids, and cut every tensor to this rank's tokens.
 
@@ -279,36 +322,54 @@ def shard_batch(
             with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
         shift_labels: False where the loader already shifted.
         dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
+        kv: names of the tensors ``[B, kv_len, …]`` (``[kv_len, …]``) that belong to the keys of cross attention, the
+            encoder's states say: they are cut as ``shard(…, side="kv")`` does. Positions of packed keys to be cut with
+            them: ``torch.from_numpy(packing.positions("kv"))``.
 
     Returns:
         The same keys and ``"position_ids"`` int64 ``[B, T]`` (``[T]`` with ``dim=0``), counted from the start of each
         document, 0 in padding.
 
     Raises:
-        ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents.
+        ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
+            names in `kv` that the batch lacks, or that belong to the queries.
     """
     if not batch:
         raise ValueError("shard_batch got an empty batch")
     if dim not in (0, 1):
         raise ValueError(f"dim must be 1 (tensors [B, seq_len, …]) or 0 (tensors [seq_len, …]), got {dim}")
-    expected = f"[{'batch, ' if dim else ''}{plan.seq_len}, …]"
+    if isinstance(kv, str) or not set(kv) <= set(batch) - {"labels", "position_ids"}:
+        raise ValueError(
+            f"kv must name tensors of the batch, {sorted(batch)}, other than labels and position_ids, which belong to "
+            f"the queries; got {kv!r}"
+        )
+    queries = {name: x for name, x in batch.items() if name not in kv}
+    if not queries:
+        raise ValueError(f'shard_batch got keys alone, {sorted(batch)}; cut them with shard(…, side="kv")')
     for name, x in batch.items():
-        if x.dim() <= dim or x.shape[dim] != plan.seq_len:
-            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}")
-    sizes = {name: x.shape[0] for name, x in batch.items()}
+        length = plan.seq_len if name in queries else plan.kv_len
+        if x.dim() <= dim or x.shape[dim] != length:
+            of_keys = name in queries and x.shape[dim : dim + 1] == (plan.kv_len,)
+            hint = f"; if it belongs to the keys, give kv=[{name!r}]" if of_keys else ""
+            expected = f"[{'batch, ' if dim else ''}{length}, …]"
+            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}{hint}")
+    sizes = {name: x.shape[0] for name, x in (batch if dim else queries).items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
-    first = next(iter(batch.values()))
-    ids = _documents(plan, cu_seqlens)
-    if len(ids) not in (1, first.shape[0] if dim else 1):
-        raise ValueError(f"cu_seqlens has {len(ids)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}")
+    first = next(iter(queries.values()))
+    packings = _packings(plan, cu_seqlens)
+    if len(packings) not in (1, first.shape[0] if dim else 1):
+        raise ValueError(
+            f"cu_seqlens has {len(packings)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}"
+        )
     result = dict(batch)
     if "labels" in batch:
-        result["labels"] = _shift(batch["labels"], ids, -1 if shift_labels else 0, dim, 0, IGNORE_INDEX)
+        shifts = -1 if shift_labels else 0
+        result["labels"] = _shift(batch["labels"], _ids(packings), shifts, dim, 0, IGNORE_INDEX)
     if "position_ids" not in batch:
-        positions = _beside(first, torch.from_numpy(documents.positions(ids)))
+        positions = _beside(first, torch.from_numpy(np.stack([packing.positions() for packing in packings])))
         result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]
-    return {name: shard(plan, mesh, x, dim) for name, x in result.items()}
+    return {name: shard(plan, mesh, x, dim, side="kv" if name in kv else "q") for name, x in result.items()}
 
 
 class _GlobalMean(torch.autograd.Function):

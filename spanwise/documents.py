@@ -1,40 +1,20 @@
-"""Documents of a packed sequence, token by token: ids, positions, and which token a shift inside documents brings.
+"""Documents of a packed sequence, token by token: which token a shift inside them brings, and where they may begin.
 
-Between offsets (or a `Packing`) and the batch contract: `batch` builds labels, positions and rolls from these arrays.
-Needs numpy alone. A document id is any number >= 0 that neighbouring documents do not share; -1 marks padding.
+Between a `Packing`, which gives each token its document, and the batch contract: `batch` builds labels and rolls from
+these arrays. Needs numpy alone. A document id is any number >= 0 that neighbouring documents do not share; -1 marks
+padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spanwise._span_patterns import check_offset_rows
 from spanwise.mask import SpanMask
 
 Int64 = npt.NDArray[np.int64]
-
-
-def document_ids(cu_seqlens: Any, seq_len: int) -> Int64:
-    """Document of each token, int64 ``[rows, seq_len]``; one array of offsets, or one for each batch row.
-
-    Raises:
-        ValueError: offsets that do not start at 0, decrease, or do not end at `seq_len`.
-    """
-    rows = check_offset_rows(cu_seqlens, seq_len)
-    return np.stack([np.repeat(np.arange(len(row) - 1), np.diff(row)) for row in rows])
-
-
-def positions(ids: Int64) -> Int64:
-    """Position of each token in its document, 0 in padding; int64 ``[rows, seq_len]``, as `ids`."""
-    token = np.arange(ids.shape[1])
-    opens = np.ones(ids.shape, dtype=bool)
-    opens[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    start = np.maximum.accumulate(np.where(opens, token, 0), axis=1)
-    return np.where(ids >= 0, token - start, 0)
 
 
 def shift(ids: Int64, shifts: int) -> tuple[Int64, npt.NDArray[np.bool_]]:

@@ -115,7 +115,7 @@ class SpanMask:
 
     @classmethod
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> SpanMask:
-        """Row ``i`` reads the keys ``i - left … i + right`` that exist; ``left`` and ``right`` in tokens, >= 0."""
+        """Row ``i`` reads the keys ``i - left … i + right`` that exist; both in tokens, -1 is no limit on that side."""
         length = check_length(seq_len, "seq_len")
         return cls._pattern(_span_patterns.sliding_window(length, *check_window((left, right), length)), length)
 
@@ -129,12 +129,13 @@ class SpanMask:
             cu_seqlens: integers ``[num_docs + 1]``, ``0 = cu[0] <= cu[1] <= …``: list, numpy array or torch tensor.
                 Document ``d`` holds the tokens ``cu[d] … cu[d + 1] - 1``; documents may be empty.
             causal: read no key after the row itself.
-            window: ``(left, right)`` in tokens: read only the keys ``i - left … i + right``. Where ``causal`` is set
-                too, a key must satisfy both, so ``right`` changes nothing.
+            window: ``(left, right)`` in tokens, -1 for no limit: read only the keys ``i - left … i + right``. Where
+                ``causal`` is set too, a key must satisfy both, so ``right`` changes nothing. ``(-1, 0)`` without
+                ``causal`` is refused: it is causal to FlashAttention, no limit to TransformerEngine.
         """
         cu = check_offsets(cu_seqlens)
         length = int(cu[-1])
-        near = None if window is None else check_window(window, length)
+        near = None if window is None else check_window(window, length, causal=causal)
         return cls._pattern(_span_patterns.documents(cu, causal, near), length)
 
     @classmethod

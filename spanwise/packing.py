@@ -19,7 +19,7 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from spanwise._span_patterns import check_length, check_window, int_array
+from spanwise._span_patterns import check_length, check_offsets, check_window, int_array
 from spanwise.layout import Layout, ragged_arange
 from spanwise.mask import SpanMask
 
@@ -42,6 +42,7 @@ class Packing:
         cu_seqlens_q_padded: storage offsets ``[num_sequences + 1]``; they may begin after 0. Default: `cu_seqlens_q`,
             no padding.
         cu_seqlens_kv, cu_seqlens_kv_padded: the same for keys. Default, when neither is given: those of the queries.
+            Keys of the queries' lengths need both where the queries are padded.
         q_len: rows of query storage; default: the last storage offset.
         kv_len: rows of key storage; default: the last storage offset, or `q_len` where keys default to the queries.
 
@@ -52,7 +53,8 @@ class Packing:
 
     Raises:
         ValueError: no integers, offsets that decrease, a sequence longer than its slot, another number of sequences for
-            keys than for queries, or storage that ends before its last slot.
+            keys than for queries, keys as long as the queries of which it is not said that they are padded alike, or
+            storage that ends before its last slot.
     """
 
     q_lens: Int64
@@ -84,6 +86,13 @@ class Packing:
             raise ValueError(
                 f"queries and keys must have the same number of sequences, got {len(lens)} in cu_seqlens_q and "
                 f"{len(kv_lens)} in cu_seqlens_kv"
+            )
+        alike = cu_seqlens_kv is not None and cu_seqlens_kv_padded is None and np.array_equal(lens, kv_lens)
+        if alike and not np.array_equal(offsets, kv_offsets):
+            raise ValueError(
+                "keys have the lengths of the queries, and cu_seqlens_q_padded pads the queries alone: give "
+                "cu_seqlens_kv_padded too (leave all of kv out where keys lie as queries do; "
+                "cu_seqlens_kv_padded=cu_seqlens_kv says that keys have no padding)"
             )
         values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
         for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
@@ -161,8 +170,9 @@ class Packing:
 
         Args:
             causal: read no key after ``d``.
-            window: ``(left, right)`` in tokens: read only the keys ``d - left … d + right`` that exist. Where `causal`
-                is set too, a key must satisfy both, so ``right`` changes nothing.
+            window: ``(left, right)`` in tokens, -1 for no limit: read only the keys ``d - left … d + right`` that
+                exist. Where `causal` is set too, a key must satisfy both, so ``right`` changes nothing. ``(-1, 0)``
+                without `causal` is refused: it is causal to FlashAttention, no limit to TransformerEngine.
             align: where the diagonal lies in sequences with different numbers of queries and keys; of no effect
                 elsewhere, and without `causal` and `window`.
 
@@ -172,7 +182,7 @@ class Packing:
         """
         if align not in (None, "top_left", "bottom_right"):
             raise ValueError(f'align must be "top_left" or "bottom_right", got {align!r}')
-        near = None if window is None else check_window(window, max(self.q_len, self.kv_len))
+        near = None if window is None else check_window(window, max(self.q_len, self.kv_len), causal=causal)
         shift = np.zeros_like(self.q_lens) if align == "top_left" else self.kv_lens - self.q_lens
         if align is None and (causal or near is not None):
             uneven = (self.q_lens != self.kv_lens) & (self.q_lens > 0) & (self.kv_lens > 0)
@@ -198,12 +208,21 @@ class Packing:
         return SpanMask(spans[0], spans[1], self.kv_len)
 
     def check_mask(self, mask: SpanMask) -> None:
-        """Checks a mask that was composed by hand against this packing.
+        """Checks a mask that is to be planned, one composed by hand too, against this packing.
+
+        Spans may cross sequences, for a prefix that several sequences read is one of its own: a mask that should not
+        cross them is the packing's own, or ``mask & packing.mask(causal=False)``.
 
         Raises:
-            ValueError: the mask has batch rows or other lengths than storage, a padding row has a span, or a span
-                covers a padding key.
+            ValueError: storage without a row, the mask has batch rows or other lengths than storage, a padding row has
+                a span, or a span covers a padding key.
         """
+        for what, rows in (("query", self.q_len), ("key", self.kv_len)):
+            if rows == 0:
+                raise ValueError(
+                    f"the packing has no {what} rows ({self.num_sequences} sequences, {self.q_len} query and "
+                    f"{self.kv_len} key rows), and a plan needs some on both sides: skip this batch, on every rank"
+                )
         if mask.batch_size > 1:
             raise ValueError(f"a packing has no batch rows, got a mask of batch size {mask.batch_size}")
         if (mask.q_len, mask.kv_len) != (self.q_len, self.kv_len):
@@ -236,13 +255,17 @@ class Packing:
         the last is cut alike.
 
         Raises:
-            ValueError: a slot, or storage before or after the slots, is no multiple of ``2 * num_ranks`` tokens.
+            ValueError: no storage, or a slot, or storage before or after the slots, that is no multiple of
+                ``2 * num_ranks`` tokens.
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         _, offsets, length = self._of(side)
+        what = "query" if side == "q" else "key"
+        if length == 0:
+            raise ValueError(f"the packing has no {what} rows to lay out; skip this batch, on every rank")
         edges = np.concatenate([[0], offsets, [length]])
-        check_chunks(edges, num_ranks)
+        check_chunks(edges, num_ranks, f"{what} ")
         edges = np.unique(edges)
         size = np.diff(edges) // (2 * num_ranks)
         chunk = np.arange(2 * num_ranks)
@@ -325,12 +348,12 @@ class Packing:
 def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:
     """Valid lengths, storage offsets and storage length of one side."""
     name = f"cu_seqlens_{side}"
-    cu = check_offsets(cu_seqlens, name)
+    cu = check_offsets(cu_seqlens, name, start_at_zero=False)
     if cu[0] != 0:
         raise ValueError(
             f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
         )
-    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded")
+    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded", start_at_zero=False)
     if len(offsets) != len(cu):
         raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
     lens, slots = np.diff(cu), np.diff(offsets)
@@ -340,20 +363,6 @@ def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None
         )
     lens.setflags(write=False)
     return lens, offsets, check_storage(f"{side}_len", offsets, length)
-
-
-def check_offsets(values: Any, name: str) -> Int64:
-    """Integers ``[num_sequences + 1]``, 0 or more, that never decrease, as a read-only int64 array of our own."""
-    offsets = np.array(int_array(values, name), dtype=np.int64)
-    if offsets.ndim != 1 or len(offsets) == 0:
-        raise ValueError(f"{name} must be [num_sequences + 1] offsets, got shape {list(offsets.shape)}")
-    if offsets[0] < 0:
-        raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
-    for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1]:
-        raise ValueError(f"{name} must not decrease, got {offsets[s + 1]} after {offsets[s]} at position {s + 1}")
-    check_length(int(offsets[-1]), f"the last entry of {name}")
-    offsets.setflags(write=False)
-    return offsets
 
 
 def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> int:
@@ -366,14 +375,19 @@ def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> in
     return rows
 
 
-def check_chunks(edges: Int64, num_ranks: int) -> None:
-    """Checks that slots can be cut into dual chunks; `edges` are 0, the storage offsets and the storage length."""
+def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
+    """Checks that slots can be cut into dual chunks.
+
+    Args:
+        edges: 0, the storage offsets and the storage length.
+        kind: "query " or "key ", of the tokens, for the message.
+    """
     for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
         last = len(edges) - 2
         what = "storage before sequence 0" if s == 0 else "storage after the last sequence"
         what = what if s in (0, last) else f"sequence {s - 1}"
         raise ValueError(
-            f"{what} has a padded length of {edges[s + 1] - edges[s]} tokens, and the dual-chunk order needs a "
+            f"{what} has a padded length of {edges[s + 1] - edges[s]} {kind}tokens, and the dual-chunk order needs a "
             f"multiple of 2 * num_ranks = {2 * num_ranks}; any other balancer needs no padding"
         )
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spanwise.packing import check_chunks, check_offsets, check_storage
+from spanwise._span_patterns import check_offsets
+from spanwise.packing import check_chunks, check_storage
 
 
 def dualchunk_to_contiguous_order_thd(
@@ -29,7 +30,8 @@ def dualchunk_to_contiguous_order_thd(
         `x` with its tokens along `dim` in storage order.
 
     Raises:
-        ValueError: ``T``, or a slot of offsets that the host can read, is no multiple of ``2 * num_ranks``.
+        ValueError: `dim` does not exist, or ``T``, or a slot of offsets that the host can read, is no multiple of
+            ``2 * num_ranks``.
     """
     edges, start, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, 1)
     within = start - edges[slot]
@@ -58,17 +60,24 @@ def contiguous_to_dualchunk_order_thd(
     return x.index_select(dim, edges[slot] + chunk * size + within - size * second)
 
 
+def check_dim(x: torch.Tensor, dim: int) -> int:
+    """`dim` counted from the front; ``ValueError`` if `x` has no such dim."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
 def _slots(
     x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """0, storage offsets and `x`'s tokens; every token's position; its slot if every slot is cut to ``1 / parts``."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    tokens = x.shape[dim]
+    tokens = x.shape[check_dim(x, dim)]
     if tokens % (2 * num_ranks):
         raise ValueError(f"dim {dim} must be a multiple of 2 * num_ranks = {2 * num_ranks} tokens, got {tokens}")
     if not isinstance(cu_seqlens_padded, torch.Tensor) or cu_seqlens_padded.device.type == "cpu":
-        host = check_offsets(cu_seqlens_padded, "cu_seqlens_padded")
+        host = check_offsets(cu_seqlens_padded, "cu_seqlens_padded", start_at_zero=False)
         check_storage(f"dim {dim}", host, tokens)
         check_chunks(np.concatenate([[0], host, [tokens]]), num_ranks)
         cu_seqlens_padded = torch.from_numpy(host.copy())

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import spanwise
-from spanwise import SpanMask, documents
+from spanwise import SpanMask
+from spanwise.packing import Packing
 from spanwise.rank_plan import build
 from tests.ranks.harness import run_ranks
 
@@ -100,7 +101,7 @@ def test_roll_gradient() -> None:
     plan = plan_for(3)
     x = torch.randn(2, LENGTH, dtype=torch.float64)
     weights = torch.randn(2, LENGTH, dtype=torch.float64)
-    same = torch.tensor(documents.document_ids(CU, LENGTH)[0])
+    same = torch.from_numpy(Packing(CU).sequence_ids())
     expected = torch.zeros_like(x)  # token i feeds token i - 1 of its document
     keep = same[1:] == same[:-1]
     expected[:, 1:] = torch.where(keep, weights[:, :-1], 0.0)

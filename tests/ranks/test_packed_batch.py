@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spanwise
+from spanwise.mask import SpanMask
 from spanwise.packing import Packing
 from tests.ranks.harness import run_ranks
 
@@ -39,10 +42,11 @@ def plan_of(num_ranks: int, kind: str) -> spanwise.Plan:
 KINDS = ["dual_chunk", "ptrr", "unpadded"]
 
 
-def rolled(x: torch.Tensor, packing: Packing, shifts: int, fill_value: float) -> torch.Tensor:
+def rolled(x: torch.Tensor, packing: Packing, shifts: int, fill_value: float, side: str = "q") -> torch.Tensor:
     """What `spanwise.roll` promises, sequence by sequence on one device; x is [tokens, …]."""
     out = torch.where(torch.tensor(False), x, fill_value)  # a function of x even where nothing of x is left
-    for start, count in zip(packing.q_starts.tolist(), packing.q_lens.tolist(), strict=True):
+    starts, lens = (getattr(packing, f"{side}_{what}").tolist() for what in ("starts", "lens"))
+    for start, count in zip(starts, lens, strict=True):
         moved = count - abs(shifts)
         if moved > 0:
             into, out_of = start + max(shifts, 0), start + max(-shifts, 0)
@@ -202,13 +206,141 @@ def test_keys_of_cross_attention_lie_as_their_own_layout_says() -> None:
     run_ranks(2, too_short)
 
 
+def cross_plan(num_ranks: int, balancer: str) -> spanwise.Plan:
+    """24 query and 37 key rows (dual-chunk: 40), with more keys than queries, fewer, and none."""
+    q, kv = {"q_len": 24}, {"kv_len": 37}
+    if balancer == "dual_chunk":
+        q, kv = {"cu_seqlens_q_padded": [0, 8, 16, 16, 24]}, {"cu_seqlens_kv_padded": [0, 16, 24, 24, 40]}
+    packing = Packing([0, 3, 9, 9, 15], **q, cu_seqlens_kv=[0, 13, 15, 15, 30], **kv)
+    return spanwise.make_plan(packing.mask(align="bottom_right"), num_ranks, packing=packing, balancer=balancer)
+
+
+CROSS = [(1, "contiguous"), (2, "dual_chunk"), (3, "contiguous"), (4, "dual_chunk"), (4, "contiguous")]
+
+
+@pytest.mark.parametrize(("num_ranks", "balancer"), CROSS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_unshard_puts_keys_back_and_has_the_exact_adjoint(num_ranks: int, balancer: str, dim: int) -> None:
+    plan = cross_plan(num_ranks, balancer)
+    shape = (plan.kv_len, 3) if dim == 0 else (2, plan.kv_len)
+    x, ids = torch.randn(shape, dtype=torch.float64), torch.arange(plan.kv_len)
+    cotangents = [torch.randn(shape, dtype=torch.float64) for _ in range(num_ranks)]
+
+    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        local = spanwise.shard(plan, mesh, x, dim, side="kv").requires_grad_()
+        full = spanwise.unshard(plan, mesh, local, dim, side="kv")
+        full.backward(cotangents[rank])
+        mine = spanwise.shard(plan, mesh, ids, 0, side="kv")
+        return full.detach(), local.grad, spanwise.unshard(plan, mesh, mine, 0, side="kv")
+
+    for rank, (full, grad, whole_ids) in enumerate(run_ranks(num_ranks, on_rank)):
+        assert torch.equal(full, x) and torch.equal(whole_ids, ids)
+        torch.testing.assert_close(grad, plan.shard(sum(cotangents), rank, dim, side="kv"))
+
+
+@pytest.mark.parametrize(("num_ranks", "balancer"), CROSS)
+@pytest.mark.parametrize("shifts", [-1, 2, -40])
+def test_roll_of_keys_and_its_gradient(num_ranks: int, balancer: str, shifts: int) -> None:
+    plan = cross_plan(num_ranks, balancer)
+    packing = plan.packing
+    x, weights = (torch.randn(packing.kv_len, 3, dtype=torch.float64) for _ in range(2))
+    reference = x.clone().requires_grad_()
+    expected = rolled(reference, packing, shifts, 7, "kv")
+    (expected * weights).sum().backward()
+
+    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
+        local = spanwise.shard(plan, mesh, x, 0, side="kv").requires_grad_()
+        out = spanwise.roll(local, shifts, plan, mesh, dim=0, fill_value=7, side="kv")
+        out.backward(spanwise.shard(plan, mesh, weights, 0, side="kv"))
+        return out.detach(), local.grad
+
+    for rank, (out, grad) in enumerate(run_ranks(num_ranks, on_rank)):
+        assert torch.equal(out, plan.shard(expected.detach(), rank, 0, side="kv"))
+        assert torch.equal(grad, plan.shard(reference.grad, rank, 0, side="kv"))
+
+
+def test_keys_whose_documents_only_their_offsets_tell() -> None:
+    """Cross attention without a packing: the mask does not say where documents of keys are."""
+    plan = spanwise.make_plan(SpanMask.full(9, 14), 2)
+    x, cu = torch.arange(14), [0, 5, 14]
+    expected = rolled(x, Packing(cu), -1, -1)
+
+    def on_rank(rank: int, mesh: object) -> list[torch.Tensor]:
+        mine = spanwise.shard(plan, mesh, x, 0, side="kv")
+        for side, length in (("q", 9), ("kv", 14)):
+            with pytest.raises(
+                ValueError, match=rf"cross attention does not tell .* pass cu_seqlens \(\[0, {length}\]"
+            ):
+                spanwise.roll(mine, -1, plan, mesh, dim=0, side=side)
+        with pytest.raises(ValueError, match="a RankPlan does not know where other ranks' keys lie; pass the Plan"):
+            spanwise.roll(mine, -1, plan.local(mesh), mesh, cu, dim=0, side="kv")
+        with pytest.raises(ValueError, match="must end with seq_len 14, got 9"):
+            spanwise.roll(mine, -1, plan, mesh, [0, 9], dim=0, side="kv")
+        return spanwise.roll(mine, -1, plan, mesh, cu, dim=0, fill_value=-1, side="kv")
+
+    for rank, got in enumerate(run_ranks(2, on_rank)):
+        assert torch.equal(got, plan.shard(expected, rank, 0, side="kv"))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_batch_with_tensors_of_the_keys(dim: int) -> None:
+    plan = cross_plan(4, "contiguous")
+    packing = plan.packing
+    tokens = torch.randint(0, 50, (2, packing.q_len) if dim else (packing.q_len,))
+    states = torch.randn((2, packing.kv_len, 3) if dim else (packing.kv_len, 3))
+    batch = {"states": states, "labels": tokens}
+
+    def on_rank(rank: int, mesh: object) -> list[dict[str, torch.Tensor]]:
+        with_keys = spanwise.shard_batch(batch, plan, mesh, dim=dim, kv=["states"])
+        return [with_keys, spanwise.shard_batch({"labels": tokens}, plan, mesh, dim=dim)]
+
+    for rank, (got, without) in enumerate(run_ranks(4, on_rank)):
+        assert torch.equal(got.pop("states"), plan.shard(states, rank, dim, side="kv"))
+        assert got.keys() == without.keys() and all(torch.equal(got[name], without[name]) for name in got)
+    cases = [
+        ({}, r"batch\['states'\] must be .*24, …\], got shape .*; if it belongs to the keys, give kv=\['states'\]"),
+        ({"kv": ["states", "labels"]}, r"kv must name tensors of the batch, .* got \['states', 'labels'\]"),
+        ({"kv": ["more"]}, r"kv must name tensors of the batch, .* got \['more'\]"),
+        ({"kv": "states"}, "kv must name tensors of the batch, .* got 'states'"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            spanwise.shard_batch(batch, plan, None, dim=dim, **options)
+    with pytest.raises(ValueError, match=r"batch\['states'\] must be .*37, …\], got shape .*\)$"):
+        spanwise.shard_batch({**batch, "states": tokens}, plan, None, dim=dim, kv=["states"])
+    with pytest.raises(ValueError, match='keys alone, .* shard.…, side="kv".'):
+        spanwise.shard_batch({"states": states}, plan, None, dim=dim, kv=["states"])
+
+
+def test_unshard_of_the_wrong_side() -> None:
+    plan = cross_plan(3, "contiguous")
+
+    def on_rank(rank: int, mesh: object) -> None:
+        q, k = (torch.zeros(len(layout.indices(rank)), 2) for layout in (plan.layout, plan.kv_layout))
+        with pytest.raises(ValueError, match=f"dim 0 must have rank {rank}'s {len(k)} keys, got a tensor of shape"):
+            spanwise.unshard(plan, mesh, q, 0, side="kv")
+        with pytest.raises(ValueError, match=f"dim 0 must have rank {rank}'s {len(q)} tokens, got a tensor of shape"):
+            spanwise.unshard(plan, mesh, k, 0)
+        with pytest.raises(ValueError, match="a RankPlan does not know where other ranks' keys lie; pass the Plan"):
+            spanwise.unshard(plan.local(mesh), mesh, k, 0, side="kv")
+        with pytest.raises(ValueError, match='side must be "q" or "kv", got \'k\''):
+            spanwise.unshard(plan, mesh, q, 0, side="k")
+        with pytest.raises(ValueError, match='side must be "q" or "kv", got \'k\''):
+            spanwise.roll(q, 1, plan, mesh, dim=0, side="k")
+
+    run_ranks(3, on_rank)
+
+
 def test_self_attention_has_one_layout() -> None:
     plan = padded_plan(2, "dual_chunk")
     x = torch.randn(plan.seq_len, 2)
 
     def on_rank(rank: int, mesh: object) -> bool:
-        sides = [spanwise.shard(p, mesh, x, 0, side=s) for p in (plan, plan.local(mesh)) for s in ("q", "kv")]
-        return all(torch.equal(side, plan.shard(x, rank, 0)) for side in sides)
+        mine = plan.shard(x, rank, 0)
+        for p, side in itertools.product((plan, plan.local(mesh)), ("q", "kv")):
+            assert torch.equal(spanwise.shard(p, mesh, x, 0, side=side), mine)
+            assert torch.equal(spanwise.unshard(p, mesh, mine, 0, side=side), x)
+        return True
 
     assert all(run_ranks(2, on_rank))
 

@@ -1,4 +1,4 @@
-"""Documents token by token: ids, positions, shifts and cuts, against their definitions."""
+"""Documents token by token: shifts and cuts, against their definitions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def token_ids(draw: st.DrawFn) -> np.ndarray:
     return np.array(rows, np.int64).reshape(len(rows), seq_len)
 
 
-@given(token_ids())
-def test_positions_count_from_the_start_of_each_document(ids: np.ndarray) -> None:
-    expected = [[(row[:i] == row[i]).sum() if row[i] >= 0 else 0 for i in range(len(row))] for row in ids]
-    np.testing.assert_array_equal(documents.positions(ids), np.array(expected, np.int64).reshape(ids.shape))
-
-
 @given(token_ids(), st.integers(-25, 25))
 def test_a_shift_stays_inside_documents(ids: np.ndarray, shifts: int) -> None:
     source, inside = documents.shift(ids, shifts)
@@ -39,15 +33,6 @@ def test_a_shift_stays_inside_documents(ids: np.ndarray, shifts: int) -> None:
             assert 0 <= source[i] < len(row)
             if there:
                 assert source[i] == i - shifts
-
-
-@given(st.lists(st.integers(0, 4), max_size=8), st.lists(st.integers(0, 4), max_size=8))
-def test_ids_follow_offsets(first: list[int], second: list[int]) -> None:
-    second.append(max(sum(first) - sum(second), 0))
-    first.append(sum(second) - sum(first))
-    ids = documents.document_ids([np.cumsum([0, *first]), np.cumsum([0, *second])], sum(first))
-    for row, lens in zip(ids, (first, second), strict=True):
-        assert row.tolist() == [d for d, count in enumerate(lens) for _ in range(count)]
 
 
 @given(st.integers(1, 30), st.integers(0, 10**6))

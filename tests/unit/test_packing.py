@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import spanwise
 from spanwise.mask import SpanMask
 from spanwise.packing import Packing
 from spanwise.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
@@ -62,29 +63,67 @@ def dense_of(packing: Packing, causal: bool, window: tuple[int, int] | None, ali
         shift = 0 if align == "top_left" else keys - queries
         for i in range(queries):
             for j in range(keys):
-                near = window is None or i + shift - window[0] <= j <= i + shift + window[1]
+                left, right = (-1, -1) if window is None else window
+                near = (left == -1 or j >= i + shift - left) and (right == -1 or j <= i + shift + right)
                 dense[packing.q_starts[s] + i, packing.kv_starts[s] + j] = near and (not causal or j <= i + shift)
     return dense
 
 
-windows = st.none() | st.tuples(st.integers(0, 12), st.integers(0, 12))
+windows = st.none() | st.tuples(st.integers(-1, 12), st.integers(-1, 12))
 
 
 @given(packings(), st.booleans(), windows, st.sampled_from(["top_left", "bottom_right"]))
 def test_mask_is_its_definition(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str) -> None:
+    assume(causal or window != (-1, 0))
     mask = packing.mask(causal=causal, window=window, align=align)
     np.testing.assert_array_equal(mask.dense()[0], dense_of(packing, causal, window, align))
-    packing.check_mask(mask)
+    if packing.q_len and packing.kv_len:
+        packing.check_mask(mask)
 
 
 @given(packings(square=True), st.booleans(), windows)
 def test_square_masks_need_no_alignment(packing: Packing, causal: bool, window: tuple[int, int] | None) -> None:
+    assume(causal or window != (-1, 0))
     expected = dense_of(packing, causal, window, None)
     np.testing.assert_array_equal(packing.mask(causal=causal, window=window).dense()[0], expected)
     if not packing.padded:
         assert packing.mask(causal=causal, window=window) == SpanMask.documents(
             packing.q_offsets, causal=causal, window=window
         )
+
+
+WINDOWS = [None, (-1, -1), (-1, 0), (-1, 2), (0, -1), (2, -1), (0, 0), (2, 0), (2, 1), (99, 99)]
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_with_and_without_a_causal_mask(window: tuple[int, int] | None, causal: bool, align: str) -> None:
+    """More queries than keys, more keys than queries, as many, none: every cell against the definition."""
+    packing = Packing([0, 7, 10, 15, 15], cu_seqlens_kv=[0, 3, 12, 17, 20])
+    if (window, causal) == ((-1, 0), False):
+        with pytest.raises(ValueError, match="causal mask to FlashAttention .* no limit at all to TransformerEngine"):
+            packing.mask(causal=causal, window=window, align=align)
+        return
+    dense = packing.mask(causal=causal, window=window, align=align).dense()[0]
+    np.testing.assert_array_equal(dense, dense_of(packing, causal, window, align))
+    square = Packing([0, 7, 7, 15])
+    documents = SpanMask.documents([0, 7, 7, 15], causal=causal, window=window)
+    np.testing.assert_array_equal(documents.dense()[0], dense_of(square, causal, window, align))
+    if window is not None:
+        plain = SpanMask.sliding_window(9, *window)
+        np.testing.assert_array_equal(plain.dense()[0], dense_of(Packing([0, 9]), False, window, None))
+
+
+def test_windows_without_a_limit_are_those_of_transformer_engine() -> None:
+    """TransformerEngine makes (-1, 0) of (-1, -1), and (W, 0) of (W, R), under a causal mask."""
+    packing = Packing([0, 5, 9])
+    causal, full = packing.mask(), packing.mask(causal=False)
+    assert packing.mask(window=(-1, -1)) == packing.mask(window=(-1, 0)) == causal
+    assert packing.mask(causal=False, window=(-1, -1)) == full
+    assert packing.mask(window=(2, -1)) == packing.mask(window=(2, 0)) == packing.mask(causal=False, window=(2, 0))
+    with pytest.raises(ValueError, match=r"or -1 for no limit on a side, got \(-2, 0\)"):
+        packing.mask(window=(-2, 0))
 
 
 @given(packings())
@@ -209,14 +248,73 @@ def test_what_a_packing_refuses() -> None:
         (lambda: Packing([0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
         (lambda: Packing([0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
         (lambda: Packing([0.0, 4.0]), "cu_seqlens_q must hold integers"),
-        (lambda: Packing([]), r"cu_seqlens_q must be \[num_sequences \+ 1\] offsets, got shape \[0\]"),
-        (lambda: Packing([[0, 4]]), r"got shape \[1, 2\]"),
+        (lambda: Packing([]), r"cu_seqlens_q must be offsets .*, got shape \[0\]$"),
+        (lambda: Packing([[0, 4]]), r"got shape \[1, 2\]; cu_seqlens_q.squeeze\(0\) takes the batch dim off"),
+        (lambda: Packing(torch.tensor([[0, 4]] * 3)), r"got shape \[3, 2\]$"),
+        (
+            lambda: Packing([0, 5, 9, -1, -1]),
+            r"got -1 after 9 at position 3; the 2 entries .* cut off the tail, cu_seqlens_q\[:3\]",
+        ),
+        (
+            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16, 0]),
+            r"got 0 after 16 at position 3; that entry looks like filling: .* cu_seqlens_q_padded\[:3\]",
+        ),
+        (lambda: Packing([0, 5, -1, 9]), "got -1 after 5 at position 2$"),
+        (
+            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 5, 9]),
+            "pads the queries alone: give cu_seqlens_kv_padded too",
+        ),
         (lambda: Packing([0, 4]).positions("k"), 'side must be "q" or "kv"'),
         (lambda: Packing.from_arrays({}), "must include 'q_lens'"),
     ]
     for make, message in cases:
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_keys_of_other_lengths_need_no_padding() -> None:
+    q = {"cu_seqlens_q": [0, 5, 9], "cu_seqlens_q_padded": [0, 8, 16]}
+    assert Packing(**q, cu_seqlens_kv=[0, 6, 9]).kv_offsets.tolist() == [0, 6, 9]
+    assert Packing(**q, cu_seqlens_kv=[0, 5, 9], cu_seqlens_kv_padded=[0, 5, 9]).kv_offsets.tolist() == [0, 5, 9]
+    assert Packing([0, 5, 9], cu_seqlens_q_padded=[0, 5, 9], cu_seqlens_kv=[0, 5, 9]).square
+
+
+def test_offsets_that_repeat_the_total_are_empty_sequences() -> None:
+    packing = Packing([0, 5, 9, 9, 9])
+    assert packing.q_lens.tolist() == [5, 4, 0, 0]
+    assert packing.mask() == Packing([0, 5, 9]).mask()
+
+
+@pytest.mark.parametrize(
+    ("packing", "message"),
+    [
+        (Packing([0]), "no query rows .0 sequences, 0 query and 0 key rows.* skip this batch"),
+        (Packing([0, 0, 0]), "no query rows .2 sequences, 0 query and 0 key rows.* skip this batch"),
+        (Packing([0, 3], cu_seqlens_kv=[0, 0]), "no key rows .1 sequences, 3 query and 0 key rows.* skip"),
+        (Packing([0, 0], cu_seqlens_kv=[0, 3]), "no query rows .1 sequences, 0 query and 3 key rows.* skip"),
+    ],
+)
+def test_batches_without_a_token(packing: Packing, message: str) -> None:
+    for balancer in ("auto", "dual_chunk"):
+        with pytest.raises(ValueError, match=message):
+            spanwise.make_plan(packing.mask(align="top_left"), 2, packing=packing, balancer=balancer)
+    side = "q" if packing.q_len == 0 else "kv"
+    with pytest.raises(ValueError, match=f"no {'query' if side == 'q' else 'key'} rows to lay out; skip this batch"):
+        packing.dual_chunk_layout(2, side)
+
+
+def test_storage_without_a_valid_token_is_planned() -> None:
+    """What the empty batches' message asks for: rows on both sides, though none of them holds a token."""
+    packing = Packing([0, 0], q_len=8)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="dual_chunk")
+    assert plan.work().tolist() == [0, 0]
+
+
+def test_a_prefix_that_sequences_share_is_no_error() -> None:
+    packing = Packing([0, 5, 13])
+    shared = SpanMask.shared_prefix(5, [8])
+    assert shared == SpanMask.causal(13)  # so that no rule can tell the one from the other
+    packing.check_mask(shared)
 
 
 def test_check_mask() -> None:
@@ -307,7 +405,18 @@ def test_what_the_dual_chunk_order_refuses() -> None:
         Packing([0, 4], q_len=7).dual_chunk_layout(2)
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         Packing([0, 4]).dual_chunk_layout(0)
+    cross = Packing([0, 4, 8], cu_seqlens_kv=[0, 4, 10])
+    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 key tokens"):
+        spanwise.make_plan(cross.mask(causal=False), 2, packing=cross, balancer="dual_chunk")
+    with pytest.raises(ValueError, match="sequence 0 has a padded length of 6 query tokens"):
+        Packing([0, 6, 8], cu_seqlens_kv=[0, 4, 8]).dual_chunk_layout(2)
     for convert in (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd):
+        for dim in (2, -3):
+            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
+                convert(torch.zeros(8, 2), [0, 8], 2, dim)
+            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
+                plan = spanwise.make_plan(SpanMask.causal(8), 1)
+                spanwise.shard(plan, None, torch.zeros(8, 2), dim)
         with pytest.raises(ValueError, match="sequence 0 has a padded length of 6"):
             convert(torch.zeros(16), torch.tensor([0, 6, 16]), 2)
         with pytest.raises(ValueError, match="dim 0 must be a multiple of 2 \\* num_ranks = 4 tokens, got 6"):
