@@ -27,10 +27,12 @@ class Flash(NamedTuple):
         backward: ``(grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (dq, dk, dv)``. It
             reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. What it says of rows
             without keys and of keys without queries does not matter.
+        max_sequences: the most sequences that a call takes.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    max_sequences: int = 65535  # CUDA: they are the second axis of the launch grid
 
 
 class _Call(NamedTuple):
@@ -66,6 +68,16 @@ def _calls(
         cu_q, cu_k = offsets(cu_seq_q[here], rows.shape[2]), offsets(cu_seq_k[here], keys.shape[2])
         row_mask, key_mask = (x[i].repeat(repeats, 1).view(-1, 1) for x in (rows, keys))
         yield _Call((cu_q, cu_k, max_q, max_k), (left, right), row_mask, key_mask.unsqueeze(2))
+
+
+def _groups(flash: Flash, batch: int, calls: torch.Tensor, rows: torch.Tensor) -> list[slice]:
+    """Batch rows that a call takes together; all of them unless one row's rounds serve more rows than a call takes."""
+    table_rows = rows.shape[1]
+    most = max((call[-1] for call in calls.tolist()), default=0)  # host memory
+    if batch == table_rows or batch // table_rows * most <= flash.max_sequences:
+        return [slice(0, batch)]
+    step = max(flash.max_sequences // most, 1) * table_rows
+    return [slice(first, first + step) for first in range(0, batch, step)]
 
 
 def _flat(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -107,6 +119,12 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The custom op's forward by the given kernel: (out, lse) of `varlen`."""
     batch, heads, q_len, _ = q.shape
+    groups = _groups(flash, batch, calls, rows)
+    if len(groups) > 1:
+        out, lse = empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
+        for g in groups:
+            out[g], lse[g] = forward(flash, q[g], k[g], v[g], calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+        return out, lse
     width = _width(q, v)
     q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
     total: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -149,6 +167,15 @@ def backward(
     ring attention does (Liu et al., 2023), and the merge needs no gradient of its own.
     """
     batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
+    groups = _groups(flash, batch, calls, rows)
+    if len(groups) > 1:
+        dq, dk, dv = (empty_by_head(x, x.shape[3]) for x in (q, k, v))
+        for g in groups:
+            of_out, of_lse = (None if x is None else x[g] for x in (grad_out, grad_lse))
+            mine = (q[g], k[g], v[g], out[g], lse[g])
+            grads = backward(flash, of_out, of_lse, *mine, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+            dq[g], dk[g], dv[g] = grads
+        return dq, dk, dv
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     is_empty = lse == float("-inf")
     grad_out = grad_out.masked_fill(is_empty.unsqueeze(3), 0)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from spanwise import _compat
@@ -20,11 +21,31 @@ from spanwise.kernels._checks import check_problem
 from spanwise.kernels._rounds import Flash, backward, empty_by_head, forward, lse_dtype
 
 if TYPE_CHECKING:
-    from spanwise.kernels._segments import Segments
+    from spanwise.kernels._segments import Round, Segments
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
-_MAX_SEQUENCES = 65535  # they are the second axis of the kernel's launch grid
+FLASH = Flash(_compat.flash_forward, _compat.flash_backward)
+
+
+def parts(whole: Round, most: int) -> list[Round]:
+    """The round as rounds of at most `most` sequences, at least 5, which together read what it reads."""
+    count = len(whole.cu_seq_q) - 1
+    if count <= most:
+        return [whole]
+    found = []
+    for first in range(0, count, most - 4):
+        stop = min(first + most - 4, count)
+        # What lies before and after are two sequences each, of queries alone and of keys alone; none if it is nothing.
+        (q, q_stop, num_q), (k, k_stop, num_k) = (cu[[first, stop, -1]] for cu in (whole.cu_seq_q, whole.cu_seq_k))
+        cu_q = np.concatenate([[0, q], whole.cu_seq_q[first : stop + 1], [num_q, num_q]])
+        cu_k = np.concatenate([[0, 0], whole.cu_seq_k[first : stop + 1], [k_stop, num_k]])
+        keep = np.append(True, (np.diff(cu_q) > 0) | (np.diff(cu_k) > 0))
+        rows, keys = np.zeros_like(whole.rows), np.zeros_like(whole.keys)
+        rows[q:q_stop], keys[k:k_stop] = whole.rows[q:q_stop], whole.keys[k:k_stop]
+        offsets = {"cu_seq_q": cu_q[keep].astype(np.int32), "cu_seq_k": cu_k[keep].astype(np.int32)}
+        found.append(dataclasses.replace(whole, **offsets, rows=rows, keys=keys))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +70,11 @@ class VarlenTables:
 
     @classmethod
     def from_segments(cls, segments: Segments, device: torch.device | str = "cpu") -> VarlenTables:
-        """Copies of the rounds on ``device``, marked for torch.compile as varying in all that differs between masks."""
-        rounds, batch = segments.rounds, segments.batch
+        """Copies of the rounds on ``device``, marked for torch.compile as varying in all that differs between masks.
+
+        A round of more sequences than one call takes becomes several.
+        """
+        rounds, batch = [part for r in segments.rounds for part in parts(r, FLASH.max_sequences)], segments.batch
         calls = [(*r.window, r.max_q, r.max_k, len(r.cu_seq_q) - 1) for r in rounds]
 
         def joined(name: str) -> torch.Tensor:
@@ -165,12 +189,6 @@ def check_tables(q: torch.Tensor, k: torch.Tensor, tables: VarlenTables) -> None
             f"the rounds are those of a mask of {batch} batch rows, {q_len} queries and {kv_len} keys; q and k have "
             f"{q.shape[0]}, {q.shape[2]} and {k.shape[2]}"
         )
-    longest = max((call[-1] for call in tables.calls.tolist()), default=0) * (q.shape[0] // batch)  # host memory
-    if longest > _MAX_SEQUENCES:
-        raise ValueError(
-            f"kernel 'varlen' takes up to {_MAX_SEQUENCES} sequences in a call, the mask makes {longest} of "
-            f"{q.shape[0]} batch rows; use kernel='flex'"
-        )
 
 
 def attend_rounds(
@@ -180,9 +198,6 @@ def attend_rounds(
     fields = (getattr(tables, f.name) for f in dataclasses.fields(tables))
     out, lse = torch.ops.spanwise.varlen(q, k, v, *fields, scale)
     return out, lse
-
-
-FLASH = Flash(_compat.flash_forward, _compat.flash_backward)
 
 
 # --- operators -----------------------------------------------------------------------------------------------------
