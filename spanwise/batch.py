@@ -413,8 +413,11 @@ def cross_entropy(
     if num_valid is None:
         count = (labels != IGNORE_INDEX).sum()
         count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
+    elif isinstance(num_valid, torch.Tensor):
+        count = num_valid.to(logits.device, non_blocking=logits.device.type != "cpu")
     else:
-        if isinstance(num_valid, (int, float)) and not (math.isfinite(num_valid) and num_valid >= 0):
+        if not (math.isfinite(num_valid) and num_valid >= 0):
             raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
-        count = torch.as_tensor(num_valid, device=logits.device)
+        # Written where it is needed: to copy it there, as `as_tensor` does, would make the host wait.
+        count = torch.full((), num_valid, device=logits.device)
     return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)

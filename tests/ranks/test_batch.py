@@ -212,6 +212,16 @@ def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: i
     torch.testing.assert_close(sum(grad for _, grad in results) / num_ranks, reference.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_the_number_of_valid_tokens_is_a_number_or_a_tensor() -> None:
+    logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 4, -100, 2, 1, 3])
+    expected = F.cross_entropy(logits, labels, reduction="sum") / 8
+    for num_valid in (8, 8.0, np.int64(8), torch.tensor(8), torch.tensor(8.0)):
+        torch.testing.assert_close(spanwise.cross_entropy(logits, labels, None, num_valid=num_valid), expected)
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"num_valid must be a number of tokens, got {wrong}"):
+            spanwise.cross_entropy(logits, labels, None, num_valid=wrong)
+
+
 def test_loss_without_any_valid_token_is_zero() -> None:
     def on_rank(rank: int, mesh: object) -> tuple[float, float]:
         logits = torch.ones(1, 3, 5, requires_grad=True)
