@@ -1,11 +1,12 @@
 """Attention over a sharded sequence: exchange, local kernels, merge.
 
-Every rank holds its shard of q, k and v. The gather of K/V starts first; while it travels the local queries attend to
-the local keys, then to everybody else's, and the two partial results merge exactly. All of it is a composition of
-differentiable pieces, so autograd, checkpointing and `torch.compile` see each of them, the collectives included.
+Every rank holds its shard of q, k and v. Under Ulysses the ranks of a group first trade heads for tokens. The exchange
+of K/V starts; while it is under way the local queries attend to the local keys, then to the others as they arrive, and
+the partial results merge exactly. All of it is a composition of differentiable pieces, so autograd, checkpointing and
+`torch.compile` see each of them, the collectives included.
 """
 
-# B batch, H heads, T tokens of this rank, D head dim, R rows (batch row, token) of a padded shard, F features of a row
+# B batch, H heads, T tokens of this rank, D head dim
 
 from __future__ import annotations
 
@@ -74,15 +75,17 @@ def context_parallel_attention(
         v: ``[B, Hkv, T, Dv]``.
         plan: the `RankPlan` that `plan.local` made, or a `Plan`, which is then compared across the ranks at each call.
             In compiled code always the former.
-        mesh: the 1-D cp mesh; None is allowed for a plan of one rank.
+        mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
-        kernel: "auto", "reference", "sdpa" (CPU), "flex"; see `spanwise.kernels.resolve`.
+        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA); see `spanwise.kernels.resolve`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
             "reference" and "flex".
         softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
             `score_mod`.
-        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss).
+        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss). Its
+            gradient on a rank is that of the rows and heads which the rank computes: sum it over the cp ranks, as that
+            of any parameter.
         return_aux: ask for lse or max_logit.
 
     Returns:
@@ -125,11 +128,74 @@ def _attend(
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
         return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
+    local, kernel = _checked(q, k, v, plan, mesh, request, mask, kernel, score_mod, softcap, sinks)
+    stages, batch = local.stages[mask], q.shape[0]
+    flat = stages[0].flat
+    options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
+
+    q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
+    num_heads, first = q.shape[1], 0
+    if local.trade is not None:
+        assert mesh is not None
+        group = inner_group(mesh)
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade)
+        first = local.trade.rank * q.shape[1]
+        sinks = None if sinks is None else sinks[first : first + q.shape[1]]
+        score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
+    tokens = local.query_tokens
+    if flat:
+        q, k, v = (_flatten_rows(x) for x in (q, k, v))
+        if score_mod is not None:
+            # The kernel sees one row: each query's position carries which row it really is.
+            tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
+            score_mod = _for_flat_rows(score_mod, local.seq_len)
+        tokens = tokens.expand(batch, -1).reshape(1, -1)
+    # No name holds the pieces: the last one would live on while the output travels.
+    out, lse, max_logit = _merged(
+        kernel, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens, {**options, "score_mod": score_mod},
+        max_logit=request.max_logit,
+    )  # fmt: skip
+    if flat:
+        out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    if max_logit is not None and mesh is not None and local.num_ranks > 1:
+        # The heads of this rank, among those of its group.
+        max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
+        max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
+    if local.trade is not None:
+        out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}")
+        lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}") if request.lse else lse
+    out = _zero_in_padding(out, local.valid)
+    if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
+        lse = lse.masked_fill(~local.valid, -math.inf)
+    return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    request: AuxRequest,
+    mask: str,
+    kernel: str,
+    score_mod: Callable[..., Any] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[RankPlan, str]:
+    """The rank plan and the kernel's name; raises for whatever one rank can know to be wrong.
+
+    An error on one rank after an exchange has started would leave the others waiting.
+    """
     if not isinstance(plan, (Plan, RankPlan)):
         raise ValueError(
             f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
             f"spanwise.make_plan(mask, num_ranks); a mask alone does not say how the tokens were dealt out"
         )
+    if not isinstance(request, AuxRequest):
+        raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
     kernel = kernels.resolve(kernel, q.device, score_mod)
     if softcap is not None and score_mod is not None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
@@ -140,59 +206,13 @@ def _attend(
         check_rank(local, mesh)
     if mask not in local.stages:
         raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
-    stages = local.stages[mask]
-    _check_shapes(q, k, v, local, stages[0].rows, sinks)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-    options: dict[str, Any] = dict(scale=scale, score_mod=score_mod, softcap=softcap)
-    batch, num_heads = q.shape[0], q.shape[1]
-    tokens = local.query_tokens
-    flat = stages[0].flat
-    if flat:
-        tokens = tokens.expand(batch, -1)
-        if score_mod is not None:
-            # The kernel sees one row: each query's position carries which row it really is.
-            tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
-            options["score_mod"] = score_mod = _for_flat_rows(score_mod, local.seq_len)
-        tokens = tokens.reshape(1, -1)
-    # Whatever the kernel refuses, it refuses now: an error on one rank after the gather has started leaves the others
-    # waiting.
-    q_like, k_like, v_like = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
-    if flat:
-        q_like, k_like, v_like = _flatten_rows(q_like), _flatten_rows(k_like), _flatten_rows(v_like)
-    kernels.check(
-        kernel, q_like, k_like, v_like, stages[0], score_mod=score_mod, softcap=softcap, max_logit=request.max_logit
-    )
-
-    q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
-    traded = ""
-    if local.trade is not None:
-        assert mesh is not None
-        traded = inner_group(mesh)
-        q, k, v = ulysses.to_heads(q, k, v, local.trade, traded, f"mask {mask!r}", kv_trade=local.kv_trade)
-        first = local.trade.rank * q.shape[1]
-        sinks = None if sinks is None else sinks[first : first + q.shape[1]]
-        if score_mod is not None:
-            options["score_mod"] = _for_later_heads(score_mod, first)
-    if flat:
-        q, k, v = _flatten_rows(q), _flatten_rows(k), _flatten_rows(v)
-    pieces = kv_pieces(k, v, stages, local, mesh, mask)
-    out, lse, max_logit = _merged(kernel, q, pieces, stages, tokens, options, max_logit=request.max_logit)
-    if flat:
-        out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
-    if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
-    if max_logit is not None and mesh is not None and local.num_ranks > 1:
-        if traded:  # the heads of this rank, among those of its group
-            max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
-        max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
-    if local.trade is not None:
-        out = ulysses.to_tokens(out, local.trade, traded, f"output, mask {mask!r}")
-        lse = ulysses.to_tokens(lse, local.trade, traded, f"lse, mask {mask!r}") if request.lse else lse
-    out = _zero_in_padding(out, local.valid)
-    if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
-        lse = lse.masked_fill(~local.valid, -math.inf)
-    return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
+    stage = local.stages[mask][0]
+    _check_shapes(q, k, v, local, stage.rows, sinks)
+    likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
+    if stage.flat:
+        likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
+    kernels.check(kernel, *likes, stage, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
+    return local, kernel
 
 
 def _merged(
@@ -290,6 +310,13 @@ def _check_shapes(
         raise ValueError(
             f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, "
             f"{v.device}"
+        )
+    given = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    if any(n is not None and n != got for n, got in zip(local.attention_shape, given, strict=True)):
+        raise ValueError(
+            f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
+            f"{given}; {shapes}. make_plan takes those of one rank's tensors, under tensor parallelism its share of "
+            f"the heads; without them the plan serves any, and ranks whose heads differ are not told apart"
         )
     if local.tokens.device != q.device:
         raise ValueError(

@@ -108,10 +108,7 @@ def _kept_tokens(plan: Plan, mask: str) -> Int64:
 
 
 def _exchanged_tokens(plan: Plan, mask: str) -> tuple[Int64, Int64]:
-    """K/V tokens that each group holds beside its own, at most while they come, and afterwards; int64 ``[groups]``.
-
-    Without `keep_kv` the last piece is still there afterwards.
-    """
+    """K/V tokens that each group holds beside its own, at most while they come, and afterwards; int64 ``[groups]``."""
     own, kept = plan.batch_size * plan.kv_groups.tokens_per_rank, _kept_tokens(plan, mask)
     pieces = plan.num_pieces(mask)
     if not pieces:
@@ -119,11 +116,11 @@ def _exchanged_tokens(plan: Plan, mask: str) -> tuple[Int64, Int64]:
     if plan.exchange == "all_gather":
         padded, others = int(own.max()), own.sum() - own
         # All shards, first beside the own one that was sent, then beside those of others in order.
-        return plan.num_groups * padded + np.maximum(padded, others), others
+        return plan.num_groups * padded + np.maximum(padded, others), kept
     if plan.exchange == "ring":  # a shard that goes on, first a copy of the own one, and the one that arrives
         arriving = _shards_received(plan, mask)
         two = (arriving + np.concatenate([own[None], arriving])[:-1]).max(axis=0)
-        return np.maximum(two, kept), kept if plan.keep_kv else arriving[-1]
+        return np.maximum(two, kept), kept
     lists, alike = plan.lists(mask)
     tokens = alike * piece_tokens(lists, pieces, plan.block_size)
     came, left = tokens.sum(axis=2), tokens.sum(axis=1)
@@ -132,7 +129,7 @@ def _exchanged_tokens(plan: Plan, mask: str) -> tuple[Int64, Int64]:
     # Own rows by token, then K and V side by side; those to send picked from them; then piece by piece as it came
     # beside the same in order.
     moments = [2 * own, own + (came + left).sum(axis=0), *(before + 2 * came + later)]
-    return np.max(moments, axis=0), kept if plan.keep_kv else came[-1]
+    return np.max(moments, axis=0), kept
 
 
 def _shards_received(plan: Plan, mask: str) -> Int64:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from spanwise.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.plan import Plan
-from spanwise.rank_plan import RankPlan
+from spanwise.rank_plan import RankPlan, rank_on
 
 
 def packed_attention(
@@ -63,6 +63,16 @@ def packed_attention(
                 f"packed q, k and v must be [tokens, heads, head_dim], got {shapes}; context_parallel_attention takes "
                 f"[batch, heads, tokens, head_dim]"
             )
+    if isinstance(plan, Plan):
+        rank = rank_on(mesh, plan.num_ranks, plan.inner)
+        held = plan.layout.num_tokens(rank), plan.kv_layout.num_tokens(rank)
+    else:
+        rank, held = plan.rank, (plan.tokens.shape[1], plan.key_tokens.shape[1])
+    if (q.shape[0], k.shape[0]) != held:
+        raise ValueError(
+            f"rank {rank} holds {held[0]} tokens and {held[1]} keys of this plan, got q {tuple(q.shape)}, k "
+            f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), keys of their own with side='kv'"
+        )
     rows = plan.batch_size if isinstance(plan, Plan) else max(plan.stages[m][0].rows for m in plan.stages)
     if rows > 1:
         raise ValueError(

@@ -46,6 +46,7 @@ class RankPlan:
         keep_kv: whether received K/V are kept for the backward, or fetched again.
         causal: names of the masks that are the plain causal mask.
         packed: whether the plan has a packing.
+        attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None for those that the plan was not told.
     """
 
     tokens: torch.Tensor
@@ -67,6 +68,7 @@ class RankPlan:
     keep_kv: bool
     causal: tuple[str, ...]
     packed: bool
+    attention_shape: tuple[int | None, ...]
 
     @property
     def seq_len(self) -> int:
@@ -97,7 +99,8 @@ class RankPlan:
 
 
 _compat.register_pytree_dataclass(
-    RankPlan, static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed")
+    RankPlan,
+    static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape"),
 )
 
 
@@ -153,6 +156,7 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
         keep_kv=plan.keep_kv,
         causal=plan.causal,
         packed=plan.packing is not None,
+        attention_shape=(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
     )
 
 

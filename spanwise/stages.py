@@ -181,10 +181,11 @@ class Stages:
             order[np.argsort(sender[mine], kind="stable")] = np.arange(len(order))
             sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
             spare = self._spare(len(order))
+            places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
             route = Route(
                 # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
                 send=_compat.mark_unbacked(on_device(np.concatenate(sent), device), 0),
-                order=_compat.mark_unbacked(on_device(np.pad(order, (0, spare), constant_values=len(order)), device), 0),
+                order=_compat.mark_unbacked(places, 0),
                 send_sizes=tuple(size(len(at), device) for at in sent),
                 recv_sizes=tuple(
                     size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()

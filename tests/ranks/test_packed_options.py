@@ -214,9 +214,12 @@ def replicated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Any) -> 
     [
         (lambda q, k, v: (q[None], k[None], v[None]), r"must be \[tokens, heads, head_dim\], got q \(1, 26, 4, 8\)"),
         (lambda q, k, v: (q, k[:, 0], v), r"\[tokens, heads, head_dim\].* k \(26, 8\).*context_parallel_attention"),
-        (lambda q, k, v: (q[:-1], k, v), "shard of the sequence"),
-        (lambda q, k, v: (q, k[:-1], v), "shard of the sequence"),
-        (lambda q, k, v: (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)), "shard of the sequence"),
+        (lambda q, k, v: (q[:-1], k, v), r"holds 26 tokens and 26 keys.*shard\(plan, mesh, x, dim=0\)"),
+        (lambda q, k, v: (q, k[:-1], v), r"holds 26 tokens and 26 keys.*shard\(plan, mesh, x, dim=0\)"),
+        (
+            lambda q, k, v: (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)),
+            r"holds 26 tokens and 26 keys.*shard\(plan, mesh, x, dim=0\)",
+        ),
         (lambda q, k, v: (q[:, :3], k, v), "3 query heads are not a multiple of 2"),
         (lambda q, k, v: (q, k, v[:, :1]), "must agree"),
         (lambda q, k, v: (q[..., :4], k, v), "must agree"),
@@ -231,6 +234,18 @@ def test_tensors_that_are_no_shards(edit: Any, match: str, exchange: str, starte
     )
     assert plan.layout.tokens_per_rank.tolist() == [26, 26]
     on_every_rank(plan, match, edit=edit)
+    assert not started
+
+
+@pytest.mark.parametrize("exchange", ["needed", "ulysses"])
+def test_heads_that_the_plan_was_not_made_for(exchange: str, started: list[str]) -> None:
+    """Ranks whose heads differ would exchange messages of different sizes: each of them sees it for itself."""
+    packing = Packing([0, 9, 9, 52])
+    told = dict(num_q_heads=4, num_kv_heads=2, head_dim=8)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, exchange=exchange, block_size=13, **told)
+    on_every_rank(plan, r"made for .* = \(4, 2, 8, 8\), got \(4, 4, 8, 8\)", heads=(4, 4))
+    on_every_rank(plan, r"made for .*got \(4, 2, 8, 6\)", edit=lambda q, k, v: (q, k, v[..., :6]))
+    on_every_rank(plan, "return_aux must be spanwise.AuxRequest.*got True", return_aux=True)
     assert not started
 
 
@@ -255,7 +270,7 @@ def test_masks_for_batch_rows_are_refused(started: list[str]) -> None:
 
 def test_keys_of_another_length(started: list[str]) -> None:
     plan = plan_of(CROSS, 2, {"exchange": "needed"}, causal=False)
-    on_every_rank(plan, "with 20 of 40 keys", edit=lambda q, k, v: (q, q[:, :2], q[:, :2]))
+    on_every_rank(plan, "holds 28 tokens and 20 keys", edit=lambda q, k, v: (q, q[:, :2], q[:, :2]))
     assert not started
 
 
@@ -272,10 +287,10 @@ def test_lengths_that_exceed_storage() -> None:
 @pytest.mark.parametrize(
     ("packing", "match"),
     [
-        (Packing([0, 5, 13], cu_seqlens_q_padded=[0, 8, 18]), "sequence 1 has a padded length of 10 tokens"),
+        (Packing([0, 5, 13], cu_seqlens_q_padded=[0, 8, 18]), "sequence 1 has a padded length of 10 query tokens"),
         (Packing([0, 5, 13], cu_seqlens_q_padded=[2, 10, 18]), "storage before sequence 0 has a padded length of 2"),
         (Packing([0, 8, 16], q_len=17), "storage after the last sequence has a padded length of 1"),
-        (Packing([0, 8], cu_seqlens_kv=[0, 5]), "sequence 0 has a padded length of 5"),
+        (Packing([0, 8], cu_seqlens_kv=[0, 5]), "sequence 0 has a padded length of 5 key tokens"),
     ],
 )
 def test_slots_that_dual_chunks_cannot_cut(packing: Packing, match: str, exchange: str) -> None:

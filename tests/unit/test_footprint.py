@@ -95,13 +95,13 @@ def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
             ledger.drop("kv")
         ledger.drop("q_came", "kv_came")
     kept = exchange(plan, dense, group, ledger, share.held * kv_head)
+    if not plan.keep_kv:
+        ledger.drop(*kept)
     if plan.inner > 1:
         ledger.hold(result=rows * share.queries * out_head)
         ledger.hold(in_order=rows * share.queries * out_head)
         ledger.hold(out_came=dense.queries(rank) * heads * out_head)
         ledger.drop("in_order", "out_came")
-    if not plan.keep_kv:
-        ledger.drop(*kept)
     return ledger.most, sum(ledger.held.values())
 
 
