@@ -182,7 +182,10 @@ class Packing:
         """
         if align not in (None, "top_left", "bottom_right"):
             raise ValueError(f'align must be "top_left" or "bottom_right", got {align!r}')
-        near = None if window is None else check_window(window, max(self.q_len, self.kv_len), causal=causal)
+        longest = max(self.q_len, self.kv_len)
+        near = None if window is None else check_window(window, longest, causal=causal)
+        if near is not None and min(near) == longest:
+            near = None  # it limits nothing, wherever the diagonal lies
         shift = np.zeros_like(self.q_lens) if align == "top_left" else self.kv_lens - self.q_lens
         if align is None and (causal or near is not None):
             uneven = (self.q_lens != self.kv_lens) & (self.q_lens > 0) & (self.kv_lens > 0)

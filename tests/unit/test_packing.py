@@ -181,6 +181,7 @@ def test_alignment_is_not_guessed() -> None:
         with pytest.raises(ValueError, match=r"sequence 1 has 2 queries and 6 keys.*top_left.*bottom_right"):
             cross.mask(**options)
     assert cross.mask(causal=False).area().tolist() == [[3, 3, 3, 6, 6]]
+    assert cross.mask(causal=False, window=(-1, -1)) == cross.mask(causal=False)
     assert cross.mask(align="top_left").area().tolist() == [[1, 2, 3, 1, 2]]
     assert cross.mask(align="bottom_right").area().tolist() == [[1, 2, 3, 5, 6]]
     # Without queries or without keys there is nothing to align.
