@@ -148,6 +148,11 @@ def find_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def groups() -> list[dist.ProcessGroup]:
+    """The groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store through which the ranks of ``group`` found each other; its keys are this group's own."""
     return dist.distributed_c10d._get_process_group_store(group)

@@ -3,9 +3,9 @@
 From plans, for lengths that no CPU computes: `Plan.resident_bytes`, what the busiest rank holds at most in a layer's
 forward beside its own shards, and `Plan.saved_bytes`, what it keeps of that for the backward. Then measured, for
 lengths that a CPU does compute: real ranks over gloo run one forward and backward, and every storage to which q, K, V
-or the output were copied is counted for as long as it lives. Measured is more than planned by what a plan does not
-count: rows packed to be sent, and a piece as it came beside the same piece in order; and under Ulysses, where q and the
-output travel as well, by the results of the kernel, of the merge and of the layer.
+or the output were copied is counted for as long as it lives. Where K/V alone travel the two are equal, but for gloo,
+which may let go of what an all-gather sent a moment late; under Ulysses, where q and the output travel as well, the
+results of the kernel and of the merge are counted in the measurement and not in the plan.
 """
 
 from __future__ import annotations

@@ -247,18 +247,13 @@ def describe(found: Findings) -> str:
     return "; ".join(parts) + f". torch said: {own.said}"
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    """The groups of this process."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _investigate(group: dist.ProcessGroup, own: Report, open_sends: list[dist.Work]) -> Findings:
     found = Findings(dist.get_rank(), {dist.get_rank(): own})
-    others = [other for other in _groups() if other is not group and other.size() > 1]
+    others = [other for other in _compat.groups() if other is not group and other.size() > 1]
     for other in others:
         if _is_gloo(other):
             open_sends += _probe(other, enough=1)[1]
