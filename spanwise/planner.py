@@ -82,9 +82,10 @@ def make_plan(
             False for "ring", else True.
         quality: of the "local" search, "best" or "fast" (a quarter of the time).
         block_size: tile in tokens that block-wise balancers deal out.
-        num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, to speak of bytes and seconds
-            (``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``). Where they are missing,
-            "auto" prices with 32 query and 8 K/V heads of 128 (more, where ranks cannot share these), and says so.
+        num_q_heads, num_kv_heads, head_dim, v_head_dim: shape of the attention of one rank, under tensor parallelism
+            its share of the heads, to speak of bytes and seconds (``num_kv_heads`` defaults to ``num_q_heads``,
+            ``v_head_dim`` to ``head_dim``); tensors of another shape are refused. Where they are missing, "auto" prices
+            with 32 query and 8 K/V heads of 128 (more, where ranks cannot share these), and says so.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
         hardware: what "auto" and :meth:`Plan.predict` price with. If it has hosts, as :data:`spanwise.H100` has, the
             "local" search prefers traffic inside them. Default: H100s that are all joined by NVLink, since nothing is
