@@ -51,6 +51,11 @@ def lower_bounds(dag: Dag) -> Bounds:
     return Bounds(dag.compute_ms, path, streams)
 
 
+def remaining(dag: Dag) -> list[float]:
+    """The longest path from when each node is issued to the end of all, milliseconds; a priority for schedules."""
+    return _rest(dag)[0].tolist()
+
+
 def _heads(dag: Dag, least: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Until when no node can be issued, of starts `least` milliseconds; float64 ``[n]``."""
     heads = np.zeros(len(dag))
