@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from spanwise.overlap.dag import Dag, Kind
 
+_START = int(Kind.START)
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -61,12 +63,13 @@ def _heads(dag: Dag, least: NDArray[np.float64] | None = None) -> NDArray[np.flo
     heads = np.zeros(len(dag))
     if least is not None:
         heads[list(dag.starts)] = least
+    found, kinds, ms = heads.tolist(), dag.kinds.tolist(), dag.ms.tolist()
     for i, node in enumerate(dag.nodes):
         for dep in node.deps:
             # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
-            runs = dag.kinds[dep] != Kind.START or dep == node.start
-            heads[i] = max(heads[i], heads[dep] + (dag.nodes[dep].ms if runs else 0.0))
-    return heads
+            runs = kinds[dep] != _START or dep == node.start
+            found[i] = max(found[i], found[dep] + (ms[dep] if runs else 0.0))
+    return np.array(found)
 
 
 def _rest(dag: Dag, least: NDArray[np.float64] | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -78,17 +81,17 @@ def _rest(dag: Dag, least: NDArray[np.float64] | None = None) -> tuple[NDArray[n
     Returns:
         rest, tails: float64 ``[n]`` each.
     """
-    rest, tails = np.zeros((2, len(dag)))
+    given = np.zeros(len(dag))
     if least is not None:
-        tails[list(dag.starts)] = least
+        given[list(dag.starts)] = least
+    rest, tails, kinds, ms = [0.0] * len(dag), given.tolist(), dag.kinds.tolist(), dag.ms.tolist()
     for i in range(len(dag) - 1, -1, -1):
+        rest[i] = max(rest[i], ms[i] + tails[i])
         node = dag.nodes[i]
-        rest[i] = max(rest[i], node.ms + tails[i])
         for dep in node.deps:
-            ended = dag.kinds[dep] != Kind.START or dep == node.start
-            of = tails if ended else rest
+            of = tails if kinds[dep] != _START or dep == node.start else rest
             of[dep] = max(of[dep], rest[i])
-    return rest, tails
+    return np.array(rest), np.array(tails)
 
 
 def _compute_around(dag: Dag) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -112,10 +115,12 @@ def _compute_around(dag: Dag) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     for i in range(len(dag) - 1, -1, -1):  # what leads to a start
         for dep in dag.nodes[i].deps:
             leads_to[dep] |= leads_to[i]
+    busy = np.flatnonzero(work)
     for sets, total in ((leads_to, before), (reached_by, after)):
         for word in range(words):
-            bits = np.unpackbits(sets[:, word].astype("<u8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
-            total[word * 64 : word * 64 + 64] = (work @ bits)[: len(total) - word * 64]
+            column = np.ascontiguousarray(sets[busy, word], "<u8").view(np.uint8).reshape(-1, 8)
+            bits = np.unpackbits(column, axis=1, bitorder="little")
+            total[word * 64 : word * 64 + 64] = (work[busy] @ bits)[: len(total) - word * 64]
     return before, after
 
 
