@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 # in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
 # the wait happens.
 _ops = torch.ops._c10d_functional
+ALL_GATHER = _ops.all_gather_into_tensor.default
 
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
@@ -198,3 +200,89 @@ def flash_backward(
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
     return dq, dk, dv
+
+
+def fake_store() -> dist.Store:
+    """A store for process groups of the backend "fake", which this makes known to torch: they send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A mode in which tensors have shapes, strides and dtypes and no contents."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def drop_assertions(graph: torch.fx.Graph) -> None:
+    """Erase the checks of dtypes that tracing leaves behind: with fixed dtypes they check nothing."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
+def relabel(x: torch.Tensor, device: torch.device) -> None:
+    """Let a fake tensor name another device, in place; what shares its storage goes on sharing it."""
+    x.fake_device = device  # type: ignore[attr-defined]
+
+
+def joint_graph(
+    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
+) -> torch.fx.GraphModule:
+    """ATen graph of a function and its backward: ``primals_*`` and ``tangents_*`` to outputs and gradients."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    return aot_export_joint_simple(function, tuple(inputs), trace_joint=True)  # type: ignore[return-value]
+
+
+def partition(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Cut a joint graph in two where the least has to be saved, as torch.compile does.
+
+    Nodes whose ``meta["recompute"]`` is ``CheckpointPolicy.MUST_RECOMPUTE`` are done again in the backward.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
+
+
+def sdpa_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device_type: str) -> tuple[torch.Tensor, ...]:
+    """Causal attention as `scaled_dot_product_attention` does it: the output, and what the backward takes after it."""
+    if device_type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return out, lse, seed, offset
+
+
+def sdpa_flash_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its backward; `saved` is what `sdpa_flash_forward` gave."""
+    out, lse, *dropout = saved
+    if not dropout:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, True
+        )
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, *dropout
+        )
+    return grads
+
+
+def has_hidden_effects(target: Any) -> bool:
+    """Whether torch itself keeps calls of ``target`` in place for what they do beside their results.
+
+    Assertions, profiler ranges, operators registered as effectful; not what a schema says of mutated arguments.
+    """
+    from torch._higher_order_ops.effects import _get_effect
+
+    if target in torch.fx.node._side_effectful_functions:
+        return True
+    operator = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return operator and _get_effect(target) is not None
+
+
+def decomposes(op: torch._ops.OpOverload) -> bool:
+    """Whether ``op`` is defined by other operators alone, so that what its schema calls an alias may be a copy."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

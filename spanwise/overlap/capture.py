@@ -1,0 +1,391 @@
+"""Capture: the ATen graphs of a Llama-like step under data × context × tensor parallelism, without ranks or devices.
+
+    CaptureConfig ─► fake process groups ─► fake tensors through the model ─► forward and backward graph ─► graph
+
+What `spanwise overlap` schedules when it is given no saved graph, and what benchmarks and tests of the other modules
+run on. The parallelism is torchtitan's: parameters sharded over dp and cp (FSDP2: every matrix is gathered in the
+forward, gathered again in the backward, its gradient reduce-scattered in float32), sequence and heads over tp
+(Megatron-LM: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), tokens over
+cp. Collectives are functional: starts and waits are nodes of their own.
+"""
+
+# B batch, S tokens of this rank's sequence shard (of all tp ranks), T tokens of its tp rank, N heads of its tp rank,
+# D model dim, H head dim; layout [S, B, …], so that gathering the sequence is gathering dim 0
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+
+from spanwise import _compat
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """A decoder and how it is spread over ranks.
+
+    Attributes:
+        layers, dim, heads, kv_heads, ffn: of the decoder; the head dim is ``dim // heads``.
+        vocab: with an embedding before the layers and a loss after them, both split over tp; None for layers alone,
+            from hidden states to hidden states.
+        seq_len, batch: tokens of a sequence before cp shards it, and sequences of a data-parallel rank.
+        dp, cp, tp: sizes of the mesh axes, tp innermost: the ranks of a tp group are neighbours.
+        dtype: of compute and of gathered parameters; shards and reduced gradients are float32 (float64 if `dtype` is).
+        device: "cuda" or "cpu", whose operators the graph has. No such device is needed.
+        rank: whose graphs; ranks differ in the rows of the vocabulary that they hold.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq_len: int
+    batch: int = 1
+    vocab: int | None = None
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "kv_heads", "ffn", "seq_len", "batch", "dp", "cp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank must be in [0, dp * cp * tp = {self.num_ranks}), got {self.rank}")
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(f'device must be "cuda" or "cpu", got {self.device!r}')
+        shards = self.dp * self.cp
+        for name, value, divisor, of in (
+            ("dim", self.dim, 2 * self.heads, "2 * heads"),
+            ("heads", self.heads, self.kv_heads, "kv_heads"),
+            ("kv_heads", self.kv_heads, self.tp, "tp"),
+            ("ffn", self.ffn, self.tp * shards, "tp * dp * cp"),
+            ("vocab", self.vocab or 0, self.tp * shards, "tp * dp * cp"),
+            ("dim", self.dim, shards, "dp * cp"),
+            ("kv_heads * head dim", self.kv_heads * self.head_dim, self.tp * shards, "tp * dp * cp"),
+            ("seq_len", self.seq_len, self.cp * self.tp, "cp * tp"),
+        ):
+            if value % divisor:
+                raise ValueError(f"{name} must be a multiple of {of} = {divisor}, got {value}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A process group as a graph knows it.
+
+    Attributes:
+        name: under which the collectives of the graph name it; "" for a group of one rank, which has no collectives.
+        ranks: its ranks in the whole world, ascending.
+        index: this rank's place among them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+    """What was captured.
+
+    Attributes:
+        forward: from parameters and inputs to outputs and what is saved.
+        backward: from what is saved and the outputs' gradients to the gradients.
+        axes: by "dp" (which is dp and cp together), "cp", "tp".
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    axes: Mapping[str, Axis]
+
+
+@contextlib.contextmanager
+def fake_world(config: CaptureConfig) -> Iterator[dict[str, Axis]]:
+    """All process groups of one rank, which send nothing; gone afterwards. Group names are the same every time.
+
+    Raises:
+        RuntimeError: this process has process groups of its own.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("graphs are captured with process groups of their own; call destroy_process_group() first")
+    dist.init_process_group("fake", rank=config.rank, world_size=config.num_ranks, store=_compat.fake_store())
+    try:
+        tp_index, outer = config.rank % config.tp, config.rank // config.tp
+        first = outer // config.cp * config.cp
+        ranks = {
+            "dp": range(tp_index, config.num_ranks, config.tp),
+            "cp": range(first * config.tp + tp_index, (first + config.cp) * config.tp, config.tp),
+            "tp": range(outer * config.tp, (outer + 1) * config.tp),
+        }
+        axes = {}
+        for axis, members in ranks.items():
+            name = ""
+            if len(members) > 1:
+                name = _compat.group_name(dist.new_group(list(members), group_desc=axis))
+            axes[axis] = Axis(name, tuple(members), members.index(config.rank))
+        yield axes
+    finally:
+        dist.destroy_process_group()
+
+
+def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], Attention] | None = None) -> Graphs:
+    """Trace a step of the model.
+
+    Args:
+        attention: for cp > 1: given the cp mesh, it returns the attention of shards, ``(q, k, v) -> out``, all
+            ``[B, N, S, H]``, k and v with as many heads as this rank has of K/V.
+
+    Raises:
+        ValueError: cp > 1 without `attention`.
+        RuntimeError: this process has process groups of its own.
+    """
+    if config.cp > 1 and attention is None:
+        raise ValueError(f"cp = {config.cp}: pass attention=, which exchanges K/V between the shards")
+    with fake_world(config) as axes:
+        attend: Attention = lambda q, k, v: _causal(q, k, v, config.device)  # noqa: E731
+        if attention is not None:
+            group = _compat.find_group(axes["cp"].name) if config.cp > 1 else dist.new_group([config.rank])
+            attend = attention(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
+        with _compat.fake_mode():
+            joint = _compat.joint_graph(_Model(config, axes, attend), _inputs(config))
+    _compat.drop_assertions(joint.graph)
+    _gather_again(joint, axes["dp"].name)
+    forward, backward = _compat.partition(joint, 1)
+    for module in (forward, backward):
+        if config.device != "cpu":
+            _relabel(module, torch.device(config.device, 0))
+        module.graph.lint()
+        module.recompile()
+    return Graphs(forward, backward, axes)
+
+
+def shapes(config: CaptureConfig) -> list[tuple[int, ...]]:
+    """Of the parameters of one layer, gathered over dp: norm, q, k, v, o, norm, gate, up, down."""
+    tp, kv_dim = config.tp, config.kv_heads * config.head_dim
+    attention = [(config.dim // tp, config.dim), (kv_dim // tp, config.dim), (kv_dim // tp, config.dim)]
+    attention += [(config.dim, config.dim // tp)]
+    mlp = [(config.ffn // tp, config.dim)] * 2 + [(config.dim, config.ffn // tp)]
+    return [(config.dim,), *attention, (config.dim,), *mlp]
+
+
+def _inputs(config: CaptureConfig) -> list[torch.Tensor]:
+    """Rotary cosine and sine, input, then all parameters' shards; with a vocabulary, the labels before the shards."""
+    full, shards, length = _full_precision(config.dtype), config.dp * config.cp, config.seq_len // config.cp
+    rotary = [torch.empty(length, 1, 1, config.head_dim // 2, dtype=full) for _ in range(2)]
+    parameters = shapes(config) * config.layers
+    if config.vocab is None:
+        data = [torch.empty(length // config.tp, config.batch, config.dim, dtype=config.dtype, requires_grad=True)]
+    else:
+        data = [torch.empty(length, config.batch, dtype=torch.int64) for _ in range(2)]
+        table = config.vocab // config.tp, config.dim
+        parameters = [table, *parameters, (config.dim,), table]
+    flat = [torch.empty(n // shards, *rest, dtype=full, requires_grad=True) for n, *rest in parameters]
+    return [*rotary, *data, *flat]
+
+
+def _full_precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Model:
+    """The step as a function of tensors, without state."""
+
+    def __init__(self, config: CaptureConfig, axes: Mapping[str, Axis], attend: Attention) -> None:
+        self.config, self.dp, self.tp, self.attend = config, axes["dp"], axes["tp"], attend
+
+    def __call__(self, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor, *rest: torch.Tensor) -> Any:
+        shards = iter(rest)
+        if self.config.vocab is None:
+            return (self._layers(x, cos, sin, shards),)
+        labels = next(shards)
+        x_TBD = _Scatter.apply(self._embed(x, self._parameter(shards)), self.tp)
+        x_TBD = self._layers(x_TBD, cos, sin, shards)
+        h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+        logits = h_SBD @ self._parameter(shards).t()
+        return (_Loss.apply(logits.flatten(0, 1), labels.flatten(), self.tp),)
+
+    def _layers(
+        self, x_TBD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shards: Iterator[torch.Tensor]
+    ) -> torch.Tensor:
+        for _ in range(self.config.layers):
+            h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+            q, k, v = (self._split(h_SBD @ self._parameter(shards).t()) for _ in range(3))
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            out_BNSH = self.attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
+            out = out_BNSH.permute(2, 0, 1, 3).flatten(2)
+            x_TBD = x_TBD + _Scatter.apply(out @ self._parameter(shards).t(), self.tp)
+            h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+            gate, up = (h_SBD @ self._parameter(shards).t() for _ in range(2))
+            x_TBD = x_TBD + _Scatter.apply((F.silu(gate) * up) @ self._parameter(shards).t(), self.tp)
+        return x_TBD
+
+    def _parameter(self, shards: Iterator[torch.Tensor], *, replicated: bool = False) -> torch.Tensor:
+        one = Axis("", (self.config.rank,), 0)
+        return _Parameter.apply(next(shards), self.config.dtype, self.dp, self.tp if replicated else one)
+
+    def _norm(self, x_TBD: torch.Tensor, shards: Iterator[torch.Tensor]) -> torch.Tensor:
+        x = x_TBD.to(_full_precision(x_TBD.dtype))
+        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return scaled.to(x_TBD.dtype) * self._parameter(shards, replicated=True)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def _embed(self, tokens_SB: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Of the tokens whose rows this rank holds, 0 for the others: the sum over tp is the embedding."""
+        row = tokens_SB - self.tp.index * table.shape[0]
+        foreign = (row < 0) | (row >= table.shape[0])
+        return F.embedding(row.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def _rotate(x_SBNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x_SBNH.to(cos.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_SBNH.dtype)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] < q.shape[1] else x for x in (k, v))
+    return _Flash.apply(q, k, v, device)
+
+
+def _all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return _compat.wait(_compat.start_all_gather(x, axis.size, axis.name)) if axis.size > 1 else x
+
+
+def _reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return _compat.wait(_compat.start_reduce_scatter(x, axis.size, axis.name)) if axis.size > 1 else x
+
+
+def _all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+    return _compat.wait(_compat.start_all_reduce(x, op, axis.name)) if axis.size > 1 else x
+
+
+class _Parameter(torch.autograd.Function):
+    """A parameter of its shards over `dp`; its gradient is the mean over them, after the sum over `partial`."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, dtype: torch.dtype, dp: Axis, partial: Axis) -> torch.Tensor:
+        ctx.dp, ctx.partial, ctx.dtype = dp, partial, shard.dtype
+        return _all_gather(shard.to(dtype), dp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = _all_reduce(grad, "sum", ctx.partial).to(ctx.dtype)
+        return _reduce_scatter(grad, ctx.dp) / ctx.dp.size, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Dim 0 of all ranks; of the gradients, which every rank has for all of it, the sum of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return _all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _reduce_scatter(grad, ctx.axis), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum of all ranks, this rank's part of dim 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return _reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _all_gather(grad, ctx.axis), None
+
+
+class _Flash(torch.autograd.Function):
+    """Causal attention by the flash operator of a device, on fake tensors that say they are on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str) -> torch.Tensor:
+        saved = _compat.sdpa_flash_forward(q, k, v, device)
+        ctx.save_for_backward(q, k, v, *saved)
+        return saved[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return *_compat.sdpa_flash_backward(grad, *ctx.saved_tensors), None
+
+
+class _Loss(torch.autograd.Function):
+    """Mean cross-entropy of logits ``[tokens, vocab / tp]``: only maxima, sums and targets travel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
+        x = logits.to(_full_precision(logits.dtype))
+        top = _all_reduce(x.amax(-1), "max", tp)
+        total = _all_reduce((x - top.unsqueeze(-1)).exp().sum(-1), "sum", tp)
+        row = labels - tp.index * x.shape[1]
+        foreign = (row < 0) | (row >= x.shape[1])
+        row = row.masked_fill(foreign, 0)
+        target = x.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
+        lse = top + total.log()
+        ctx.save_for_backward(logits, lse, row, foreign)
+        return (lse - _all_reduce(target, "sum", tp)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        logits, lse, row, foreign = ctx.saved_tensors
+        probability = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
+        one = torch.ones_like(lse).masked_fill(foreign, 0).unsqueeze(-1)
+        x = probability.scatter_add(-1, row.unsqueeze(-1), -one)
+        return (x * (grad / x.shape[0])).to(logits.dtype), None, None
+
+
+def _gather_again(joint: torch.fx.GraphModule, dp: str) -> None:
+    """Mark gathered parameters to be gathered again in the backward rather than saved; FSDP2's reshard_after_forward.
+
+    torchtitan's compiled FSDP does the same with a checkpointing policy.
+    """
+    starts = joint.graph.find_nodes(op="call_function", target=_compat.ALL_GATHER)
+    for start in starts:
+        if start.args[2] == dp:
+            for node in (start, *start.users, *start.all_input_nodes):
+                if node.op == "call_function":
+                    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _relabel(module: torch.fx.GraphModule, device: torch.device) -> None:
+    """Put a graph that was traced on the CPU on `device`.
+
+    Autograd on fake CUDA tensors needs a torch that has CUDA; the CPU's graph has the same nodes.
+    """
+    for node in module.graph.nodes:
+        for value in _compat.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                _compat.relabel(value, device)
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.update_kwarg("device", device)
