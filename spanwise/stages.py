@@ -182,10 +182,12 @@ class Stages:
             sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
             spare = self._spare(len(order))
             places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
+            # Never 0 or 1 with spare keys; and the flex kernel has to know that there are some.
+            mark = _compat.mark_dynamic if self.tables == "flex" else _compat.mark_unbacked
             route = Route(
                 # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
                 send=_compat.mark_unbacked(on_device(np.concatenate(sent), device), 0),
-                order=_compat.mark_unbacked(places, 0),
+                order=mark(places, 0),
                 send_sizes=tuple(size(len(at), device) for at in sent),
                 recv_sizes=tuple(
                     size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()

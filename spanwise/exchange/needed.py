@@ -59,12 +59,15 @@ class Pending(NamedTuple):
 
 
 class _Start(torch.autograd.Function):
-    """Starts all pieces; its backward waits for the gradients of all."""
+    """Starts all pieces; its backward waits for the gradients of all.
+
+    Its arguments: x_RF, sizes, name, label, and the rows to send of each piece.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_RF: torch.Tensor, sizes: list[int], name: str, label: str, *sends: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        # Named, two pieces would be as many arguments as names, and torch.compile without gradients would pass no ctx.
+        x_RF, sizes, name, label, *sends = args
         ctx.save_for_backward(*sends)
         ctx.num_rows, ctx.dtype, ctx.name, ctx.label = x_RF.shape[0], x_RF.dtype, name, label
         num_ranks = len(sizes) // (2 * len(sends))

@@ -125,16 +125,20 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Ten
 
 
 class _StartHeads(torch.autograd.Function):
-    """Deals heads of own tokens out; its backward waits for their gradients and sums those of shared heads."""
+    """Deals heads of own tokens out; its backward waits for their gradients and sums those of shared heads.
 
+    Its arguments: tokens of each rank, count, firsts, name, label, and the tensors.
+    """
+
+    # Here and below: named, two of what may be any number would make as many arguments as names, and torch.compile
+    # without gradients would pass no ctx.
     @staticmethod
-    def forward(
-        ctx: Any, tokens: list[int], count: int, firsts: tuple[int, ...], name: str, label: str, *xs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, count, firsts, name, label, *xs = args
         ctx.count, ctx.firsts, ctx.name, ctx.label = count, firsts, name, label
         ctx.batch, ctx.num_heads, ctx.num_tokens = xs[0].shape[:3]
         ctx.dims, ctx.dtype = [x.shape[3] for x in xs], xs[0].dtype
-        sent_WF = _deal(xs, count, firsts)
+        sent_WF = _deal(tuple(xs), count, firsts)
         data = _trade(f"all-to-all of {label}", name, sent_WF, tokens, [ctx.num_tokens] * len(tokens))
         ctx.mark_non_differentiable(data)
         shared = count * len(firsts) > ctx.num_heads
@@ -151,21 +155,11 @@ class _StartHeads(torch.autograd.Function):
 
 
 class _WaitHeads(torch.autograd.Function):
+    """Its arguments: data_WF and its anchor, order, places, rank, batch, reads, dims, name, label, and the sizes."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        data_WF: torch.Tensor,
-        anchor_WF: torch.Tensor,
-        order: torch.Tensor,
-        places: torch.Tensor,
-        rank: int,
-        batch: int,
-        reads: tuple[int, ...],
-        dims: tuple[int, ...],
-        name: str,
-        label: str,
-        *sizes: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        data_WF, anchor_WF, order, places, rank, batch, reads, dims, name, label, *sizes = args
         ctx.save_for_backward(places, *sizes)  # not plain numbers: torch.compile loses those that only a backward uses
         ctx.rank, ctx.reads, ctx.name, ctx.label = rank, reads, name, label
         ctx.count, ctx.sum_dtype = data_WF.shape[1] // (batch * sum(dims)), anchor_WF.dtype
@@ -213,18 +207,11 @@ class _StartTokens(torch.autograd.Function):
 
 
 class _WaitTokens(torch.autograd.Function):
+    """Its arguments: data_WF and its anchor, rank, batch, dim, name, label, and the sizes."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        data_WF: torch.Tensor,
-        anchor_WF: torch.Tensor,
-        rank: int,
-        batch: int,
-        dim: int,
-        name: str,
-        label: str,
-        *sizes: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        data_WF, _, rank, batch, dim, name, label, *sizes = args
         ctx.save_for_backward(*sizes)
         ctx.name, ctx.label = name, label
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)

@@ -170,6 +170,47 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: d
         check_results(results, rank, lambda i: plan_number(i, num_ranks, **way))
 
 
+def compiled_evaluation(rank: int, mesh: DeviceMesh, ways: list[dict[str, Any]], kernel: str) -> list[float]:
+    """Errors of compiled calls without gradients, over plans for each way."""
+    errors = []
+    for way in ways:
+        torch._dynamo.reset()
+
+        @torch.compile(backend="inductor" if kernel == "flex" else "aot_eager", fullgraph=True)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+            return spanwise.context_parallel_attention(q, k, v, plan, mesh, kernel=kernel)
+
+        for i in (1,) if kernel == "flex" else (1, 2):  # Inductor takes its time
+            plan = plan_number(i, **way)
+            q, k, v, *_ = make_problem(plan.mask().dense(), seed=i, dims=(16, 16), dtype=torch.float32)
+            shards = [spanwise.shard(plan, mesh, x, dim=2) for x in (q, k, v)]
+            expected = spanwise.context_parallel_attention(*shards, plan, mesh, kernel="reference")
+            with torch.no_grad():
+                got = attend(*shards, plan.local(mesh, kernel=kernel))
+            errors.append(relative_error(got, expected))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("kernel", "ranks", "ways"),
+    [
+        (
+            "sdpa", 2,
+            [{"exchange": "needed", "stages": n, "keep_kv": True} for n in (1, 2, 3)]
+            + [{"exchange": name, "keep_kv": True} for name in ("all_gather", "ring", "ulysses")],
+        ),
+        ("sdpa", (2, 2), [{"exchange": "needed", "stages": 1}, {"exchange": "ring", "keep_kv": True}]),
+        ("flex", 2, [{"exchange": "needed", "stages": 1}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_compiled_without_gradients(gloo_pool: GlooPool, kernel: str, ranks: Any, ways: list[dict[str, Any]]) -> None:
+    count, mesh = mesh_of(ranks)
+    ways = [{"num_ranks": ranks, **way} for way in ways]
+    for errors in gloo_pool.run(count, compiled_evaluation, ways, kernel, timeout=170, **mesh):
+        assert len(errors) >= len(ways) and max(errors) < 1e-5
+
+
 def test_hops_of_a_ring_are_a_graph_of_their_own() -> None:
     """Which hops there are is structure: plans that differ in nothing else share a graph, as pytrees of one kind."""
     masks = [SpanMask.documents(cuts) for cuts in ([0, 83], [0, 60, 83], [0, 30, 60, 83], [0, 25, 83])]
