@@ -1,0 +1,307 @@
+"""What the nodes of an fx graph cost: a roofline of one device, collectives by the levels of a network, or a table.
+
+`graph.to_dag` asks for milliseconds node by node. `CostModel` computes them from a `cost.Hardware`; `as_cost` takes
+that, a table of node names, or any function. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from spanwise import _compat
+from spanwise.cost import Hardware
+from spanwise.overlap import operators
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.operators import Cost, arguments, group_of, is_free, nodes_in, tensors_of, traits
+
+_aten = torch.ops.aten
+
+TENSOR_CORES: Mapping[torch.dtype, float] = MappingProxyType(
+    {
+        torch.bfloat16: 1.0,
+        torch.float16: 1.0,
+        torch.float8_e4m3fn: 2.0,
+        torch.float8_e5m2: 2.0,
+        torch.int8: 2.0,
+        torch.float32: 67 / 989.4,
+        torch.float64: 67 / 989.4,
+    }
+)
+"""FLOP/s of matrix products relative to bf16: H100 SXM5 data sheet, dense (bf16 and fp16 989.4, fp8 and int8 1978.9,
+fp32 67, fp64 on tensor cores 67 TFLOP/s). float32 without TF32, as torch has it unless told otherwise; with
+``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
+
+VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1.0, torch.float64: 0.5, torch.bfloat16: 2.0}
+)
+"""The same relative to float32, for `cost.CPU_HOST`: half as many float64 as float32 in a vector; VDPBF16PS, which
+Zen 4 has, does two multiply-adds in a float32's place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
+
+# Attention of torch's own kernels, by the names of its forward and backward. The CPU's are not in torch's registry.
+_CPU_ATTENTION: dict[Any, Callable[..., float]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
+}
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+    }
+)
+_ATTENTION_BACKWARD = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_backward,
+        _aten._scaled_dot_product_efficient_attention_backward,
+        _aten._scaled_dot_product_cudnn_attention_backward,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    }
+)
+
+# Pointwise, though without torch's tag.
+_COPIES = frozenset({_aten._to_copy, _aten.clone, _aten.copy_, _aten.copy})
+# Write their first argument without reading it.
+_OVERWRITE = frozenset({_aten.copy_, _aten.fill_, _aten.zero_})
+# Read of their table no more than they return.
+_LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+
+
+def node_flops(node: fx.Node) -> float:
+    """Floating-point operations of a matrix product, convolution or attention, a multiply and an add being two.
+
+    By the formulas of ``torch.utils.flop_counter``; 0 for all else. Attention that is causal counts the scores that the
+    mask shows, aligned at the top left; FlexAttention counts all but ``meta["custom"]["sparsity_hint"]`` of them.
+    """
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in _CPU_ATTENTION:
+        first = 1 if packet in _ATTENTION_BACKWARD else 0
+        given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
+        shapes = given[first : first + 3]
+        flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
+    elif packet in flop_registry:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        if isinstance(packet, torch._ops.HigherOrderOperator):
+            kwargs = {**kwargs, "_node_meta": node.meta}
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    else:
+        return 0.0
+    if packet in _ATTENTION | _ATTENTION_BACKWARD:
+        named = dict(arguments(node, traits(node)))
+        if named.get("is_causal"):
+            q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
+            seen = min(q_len, kv_len)
+            flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
+    return flops
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a compiler runs it in one loop with its pointwise neighbours."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in _COPIES
+
+
+def _fused_away(node: fx.Node) -> bool:
+    """Whether its result never reaches memory: it writes no argument, and only one node reads it, pointwise too."""
+    if len(node.users) != 1 or not is_pointwise(node) or traits(node).writes:
+        return False
+    (user,) = node.users
+    while is_free(user) and len(user.users) == 1:  # views are no reason to write
+        (user,) = user.users
+    return is_pointwise(user)
+
+
+def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
+    """Bytes that a node reads and writes.
+
+    Each tensor counts once, an expanded one as often as it lies in memory. A lookup reads of its table what it returns.
+
+    Args:
+        fuse: of pointwise neighbours, count what one kernel of them reads and writes: a node does not write what its
+            only user reads if both are pointwise, and that one does not read it. Views between them change nothing.
+    """
+    if is_free(node):
+        return 0
+    packet = getattr(node.target, "overloadpacket", None)
+    known = traits(node)
+    written_args = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
+    results = sum(map(_held, tensors_of(node)))
+    aliased = any(known.aliases)
+    total = sum(_held(t) for n in written_args for t in tensors_of(n))
+    if not aliased and not (fuse and _fused_away(node)):
+        total += results
+    for arg in node.all_input_nodes:
+        if packet in _OVERWRITE and arg in written_args and arg is node.args[0]:
+            continue
+        if fuse and is_pointwise(node) and _fused_away(_source(arg)):
+            continue
+        read = sum(map(_held, tensors_of(arg)))
+        total += min(read, results) if packet in _LOOKUPS and arg is node.args[0] else read
+    return total
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while node.op == "call_function" and is_free(node) and len(node.all_input_nodes) == 1 and len(node.users) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Bytes of its elements in memory; an expanded dim has one."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return math.prod(sizes) * tensor.element_size()
+
+
+class CostModel:
+    """Milliseconds of a node on one device and network; hand it to `graph.to_dag`.
+
+    Compute is a roofline (Williams, Waterman and Patterson, 2009): the larger of FLOPs over the device's rate for the
+    dtype and bytes over its memory's bandwidth. Attention runs at its own rates. Views, items of tuples, waits and
+    uninitialised memory take no time. A blocking collective of DTensor costs what its all-to-all does; any other
+    operator that talks in a way that is not known costs what its bytes do.
+
+    Collectives take ``α + bytes/B`` on each level of the network that their ranks meet on, and as long as the slowest
+    level. With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if each
+    rank sits on a host of its own or all on one; with several on a host, its ranks share what comes from outside, as
+    `Hardware.all_gather_seconds` has it. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and
+    Gropp, 2005, section 4.5); an all-to-all sends 1/n to each rank; in a broadcast a rank receives all of it once.
+
+    Args:
+        rates: FLOP/s by dtype, relative to ``hardware.matmul_flops``; `TENSOR_CORES` or `VECTOR_UNITS`. Dtypes that it
+            does not name run at 1.
+        ranks: global ranks of each process group by name, for graphs of groups that this process does not have; of
+            other groups torch.distributed knows them.
+        fuse: price pointwise chains as one kernel, see `node_bytes`; False for a graph that runs uncompiled.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        rates: Mapping[torch.dtype, float] = TENSOR_CORES,
+        ranks: Mapping[str, Sequence[int]] | None = None,
+        fuse: bool = True,
+    ) -> None:
+        for dtype, rate in rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"rates[{dtype}] must be positive and finite, got {rate}")
+        self.hardware = hardware
+        self.rates = dict(rates)
+        self.ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
+        self.fuse = fuse
+
+    def __call__(self, node: fx.Node) -> float:
+        target = node.target
+        if target in operators.STARTS or target is torch.ops._dtensor.shard_dim_alltoall.default:
+            return 1e3 * self._collective_seconds(node)
+        if target is operators.WAIT or is_free(node):
+            return 0.0
+        memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
+        return 1e3 * max(memory, self._flop_seconds(node))
+
+    def _flop_seconds(self, node: fx.Node) -> float:
+        flops = node_flops(node)
+        if not flops:
+            return 0.0
+        packet = getattr(node.target, "overloadpacket", node.target)
+        name = str(getattr(packet, "__name__", packet))
+        backward = packet in _ATTENTION_BACKWARD or name == "flex_attention_backward"
+        rate = self.hardware.matmul_flops
+        if backward or packet in _ATTENTION or name == "flex_attention":
+            rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
+        # Of the operands: a product of bf16 may well return float32.
+        dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
+        return flops / (rate * self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0))
+
+    def _collective_seconds(self, node: fx.Node) -> float:
+        inputs = node.all_input_nodes
+        given = dict(arguments(node, traits(node)))
+        sent = sum(_held(t) for n in nodes_in(given.get("input", given.get("inputs", inputs))) for t in tensors_of(n))
+        received = sum(map(_held, tensors_of(node)))
+        ranks = self._ranks_of(group_of(node))
+        size, target = len(ranks), node.target
+        if size == 1:
+            return 0.0
+        if target in operators.ALL_GATHER:
+            return self._ring_seconds(sent, ranks, "all_gather")
+        if target in operators.REDUCE_SCATTER:
+            return self._ring_seconds(received, ranks, "reduce_scatter")
+        if target in operators.ALL_REDUCE:
+            halves = (self._ring_seconds(sent / size, ranks, name) for name in ("reduce_scatter", "all_gather"))
+            return sum(halves)
+        if target in operators.BROADCAST:
+            return self._ring_seconds(sent / (size - 1), ranks, "broadcast")
+        return self._all_to_all_seconds(max(sent, received) / size, ranks)
+
+    def _ranks_of(self, group: str) -> tuple[int, ...]:
+        if group in self.ranks:
+            return self.ranks[group]
+        try:
+            return tuple(torch.distributed.get_process_group_ranks(_compat.find_group(group)))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(self.ranks)}") from error
+
+    def _levels(self, ranks: Sequence[int]) -> list[list[list[int]]]:
+        """Of each level of the network, the parts of the group that it joins: how many ranks each level inside does."""
+        levels: list[list[list[int]]] = []
+        inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
+        for link in self.hardware.links:
+            blocks: dict[int, list[tuple[int, ...]]] = {}
+            for part in inside:
+                blocks.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
+            levels.append([[len(part) for part in block] for block in blocks.values()])
+            inside = [tuple(rank for part in block for rank in part) for block in blocks.values()]
+        return levels
+
+    def _ring_seconds(self, shard_bytes: float, ranks: Sequence[int], collective: str) -> float:
+        """`Hardware.all_gather_seconds` for any ranks: a block's parts share what comes from outside them."""
+        # Each level's busiest block: shards that come from outside its smallest part, shared by the part's ranks.
+        shards = [
+            max((sum(block) - min(block)) / min(block) * len(ranks) / sum(block) for block in blocks)
+            for blocks in self._levels(ranks)
+        ]
+        return self._seconds([of_level * shard_bytes for of_level in shards], collective)
+
+    def _all_to_all_seconds(self, pair_bytes: float, ranks: Sequence[int]) -> float:
+        peers = [max(sum(block) - min(block) for block in blocks) for blocks in self._levels(ranks)]
+        return self._seconds([of_level * pair_bytes for of_level in peers], "all_to_all")
+
+    def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
+        wire = dict(self.hardware.wire).get(collective, 1.0)
+        pairs = zip(self.hardware.links, num_bytes, strict=True)
+        return max((link.latency + moved * wire / link.bandwidth for link, moved in pairs if moved), default=0.0)
+
+
+def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
+    """A function of nodes from what a user has.
+
+    Args:
+        cost: a function from an fx node to milliseconds (a `CostModel` is one); a `Hardware`; or a table from names of
+            nodes to milliseconds, which must have every node that `graph.to_dag` asks about.
+    """
+    if isinstance(cost, Hardware):
+        return CostModel(cost)
+    if isinstance(cost, Mapping):
+        table = dict(cost)
+
+        def look_up(node: fx.Node) -> float:
+            if node.name not in table:
+                raise GraphError(node.name, f"it is not in the table of costs, which has {len(table)} nodes")
+            return table[node.name]
+
+        return look_up
+    if not callable(cost):
+        raise ValueError(f"cost must be a function of a node, a Hardware or a table by node names, got {cost!r}")
+    return cost

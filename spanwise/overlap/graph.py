@@ -1,0 +1,308 @@
+"""to_dag: an fx ATen graph as the `Dag` that is simulated and scheduled, and the way back from its numbers to nodes.
+
+    fx graph ─► graph ─► dag ─► …
+
+What a node depends on is more than its arguments. Memory is read and written in the order of the graph: results that
+share memory with arguments (by the schema's aliases, or because the fake tensors in ``meta["val"]`` share a storage)
+are followed to the storage, and a reader stays after the writer before it, a writer after all readers before it. A
+collective reads and writes until its wait. Random operators keep their order. Nothing moves across a barrier:
+operators that talk to other ranks in a way that is not known here, that touch what is no tensor argument, and
+higher-order operators that are not known or run such a subgraph. Barriers are linear in edges: a barrier follows what
+nobody else followed since the last one, and what comes later follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.operators import (
+    Cost,
+    Role,
+    Traits,
+    arguments,
+    attribute,
+    group_of,
+    is_free,
+    nodes_in,
+    storage_of,
+    tensors_in,
+    tensors_of,
+    traits,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """A `Dag` and the fx graph that it was made from.
+
+    Attributes:
+        nodes: the fx node of each node of `dag`: all calls, in the order of the graph.
+        inputs: placeholders and attributes, in the order of the graph; no nodes of `dag`.
+        outputs: numbers of the nodes whose results the graph returns, each once; inputs that it returns are left out.
+        barriers: numbers of the nodes that nothing crosses.
+    """
+
+    dag: Dag
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[int, ...]
+    barriers: tuple[int, ...]
+
+
+def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
+    """What `gm` has to run; `gm` is left as it is.
+
+    A collective has one wait in a `Dag`. Where several tensors of a coalesced collective are waited for, the first wait
+    is it, and the others take no time and follow it: the collective has ended then.
+
+    Memory: what the graph's nodes allocate, storage by storage, from the node that makes it to the last node that reads
+    or writes it through any alias; what it returns, and what a collective without a wait touches, to the end. Inputs
+    and attributes are there before and after, and are not counted.
+
+    Args:
+        cost: milliseconds of a node; see `costs`. Not asked about what does not run on a device: waits, views, items of
+            tuples, uninitialised memory and arithmetic on sizes take no time.
+
+    Raises:
+        GraphError: sizes that are not numbers, a call without ``meta["val"]``, a wait without a start, a start whose
+            group is not known, or a cost that is negative, not finite or that `cost` could not give. Names the node.
+    """
+    builder = _Builder(cost)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            builder.returns(node)
+        elif node.op in ("placeholder", "get_attr"):
+            builder.input(node)
+        else:
+            builder.call(node)
+    return builder.captured()
+
+
+@dataclasses.dataclass
+class _Memory:
+    """A storage while the graph is walked, by the numbers of nodes; an input has no maker."""
+
+    num_bytes: int = 0
+    maker: int = -1
+    last_write: int = -1
+    readers: list[int] = dataclasses.field(default_factory=list)  # since the last write
+    users: list[int] = dataclasses.field(default_factory=list)
+    kept: bool = False
+    start: int = -1  # the last collective that writes it
+
+
+_Places = tuple[_Memory, ...]  # where a tensor may lie: one storage, several if its schema says no more
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+    reads: list[_Memory]
+    writes: list[_Memory]
+    wait: list[int] = dataclasses.field(default_factory=list)  # its first wait
+
+
+class _Builder:
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.nodes: list[Node] = []
+        self.calls: list[fx.Node] = []
+        self.number: dict[fx.Node, int] = {}
+        self.inputs: list[fx.Node] = []
+        self.outputs: tuple[int, ...] = ()
+        # Of each fx node, the tensors of its value: the storage's identity there, and where they lie.
+        self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
+        self.outside: dict[int | None, _Memory] = {}  # storages of inputs
+        self.made: list[_Memory] = []
+        self.collectives: dict[int, _Collective] = {}
+        self.last_random = -1
+        self.barriers: list[int] = []
+        self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, that nobody follows
+
+    def input(self, node: fx.Node) -> None:
+        self.inputs.append(node)
+        own = attribute(node) if node.op == "get_attr" else None
+        values = tensors_of(node) or tensors_in(own)
+        # Two attributes may be one tensor; placeholders may share a storage.
+        owners = [own] if isinstance(own, torch.Tensor) else values
+        self.tensors[node] = []
+        for value, owner in zip(values, owners, strict=True):
+            storage = storage_of(owner)
+            memory = _Memory() if storage is None else self.outside.setdefault(storage, _Memory())
+            self.tensors[node].append((storage_of(value), (memory,)))
+
+    def returns(self, node: fx.Node) -> None:
+        for memory in self._places(node.all_input_nodes):
+            memory.kept = True
+        self.outputs = tuple(dict.fromkeys(self.number[n] for n in node.all_input_nodes if n in self.number))
+
+    def call(self, node: fx.Node) -> None:
+        known = traits(node)
+        self._check_value(node, known)
+        i = len(self.nodes)
+        deps = {self.number[arg] for arg in node.all_input_nodes if arg in self.number}
+        if node.target is operator.getitem:
+            self.tensors[node] = self._item(node)
+            reads = self._places([node])
+        else:
+            reads = self._places(node.all_input_nodes)
+        written = [value for name, value in arguments(node, known) if name in known.writes]
+        writes = self._places(nodes_in(written))
+        kind, start = Kind.COMPUTE, -1
+        barrier = known.role is Role.BARRIER
+
+        if known.role is Role.START:
+            kind = Kind.START
+        elif known.role is Role.WAIT:
+            start = self._started(node, reads)
+            if start in self.collectives:
+                collective = self.collectives[start]
+                writes = reads
+                if collective.wait:
+                    deps.add(collective.wait[0])
+                else:
+                    kind = Kind.WAIT
+                    deps.add(start)
+                    reads = list({id(m): m for m in (*reads, *collective.reads, *collective.writes)}.values())
+                    collective.wait.append(i)
+            else:
+                barrier = True  # as what it waits for
+        if known.random:
+            deps.add(self.last_random)
+            self.last_random = i
+
+        for memory in reads:
+            deps.add(memory.last_write)
+            memory.readers.append(i)
+            memory.users.append(i)
+        for memory in writes:
+            deps.add(memory.last_write)
+            deps.update(memory.readers)
+            memory.last_write, memory.readers = i, []
+        if node not in self.tensors:
+            self.tensors[node] = self._results(node, known, i)
+        made = self._places([node])
+        for memory in made:
+            memory.users.append(i)
+        if kind == Kind.START:
+            self.collectives[i] = _Collective(reads, made)
+        if kind == Kind.START or known.talks:
+            for memory in (*made, *writes):
+                memory.start = i
+
+        deps -= {-1, i}
+        if barrier:
+            deps.update(self.loose)
+            self.loose.clear()
+            self.barriers.append(i)
+        elif self.barriers and max(deps, default=-1) < self.barriers[-1]:
+            deps.add(self.barriers[-1])
+        for dep in deps:
+            self.loose.pop(dep, None)
+        self.loose[i] = None
+
+        self.number[node] = i
+        self.calls.append(node)
+        group = group_of(node) if kind == Kind.START else ""
+        start = start if kind == Kind.WAIT else -1
+        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+
+    def _check_value(self, node: fx.Node, known: Traits) -> None:
+        nothing = bool(known.names) and not known.aliases  # is returned
+        if "val" not in node.meta and not nothing:
+            raise GraphError(node.name, 'it has no meta["val"], of which sizes and aliases are read')
+        for tensor in tensors_of(node):
+            if not all(type(size) is int for size in tensor.shape):
+                text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
+                raise GraphError(node.name, text)
+
+    def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:
+        """Where the tensors of `nodes` lie, each place once."""
+        found = {id(m): m for n in nodes for _, places in self.tensors.get(n, ()) for m in places}
+        return list(found.values())
+
+    def _started(self, node: fx.Node, places: list[_Memory]) -> int:
+        """The collective that wrote last what `node` waits for."""
+        start = max((memory.start for memory in places), default=-1)
+        if start < 0:
+            raise GraphError(node.name, f"it waits for {node.args[0]}, which no collective of this graph writes")
+        return start
+
+    def _results(self, node: fx.Node, known: Traits, i: int) -> list[tuple[int | None, _Places]]:
+        """Where the results lie: in arguments, or in new memory."""
+        values = tensors_of(node)
+        given = [pair for arg in node.all_input_nodes for pair in self.tensors.get(arg, ())]
+        if known.role is Role.WAIT:
+            return [(storage_of(value), given[0][1]) for value in values]
+        found: list[tuple[int | None, _Places]] = []
+        by_name = dict(arguments(node, known)) if any(known.aliases) else {}
+        by_storage = {storage: places for storage, places in given if storage is not None}
+        new: dict[int | None, _Memory] = {}  # results of one node that share a storage
+        for at, value in enumerate(values):
+            storage = storage_of(value)
+            # One result may be a list of tensors, or none.
+            aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
+            nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
+            if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
+                nodes = [nodes[at]]
+            places = tuple(self._places(nodes))
+            if storage in by_storage:
+                places = tuple({id(m): m for m in (*places, *by_storage[storage])}.values())
+            elif not (places and known.surely):
+                if (known.role is Role.BARRIER and not known.names) or known.talks:  # anything may be returned
+                    places = tuple(self._places(node.all_input_nodes))
+                if storage not in new or storage is None:
+                    new[storage] = _Memory(self._num_bytes(node, value), i)
+                    self.made.append(new[storage])
+                places = (*places, new[storage])
+            found.append((storage, places))
+        return found
+
+    def _item(self, node: fx.Node) -> list[tuple[int | None, _Places]]:
+        source, key = node.args
+        given = self.tensors[source] if isinstance(source, fx.Node) else []
+        whole = source.meta.get("val") if isinstance(source, fx.Node) else None
+        values = tensors_of(node)
+        if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
+            before = len(tensors_in(whole[:key]))
+            return given[before : before + len(values)]
+        every = tuple({id(m): m for _, places in given for m in places}.values())
+        return [(storage_of(value), every) for value in values]
+
+    def _num_bytes(self, node: fx.Node, value: torch.Tensor) -> int:
+        try:
+            size = value.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError):  # no storage
+            size = value.numel() * value.element_size()
+        if type(size) is not int:
+            raise GraphError(node.name, f"its storage has {size} bytes; compile with dynamic=False")
+        return size
+
+    def _ms(self, node: fx.Node, known: Traits) -> float:
+        if known.role is Role.WAIT or is_free(node):
+            return 0.0
+        try:
+            return float(self.cost(node))
+        except GraphError:
+            raise
+        except Exception as error:
+            raise GraphError(node.name, f"its cost is not known: {type(error).__name__}: {error}") from error
+
+    def captured(self) -> Captured:
+        last = len(self.nodes) - 1
+        for collective in self.collectives.values():
+            if not collective.wait:
+                for memory in (*collective.reads, *collective.writes):
+                    memory.users.append(last)
+        storages = tuple(
+            Storage(memory.num_bytes, memory.maker, tuple(sorted(set(memory.users))), memory.kept)
+            for memory in self.made
+            if memory.num_bytes
+        )
+        dag = Dag(tuple(self.nodes), storages)
+        return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, tuple(self.barriers))
