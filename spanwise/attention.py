@@ -103,7 +103,7 @@ def context_parallel_attention(
             ranks. In compiled code torch's own error surfaces.
     """
     out, aux = _attend(
-        q, k, v, plan, mesh, return_aux or AuxRequest(),
+        q, k, v, plan, mesh, AuxRequest() if return_aux is None else return_aux,
         mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return out if return_aux is None else (out, aux)

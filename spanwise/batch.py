@@ -357,7 +357,9 @@ def shard_batch(
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
     first = next(iter(queries.values()))
-    packings = _packings(plan, cu_seqlens)
+    # Without labels to shift and positions to count, nobody asks where documents start.
+    asked = "labels" in batch or "position_ids" not in batch or cu_seqlens is not None
+    packings = _packings(plan, cu_seqlens) if asked else [Packing([0, plan.seq_len])]
     if len(packings) not in (1, first.shape[0] if dim else 1):
         raise ValueError(
             f"cu_seqlens has {len(packings)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}"

@@ -83,7 +83,7 @@ def packed_attention(
     out, aux = context_parallel_attention(
         q, k, v, plan, mesh,
         mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
-        return_aux=return_aux or AuxRequest(),
+        return_aux=AuxRequest() if return_aux is None else return_aux,
     )  # fmt: skip
     out = out.squeeze(0).transpose(0, 1)
     if return_aux is None:

@@ -185,8 +185,10 @@ class ContextParallel(ParallelStyle):
             elif name in _SIZES:
                 continue
             elif name not in _IGNORABLE:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
                 raise ValueError(
-                    f"ContextParallel does not know the argument {name}={value!r} of the wrapped attention"
+                    f"ContextParallel does not know the argument {name}, {what}, of the wrapped attention; tensors are "
+                    f"called q, k, v or query, key, value"
                 )
             elif value not in _IGNORABLE[name]:
                 raise ValueError(

@@ -287,8 +287,8 @@ class Plan:
 
         K/V of others, as they come and in order, and what is packed to leave; under Ulysses q and the output too. What
         eager code needs with kernel "sdpa", of a batch of `batch_size` rows, to the byte. Not counted: results of
-        kernels and of their merge, zeros put in padding, rows of a batch that differ laid one after another where heads
-        of a token are not beside one another in memory, spare keys of "flex".
+        kernels and of their merge, zeros put in padding, spare keys of "flex", and the copies that batch rows with
+        masks of their own take where k and v are not ``[B, T, H, D]`` in memory.
 
         Needs what `recv_bytes` needs.
         """

@@ -126,11 +126,12 @@ def run(options: PlanOptions) -> dict[str, Any]:
 
     @functools.cache
     def plan_for(num_ranks: int) -> Plan:
-        if options.inner < 1 or num_ranks % options.inner:
+        inner = options.inner if num_ranks > 1 else 1  # one rank is what the others are compared with
+        if inner < 1 or num_ranks % inner:
             raise ValueError(f"--inner must divide the number of ranks, got --inner {options.inner}, {num_ranks} ranks")
         return make_plan(
             masks,
-            num_ranks if options.inner == 1 else (num_ranks // options.inner, options.inner),
+            num_ranks if inner == 1 else (num_ranks // inner, inner),
             weights=weights,
             balancer=options.balancer,
             exchange=options.exchange,

@@ -253,7 +253,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
             f"the plan is for a 2-D cp mesh of shape {(num_ranks // inner, inner)}, got {shape} with axes "
             f"{mesh.mesh_dim_names}; pass both axes, as in mesh['cp_outer', 'cp_inner']"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim != 1 and shape != (num_ranks, 1):
         raise ValueError(
             f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in mesh['cp']"
         )
@@ -261,7 +261,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
         raise ValueError(
             f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}"
         )
-    return mesh.get_local_rank()
+    return mesh.get_local_rank(0)
 
 
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:

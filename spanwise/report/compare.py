@@ -30,6 +30,7 @@ class Degree:
     balancer: str
     exchange: str
     stages: int
+    inner: int
     total_seconds: float
     exposed_seconds: float
     speedup: float
@@ -41,7 +42,7 @@ class Degree:
     @property
     def way(self) -> str:
         """What was chosen for this degree, in words."""
-        return units.way(self.balancer, self.exchange, self.stages)
+        return units.way(self.balancer, self.exchange, self.stages, self.inner)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def _degree(plan: Plan, alone: float) -> Degree:
         balancer=plan.balancer,
         exchange=plan.exchange,
         stages=plan.stages,
+        inner=plan.inner,
         total_seconds=total,
         exposed_seconds=predicted["exposed_forward"] + predicted["exposed_backward"],
         speedup=speedup,

@@ -119,6 +119,21 @@ def test_two_levels(
     check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
+@pytest.mark.parametrize("exchange", ["needed", "ring"])
+def test_two_levels_with_a_single_rank_inside(exchange: str) -> None:
+    """Hosts of one rank each: the mesh has both axes, and nobody trades heads."""
+    mask = SpanMask.documents(CU_SEQLENS)
+    problem = make_problem(mask.dense())
+    plan = spanwise.make_plan(mask, (3, 1), balancer="head_tail", exchange=exchange, block_size=8)
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        shards = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]]
+        return spanwise.context_parallel_attention(*shards, plan, mesh, kernel="sdpa")
+
+    for rank, out in enumerate(run_ranks(3, on_rank, mesh_shape=(3, 1), mesh_dim_names=("outer", "inner"))):
+        assert relative_error(out, plan.shard(problem.out, rank, dim=2)) <= 1e-10
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("num_ranks", [3, 4])

@@ -355,3 +355,13 @@ def test_documents_have_one_source() -> None:
     for cu_seqlens in (None, [0, plan.seq_len]):
         with pytest.raises(ValueError, match="a RankPlan does not know where its packed sequences .* pass the Plan"):
             spanwise.roll(tokens, -1, plan.local(None), None, cu_seqlens, dim=0)
+
+
+def test_batches_of_cross_attention_that_bring_all_they_need() -> None:
+    """Nobody asks where documents start if there are no labels to shift and no positions to count."""
+    plan = spanwise.make_plan(SpanMask.full(8, 12), 1, balancer="contiguous")
+    batch = {"input_ids": torch.arange(8), "position_ids": torch.arange(8), "states": torch.randn(12, 3)}
+    local = spanwise.shard_batch(batch, plan, None, dim=0, kv=["states"])
+    assert all(torch.equal(local[name], batch[name]) for name in batch)
+    with pytest.raises(ValueError, match="does not tell where documents start"):
+        spanwise.shard_batch({**batch, "labels": torch.arange(8)}, plan, None, dim=0, kv=["states"])

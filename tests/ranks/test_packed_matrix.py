@@ -174,7 +174,9 @@ def test_long(number: int, cell: Cell) -> None:
     for name, got, reference in compared(problem, plan, results):
         if cell.dtype == "bfloat16":
             torch.testing.assert_close(got, reference, atol=bound(cell), rtol=bound(cell), msg=named(name))
-        elif name in bounds:
+        elif name == "lse":
+            torch.testing.assert_close(got, reference, atol=2e-6, rtol=1e-5, msg=named(name))
+        else:
             error = float((got - reference).abs().max())
             assert error <= 2 * bounds[name], f"{name}: error {error:.2e}, torch's own {bounds[name]:.2e}"
 

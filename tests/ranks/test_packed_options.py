@@ -246,6 +246,7 @@ def test_heads_that_the_plan_was_not_made_for(exchange: str, started: list[str])
     on_every_rank(plan, r"made for .* = \(4, 2, 8, 8\), got \(4, 4, 8, 8\)", heads=(4, 4))
     on_every_rank(plan, r"made for .*got \(4, 2, 8, 6\)", edit=lambda q, k, v: (q, k, v[..., :6]))
     on_every_rank(plan, "return_aux must be spanwise.AuxRequest.*got True", return_aux=True)
+    on_every_rank(plan, "return_aux must be spanwise.AuxRequest.*got False", return_aux=False)
     assert not started
 
 

@@ -181,7 +181,7 @@ def test_masks_in_words() -> None:
 
 def degree(ranks: int, seconds: float, alone: float = 8.0) -> Degree:
     speedup = alone / seconds
-    return Degree(ranks, "local", "needed", 1, seconds, 0.0, speedup, speedup / ranks, 1.0, 0, 0)
+    return Degree(ranks, "local", "needed", 1, 1, seconds, 0.0, speedup, speedup / ranks, 1.0, 0, 0)
 
 
 def test_the_largest_efficient_degree_is_recommended() -> None:
@@ -287,6 +287,9 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     least = plan.replace(exchange="ring").resident_bytes().max()
     said, figures = found("--ranks", "4", "--memory-budget", str(least))
     assert figures["exchange"] == "ring" and "trade heads" not in said
+    said, figures = found("--compare-ranks", "2,4", "--inner", "2", "--exchange", "ring")
+    ways = {one["ranks"]: one["inner"] for one in figures["compare_ranks"]["degrees"]}
+    assert ways[2] == ways[4] == 2 and "Ranks compared" in said
     result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--ranks", "8", "--inner", "3"])
     assert result.exit_code == 2 and "--inner must divide the number of ranks, got --inner 3, 8 ranks" in result.stderr
 
