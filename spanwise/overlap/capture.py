@@ -179,7 +179,7 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], Attention] 
     forward, backward = _compat.partition(joint, 1)
     for module in (forward, backward):
         if config.device != "cpu":
-            _relabel(module, torch.device(config.device, 0))
+            relabel(module, torch.device(config.device, 0))
         module.graph.lint()
         module.recompile()
     return Graphs(forward, backward, axes)
@@ -378,10 +378,10 @@ def _gather_again(joint: torch.fx.GraphModule, dp: str) -> None:
                     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _relabel(module: torch.fx.GraphModule, device: torch.device) -> None:
-    """Put a graph that was traced on the CPU on `device`.
+def relabel(module: torch.fx.GraphModule, device: torch.device) -> None:
+    """Put a graph of fake tensors on another device, in place: in its values and where a node names one.
 
-    Autograd on fake CUDA tensors needs a torch that has CUDA; the CPU's graph has the same nodes.
+    Autograd on fake CUDA tensors needs a torch that has CUDA, so that graphs are traced on the CPU.
     """
     for node in module.graph.nodes:
         for value in _compat.tree_leaves(node.meta.get("val")):

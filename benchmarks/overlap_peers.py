@@ -1,0 +1,254 @@
+"""Schedules of a Llama step: PyTorch's own overlap pass and `spanwise.overlap` on the same graphs at the same costs.
+
+    python benchmarks/overlap_peers.py                              # 32 layers of Llama-8B shapes, 8 x 8 ranks
+    python benchmarks/overlap_peers.py --layers 4 --cases backward
+    python benchmarks/overlap_peers.py --layers 4 32 80 126 --costs calibrated --batch 1 --bucketing none
+
+Graphs are captured on fake process groups (`spanwise.overlap.capture`), and their orders simulated
+(`spanwise.overlap.simulate`): milliseconds of makespan, of compute standing still for collectives (exposed), and what
+no order of that graph can beat (bound); collectives that are hidden wholly, partly, not at all; the peak of memory
+without inputs; seconds that the pass took. PyTorch's pass is
+``torch._inductor.fx_passes.overlap_scheduling.schedule_overlap_bucketing`` with the very costs of the simulation,
+looked up in a table, so that neither its time nor its choices suffer from how they are computed; all else is its
+default but for bucketing:
+
+    reorder      no buckets
+    buckets      ``collective_bucketing=True``
+    pre-buckets  the same, and ``pre_bucketing_fsdp_collectives=True``
+
+Costs:
+
+    torch        PyTorch's roofline and its model of NCCL, told that the device is an H100 and a host has 8. It counts
+                 multiply-adds against a peak of FLOP/s, every pointwise operator by itself, and takes a group of 8
+                 that spans 8 hosts for one of NVLink.
+    calibrated   `CostModel` of `CALIBRATED`, pointwise operators one by one; "fused" with chains as one kernel
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from spanwise.cost import Hardware, Link
+from spanwise.overlap import operators
+from spanwise.overlap.bounds import lower_bounds
+from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, relabel
+from spanwise.overlap.costs import CostModel
+from spanwise.overlap.graph import Captured, to_dag
+from spanwise.overlap.schedule import schedule
+from spanwise.overlap.simulate import Timeline, simulate
+
+Cost = Callable[[fx.Node], float]
+
+LLAMA_8B = {"dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "seq_len": 8192}
+
+# An H100 as training runs report it, not as its data sheet has it: matrix products reach about 60 % of 989 TFLOP/s in
+# bf16, torch's flash attention about 400 TFLOP/s forward and 300 backward (FlashAttention-2 on H100: arXiv:2407.08608,
+# figures 5 and 6), memory about 75 % of 3.35 TB/s. NVLink: 350 GB/s of the 450 GB/s each way, as nccl-tests show on
+# eight H100; between hosts 45 GB/s of the 50 GB/s of a 400 Gb/s card for each GPU. Latencies of a collective: 10 and
+# 20 µs, what nccl-tests show for the smallest messages on 8 ranks within a host, and on 8 hosts.
+CALIBRATED = Hardware(
+    "H100, as measured elsewhere",
+    attention_flops=400e12,
+    attention_backward_flops=300e12,
+    matmul_flops=600e12,
+    memory_bandwidth=2.5e12,
+    memory=80_000_000_000,
+    links=(Link(350e9, 10e-6, ranks=8), Link(45e9, 20e-6)),
+    source="benchmarks/overlap_peers.py",
+)
+
+BUCKETING = {
+    "reorder": {"collective_bucketing": False, "pre_bucketing_fsdp_collectives": False},
+    "buckets": {"collective_bucketing": True, "pre_bucketing_fsdp_collectives": False},
+    "pre-buckets": {"collective_bucketing": True, "pre_bucketing_fsdp_collectives": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One order of one graph; milliseconds, gigabytes, seconds of the pass."""
+
+    costs: str
+    batch: int
+    layers: int
+    graph: str
+    nodes: int
+    order: str
+    makespan: float
+    exposed: float
+    bound: float
+    hidden: str
+    peak: float
+    seconds: float
+
+
+@contextlib.contextmanager
+def torch_on_h100() -> Iterator[None]:
+    """PyTorch's pass asks the device at hand what it is; here it is told.
+
+    Its buckets cannot be traced on fake CUDA tensors without CUDA, and of CPU tensors it does not count the memory. So
+    graphs are put on the CPU, and it is told that this is the memory to count.
+    """
+    from torch._inductor import comm_analysis
+    from torch._inductor.analysis.device_info import _device_mapping
+    from torch._inductor.fx_passes import overlap_scheduling
+    from torch.utils import _runtime_estimation
+
+    sheet = _device_mapping["NVIDIA H100"]
+    dense = {dtype: rate / sheet.tops_sparsity_factor for dtype, rate in sheet.tops.items()}
+    with (
+        mock.patch.object(_runtime_estimation, "get_device_tflops", dense.__getitem__),
+        mock.patch.object(_runtime_estimation, "get_gpu_dram_gbps", lambda: sheet.dram_bw_gbs),
+        mock.patch.object(
+            overlap_scheduling,
+            "MemoryTracker",
+            functools.partial(overlap_scheduling.MemoryTracker, device_filter=lambda device: True),
+        ),
+        mock.patch.object(comm_analysis, "get_gpu_type", lambda: comm_analysis.NVIDIA_GPU_TYPE.HOPPER),
+    ):
+        yield
+
+
+def torch_cost(node: fx.Node) -> float:
+    """What PyTorch's pass takes a node to cost; but what does nothing is free, to which it charges memory traffic."""
+    from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
+    from torch._inductor.fx_passes.overlap_scheduling import estimate_roofline_runtime_ms
+
+    if node.target is operators.WAIT or operators.is_free(node):
+        return 0.0
+    if node.target in operators.STARTS:
+        return estimate_nccl_collective_runtime_from_fx_node(node, use_nccl_estimator=False)
+    return estimate_roofline_runtime_ms(node)
+
+
+def torch_latency(node: fx.Node) -> float:
+    """What it takes a collective of nothing to cost."""
+    from torch._inductor.comm_analysis import estimate_nccl_collective_runtime_from_fx_node
+
+    return estimate_nccl_collective_runtime_from_fx_node(node, 0, use_nccl_estimator=False)
+
+
+def cost_of(name: str, axes: dict[str, Axis]) -> tuple[Cost, Cost]:
+    """Milliseconds of a node, and of a collective without its bytes."""
+    if name == "torch":
+        return torch_cost, torch_latency
+    ranks = {axis.name: axis.ranks for axis in axes.values() if axis.name}
+    inner, outer = CALIBRATED.links
+
+    def latency(node: fx.Node) -> float:
+        members = ranks[operators.group_of(node)]
+        return 1e3 * (inner if len({rank // 8 for rank in members}) == 1 else outer).latency
+
+    return CostModel(CALIBRATED, ranks=ranks, fuse=name == "fused"), latency
+
+
+def pytorch_pass(
+    gm: fx.GraphModule, table: dict[str, float], cost: Cost, latency: Cost, how: str
+) -> tuple[fx.GraphModule, float]:
+    """A copy of `gm` after PyTorch's pass, and the seconds that it took; inside the world that `gm` was captured in.
+
+    Args:
+        table: milliseconds by the names of nodes; `cost` gives those of nodes that the pass makes.
+        latency: milliseconds of a collective without its bytes.
+    """
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    def estimate(node: fx.Node, size: int | None) -> float:
+        if size is not None:
+            assert size == 0, f"{node}: expected to be asked for its cost or its latency, not for {size} bytes"
+            return latency(node)
+        known = table.get(node.name)
+        return cost(node) if known is None else known
+
+    gm = copy.deepcopy(gm)
+    began = time.perf_counter()
+    gm = schedule_overlap_bucketing(
+        gm, custom_runtime_estimation=estimate, compute_estimator="analytical", **BUCKETING[how]
+    )
+    return gm, time.perf_counter() - began
+
+
+def rows_of(config: CaptureConfig, graph: str, gm: fx.GraphModule, costs: str, hows: list[str]) -> Iterator[Row]:
+    """One row for each order of a graph."""
+
+    def row(order: str, captured: Captured, timeline: Timeline, seconds: float) -> Row:
+        counts = "/".join(map(str, timeline.counts().values()))
+        bound = lower_bounds(captured.dag).makespan
+        about = costs, config.batch, config.layers, graph, len(gm.graph.nodes), order
+        return Row(*about, timeline.makespan, timeline.exposed_ms, bound, counts, timeline.peak_bytes / 1e9, seconds)
+
+    with fake_world(config) as axes, torch_on_h100():
+        cost, latency = cost_of(costs, axes)
+        captured = to_dag(gm, cost)
+        names = [node.name for node in captured.nodes]
+        table = dict(zip(names, captured.dag.ms.tolist(), strict=True))
+        yield row("original", captured, simulate(captured.dag), 0.0)
+        for how in hows:
+            done, seconds = pytorch_pass(gm, table, cost, latency, how)
+            again = to_dag(done, lambda node: table[node.name] if node.name in table else cost(node))
+            yield row(f"PyTorch, {how}", again, simulate(again.dag), seconds)
+        began = time.perf_counter()
+        ours = schedule(to_dag(gm, lambda node: table[node.name]).dag)
+        seconds = time.perf_counter() - began
+        yield row("spanwise", captured, ours.timeline, seconds)
+
+
+def show(row: Row) -> str:
+    return (
+        f"{row.graph:<9}{row.costs:<11}{row.batch:>3}{row.layers:>5}{row.nodes:>7}  {row.order:<21}{row.makespan:9.1f}"
+        f"{row.exposed:9.1f}{row.bound:9.1f}  {row.hidden:>14}{row.peak:8.2f}{row.seconds:8.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dp", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=128_256, help="0 for the layers alone")
+    parser.add_argument("--cases", nargs="+", choices=["forward", "backward"], default=["backward", "forward"])
+    parser.add_argument("--costs", nargs="+", choices=["torch", "calibrated", "fused"], default=["torch", "calibrated"])
+    parser.add_argument("--bucketing", nargs="*", choices=list(BUCKETING), default=list(BUCKETING))
+    parser.add_argument("--out", type=Path, help="JSON file of all rows")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)  # PyTorch's pass tells of its buckets
+    print(
+        f"{'graph':<9}{'costs':<11}{'b':>3}{'L':>5}{'nodes':>7}  {'order':<21}{'makespan':>9}{'exposed':>9}{'bound':>9}"
+        f"  {'hid/part/exp':>14}{'peak GB':>8}{'pass s':>8}"
+    )
+    rows: list[dict[str, Any]] = []
+    for layers in args.layers:
+        for batch in args.batch:
+            sizes = {"layers": layers, "batch": batch, "dp": args.dp, "tp": args.tp, "vocab": args.vocab or None}
+            config = CaptureConfig(**LLAMA_8B, **sizes)
+            began = time.perf_counter()
+            graphs = capture(config)
+            for gm in (graphs.forward, graphs.backward):
+                relabel(gm, torch.device("cpu"))
+            print(f"captured {layers} layers, batch {batch}, in {time.perf_counter() - began:.1f} s")
+            for costs in args.costs:
+                for name in args.cases:
+                    for row in rows_of(config, name, getattr(graphs, name), costs, args.bucketing):
+                        print(show(row), flush=True)
+                        rows.append(dataclasses.asdict(row))
+    if args.out:
+        args.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
