@@ -115,6 +115,8 @@ def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> typ
 
 tree_map = _pytree.tree_map
 tree_leaves = _pytree.tree_leaves
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
 
 
 def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -209,11 +211,16 @@ def fake_store() -> dist.Store:
     return FakeStore()
 
 
-def fake_mode() -> AbstractContextManager[Any]:
-    """A mode in which tensors have shapes, strides and dtypes and no contents."""
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes, strides and dtypes and no contents; a `DeviceMesh` may have real ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
+    return mode.from_tensor(x, static_shapes=True)
 
 
 def drop_assertions(graph: torch.fx.Graph) -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from spanwise import _compat
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""``(q, k, v, tensors) -> out``, all ``[B, N, S, H]``; k and v with this rank's heads of K/V."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,12 @@ def fake_world(config: CaptureConfig) -> Iterator[dict[str, Axis]]:
         dist.destroy_process_group()
 
 
-def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], Attention] | None = None) -> Graphs:
+def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Attention, Any]] | None = None) -> Graphs:
     """Trace a step of the model.
 
     Args:
-        attention: for cp > 1: given the cp mesh, it returns the attention of shards, ``(q, k, v) -> out``, all
-            ``[B, N, S, H]``, k and v with as many heads as this rank has of K/V.
+        attention: for cp > 1: called with the cp mesh, it returns the attention of shards, and what that takes beside
+            them, a pytree (a plan, say) whose tensors become the graph's last inputs.
 
     Raises:
         ValueError: cp > 1 without `attention`.
@@ -168,12 +170,24 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], Attention] 
     if config.cp > 1 and attention is None:
         raise ValueError(f"cp = {config.cp}: pass attention=, which exchanges K/V between the shards")
     with fake_world(config) as axes:
-        attend: Attention = lambda q, k, v: _causal(q, k, v, config.device)  # noqa: E731
+        attend: Attention = _flash(config.device)
+        given: Any = None
         if attention is not None:
             group = _compat.find_group(axes["cp"].name) if config.cp > 1 else dist.new_group([config.rank])
-            attend = attention(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
-        with _compat.fake_mode():
-            joint = _compat.joint_graph(_Model(config, axes, attend), _inputs(config))
+            attend, given = attention(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
+        leaves, spec = _compat.tree_flatten(given)
+        real = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def attend_with(tensors: Iterable[torch.Tensor], *qkv: torch.Tensor) -> torch.Tensor:
+            left = iter(tensors)
+            tree = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            q, k, v = qkv
+            return attend(q, k, v, _compat.tree_unflatten(tree, spec))
+
+        mode = _compat.fake_mode()
+        with mode:
+            inputs = _inputs(config) + [_compat.to_fake(mode, x) for x in real]
+            joint = _compat.joint_graph(_Model(config, axes, attend_with), inputs)
     _compat.drop_assertions(joint.graph)
     _gather_again(joint, axes["dp"].name)
     forward, backward = _compat.partition(joint, 1)
@@ -198,15 +212,21 @@ def _inputs(config: CaptureConfig) -> list[torch.Tensor]:
     """Rotary cosine and sine, input, then all parameters' shards; with a vocabulary, the labels before the shards."""
     full, shards, length = _full_precision(config.dtype), config.dp * config.cp, config.seq_len // config.cp
     rotary = [torch.empty(length, 1, 1, config.head_dim // 2, dtype=full) for _ in range(2)]
-    parameters = shapes(config) * config.layers
     if config.vocab is None:
         data = [torch.empty(length // config.tp, config.batch, config.dim, dtype=config.dtype, requires_grad=True)]
     else:
         data = [torch.empty(length, config.batch, dtype=torch.int64) for _ in range(2)]
-        table = config.vocab // config.tp, config.dim
-        parameters = [table, *parameters, (config.dim,), table]
-    flat = [torch.empty(n // shards, *rest, dtype=full, requires_grad=True) for n, *rest in parameters]
+    flat = [torch.empty(n // shards, *rest, dtype=full, requires_grad=True) for n, *rest in _parameters(config)]
     return [*rotary, *data, *flat]
+
+
+def _parameters(config: CaptureConfig) -> list[tuple[int, ...]]:
+    """Shapes of all parameters, gathered over dp."""
+    layers = shapes(config) * config.layers
+    if config.vocab is None:
+        return layers
+    table = config.vocab // config.tp, config.dim
+    return [table, *layers, (config.dim,), table]
 
 
 def _full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -216,28 +236,36 @@ def _full_precision(dtype: torch.dtype) -> torch.dtype:
 class _Model:
     """The step as a function of tensors, without state."""
 
-    def __init__(self, config: CaptureConfig, axes: Mapping[str, Axis], attend: Attention) -> None:
+    def __init__(self, config: CaptureConfig, axes: Mapping[str, Axis], attend: Callable[..., torch.Tensor]) -> None:
         self.config, self.dp, self.tp, self.attend = config, axes["dp"], axes["tp"], attend
 
-    def __call__(self, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor, *rest: torch.Tensor) -> Any:
-        shards = iter(rest)
+    def __call__(self, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor) -> Any:
+        num_data = 1 if self.config.vocab is None else 2
+        num_shards = len(_parameters(self.config))
+        data, shards = rest[:num_data], iter(rest[num_data : num_data + num_shards])
+        attend = functools.partial(self.attend, rest[num_data + num_shards :])
         if self.config.vocab is None:
-            return (self._layers(x, cos, sin, shards),)
-        labels = next(shards)
-        x_TBD = _Scatter.apply(self._embed(x, self._parameter(shards)), self.tp)
-        x_TBD = self._layers(x_TBD, cos, sin, shards)
+            return (self._layers(data[0], cos, sin, shards, attend),)
+        tokens, labels = data
+        x_TBD = _Scatter.apply(self._embed(tokens, self._parameter(shards)), self.tp)
+        x_TBD = self._layers(x_TBD, cos, sin, shards, attend)
         h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
         logits = h_SBD @ self._parameter(shards).t()
         return (_Loss.apply(logits.flatten(0, 1), labels.flatten(), self.tp),)
 
     def _layers(
-        self, x_TBD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shards: Iterator[torch.Tensor]
+        self,
+        x_TBD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shards: Iterator[torch.Tensor],
+        attend: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         for _ in range(self.config.layers):
             h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
             q, k, v = (self._split(h_SBD @ self._parameter(shards).t()) for _ in range(3))
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-            out_BNSH = self.attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
+            out_BNSH = attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
             out = out_BNSH.permute(2, 0, 1, 3).flatten(2)
             x_TBD = x_TBD + _Scatter.apply(out @ self._parameter(shards).t(), self.tp)
             h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
@@ -269,9 +297,14 @@ def _rotate(x_SBNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_SBNH.dtype)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] < q.shape[1] else x for x in (k, v))
-    return _Flash.apply(q, k, v, device)
+def _flash(device: str) -> Attention:
+    """Causal attention of a rank that has the whole sequence."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+        groups = q.shape[1] // k.shape[1]
+        return _Flash.apply(q, *(x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v)), device)
+
+    return attend
 
 
 def _all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:

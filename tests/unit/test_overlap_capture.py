@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.fx.interpreter import Interpreter
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from spanwise.overlap.capture import Axis, CaptureConfig, Graphs, capture, fake_world, shapes
+import spanwise
+from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, shapes
 
 TINY = CaptureConfig(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, device="cpu")
 OPS = torch.ops._c10d_functional
@@ -107,6 +109,10 @@ class Lockstep:
         parts = [args[other][0] for other in axis.ranks]
         if node.target == OPS.all_gather_into_tensor.default:
             return torch.cat(parts)
+        if node.target == OPS.all_to_all_single.default:
+            sent = [part.split(args[other][2])[axis.index] for part, other in zip(parts, axis.ranks, strict=True)]
+            assert [len(x) for x in sent] == args[rank][1]
+            return torch.cat(sent)
         stacked = torch.stack(parts)
         total = stacked.amax(0) if args[rank][1] == "max" else stacked.sum(0)
         return total if node.target == OPS.all_reduce.default else total.chunk(axis.size)[axis.index].clone()
@@ -149,63 +155,106 @@ def cut_over_tp(config: CaptureConfig) -> list[int | None]:
     return layer * config.layers if config.vocab is None else [0, *layer * config.layers, None, 0]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "vocab": 24}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "vocab": 24}, {"cp": 2, "layers": 1}], ids=str
+)
 def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, int]) -> None:
     config = dataclasses.replace(TINY, dtype=torch.float64, **sizes)
-    graphs = [capture(dataclasses.replace(config, rank=rank)) for rank in range(config.num_ranks)]
+    plan = causal_plan(config)
     torch.manual_seed(0)
     whole = [(config.dim,), *shapes(dataclasses.replace(config, tp=1))][1:] * config.layers
     if config.vocab is not None:
         whole = [(config.vocab, config.dim), *whole, (config.dim,), (config.vocab, config.dim)]
     weights = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in whole]
     angle = torch.randn(config.seq_len, 1, 1, config.head_dim // 2, dtype=torch.float64)
-    cos, sin = angle.cos(), angle.sin()
     shape = config.seq_len, config.batch
-    cotangent = torch.randn(*shape, config.dim, dtype=torch.float64) if config.vocab is None else torch.ones(())
-    expected, data_of_dp = [], []
+    cotangent = torch.randn(*shape, config.dim, dtype=torch.float64)
+    if config.vocab is not None:
+        cotangent = torch.ones((), dtype=torch.float64)
+    data_of_dp = []
     for _ in range(config.dp):
-        if config.vocab is None:
-            data = [torch.randn(*shape, config.dim, dtype=torch.float64, requires_grad=True)]
-        else:
+        data = [torch.randn(*shape, config.dim, dtype=torch.float64, requires_grad=True)]
+        if config.vocab is not None:
             data = [torch.randint(config.vocab, shape) for _ in range(2)]
-        expected.append(reference(config, cos, sin, data, weights))
         data_of_dp.append(data)
-    torch.autograd.backward(expected, [cotangent.to(x.dtype) for x in expected])
+    expected = [reference(config, angle.cos(), angle.sin(), data, weights) for data in data_of_dp]
+    torch.autograd.backward(expected, [cotangent] * config.dp)
 
-    inputs = [_rank_inputs(config, g, cos, sin, data_of_dp[r // config.tp], weights) for r, g in enumerate(graphs)]
+    graphs, extra = [], []
+    for rank in range(config.num_ranks):
+        given: list[torch.Tensor] = []
+        graphs.append(capture(dataclasses.replace(config, rank=rank), attention_of(plan, given) if plan else None))
+        extra.append(given)
+    inputs, tangents = [], []
+    for rank, graph in enumerate(graphs):
+
+        def own(x: torch.Tensor, axes: Any = graph.axes, of_tp: bool = True) -> torch.Tensor:
+            """Of a tensor of the whole sequence, what the rank has."""
+            of_cp = x if plan is None else x[tokens_of(plan, axes["cp"].index)]
+            return of_cp.chunk(config.tp)[axes["tp"].index] if of_tp else of_cp
+
+        data = [own(x.detach(), of_tp=config.vocab is None) for x in data_of_dp[rank // (config.tp * config.cp)]]
+        shards = [_shard(w.detach(), c, graph.axes) for w, c in zip(weights, cut_over_tp(config), strict=True)]
+        inputs.append([own(angle.cos(), of_tp=False), own(angle.sin(), of_tp=False), *data, *shards, *extra[rank]])
+        tangents.append(cotangent if config.vocab else own(cotangent))
+        if plan is not None:  # K/V travel in the open, and their gradients back
+            for module in (graph.forward, graph.backward):
+                assert collectives(module, graph.axes)["all_to_all_single", "cp"] == config.layers
     axes = [g.axes for g in graphs]
     results = Lockstep([g.forward for g in graphs], axes).run(inputs)
-    backward_inputs = []
-    for rank, graph in enumerate(graphs):
-        tangent = cotangent if config.vocab else cotangent.chunk(config.tp)[rank % config.tp]
+    for graph in graphs:
         names = [node.name for node in graph.backward.graph.nodes if node.op == "placeholder"]
-        assert [n for n in names if n.startswith("tangents")] == names[-1:]
-        backward_inputs.append([*results[rank][1:], tangent.to(results[rank][0].dtype)])
-    grads = Lockstep([g.backward for g in graphs], axes).run(backward_inputs)
-    for rank in range(config.num_ranks):
-        dp, tp = divmod(rank, config.tp)
-        whole_out = expected[dp]
-        torch.testing.assert_close(results[rank][0], whole_out if config.vocab else whole_out.chunk(config.tp)[tp])
-        num_data = len(data_of_dp[dp])
+        assert [name for name in names if name.startswith("tangents")] == names[-1:]
+    saved = [[*result[1:], tangent] for result, tangent in zip(results, tangents, strict=True)]
+    grads = Lockstep([g.backward for g in graphs], axes).run(saved)
+    for rank, (result, grad) in enumerate(zip(results, grads, strict=True)):
+        dp, cp, tp = rank // (config.tp * config.cp), graphs[rank].axes["cp"].index, graphs[rank].axes["tp"].index
+        mine = slice(None) if plan is None else tokens_of(plan, cp)
         if config.vocab is None:
-            torch.testing.assert_close(grads[rank][2], data_of_dp[dp][0].grad.chunk(config.tp)[tp])
-        for grad, weight, cut in zip(grads[rank][2 + num_data :], weights, cut_over_tp(config), strict=True):
-            mean = weight.grad / config.dp
-            torch.testing.assert_close(grad, _shard(mean, cut, config, dp, tp))
+            torch.testing.assert_close(result[0], expected[dp][mine].chunk(config.tp)[tp])
+            torch.testing.assert_close(grad[2], data_of_dp[dp][0].grad[mine].chunk(config.tp)[tp])
+        else:
+            torch.testing.assert_close(result[0], expected[dp])
+        first = 3 if config.vocab is None else 4
+        of_shards = grad[first : first + len(weights)]
+        for shard, weight, cut in zip(of_shards, weights, cut_over_tp(config), strict=True):
+            mean = weight.grad / (config.dp * config.cp)
+            torch.testing.assert_close(shard, _shard(mean, cut, graphs[rank].axes))
 
 
-def _shard(weight: torch.Tensor, cut: int | None, config: CaptureConfig, dp: int, tp: int) -> torch.Tensor:
-    of_tp = weight if cut is None else weight.chunk(config.tp, cut)[tp]
-    return of_tp.chunk(config.dp)[dp]
+def causal_plan(config: CaptureConfig) -> spanwise.Plan | None:
+    if config.cp == 1:
+        return None
+    heads = {"num_q_heads": config.heads // config.tp, "num_kv_heads": config.kv_heads // config.tp}
+    return spanwise.make_plan(
+        spanwise.SpanMask.causal(config.seq_len), config.cp, exchange="needed", balancer="head_tail", block_size=4,
+        head_dim=config.head_dim, dtype=config.dtype, **heads,
+    )  # fmt: skip
 
 
-def _rank_inputs(
-    config: CaptureConfig, graphs: Graphs, cos: torch.Tensor, sin: torch.Tensor, data: Any, weights: Any
-) -> list[torch.Tensor]:
-    dp, tp = graphs.axes["dp"].index, graphs.axes["tp"].index
-    shards = [_shard(w.detach(), cut, config, dp, tp) for w, cut in zip(weights, cut_over_tp(config), strict=True)]
-    own = data if config.vocab else [data[0].detach().chunk(config.tp)[tp]]
-    return [cos, sin, *own, *shards]
+def tokens_of(plan: spanwise.Plan, rank: int) -> torch.Tensor:
+    return torch.cat([torch.arange(first, stop) for first, stop in plan.layout.runs(rank)])
+
+
+def attention_of(plan: spanwise.Plan, given: list[torch.Tensor]) -> Any:
+    """spanwise's own, by `plan`; the tensors that it takes are put into `given`."""
+
+    def make(mesh: Any) -> Any:
+        local = plan.local(mesh, "cpu", kernel="sdpa")
+        given.extend(x for x in tree_leaves(local) if isinstance(x, torch.Tensor))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Any) -> torch.Tensor:
+            return spanwise.context_parallel_attention(q, k, v, local, mesh, kernel="sdpa")
+
+        return attend, local
+
+    return make
+
+
+def _shard(weight: torch.Tensor, cut: int | None, axes: dict[str, Axis]) -> torch.Tensor:
+    tp, dp = axes["tp"], axes["dp"]
+    of_tp = weight if cut is None else weight.chunk(tp.size, cut)[tp.index]
+    return of_tp.chunk(dp.size)[dp.index]
 
 
 @pytest.mark.parametrize(
