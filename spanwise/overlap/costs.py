@@ -68,8 +68,24 @@ _ATTENTION_BACKWARD = frozenset(
 
 # Pointwise, though without torch's tag.
 _COPIES = frozenset({_aten._to_copy, _aten.clone, _aten.copy_, _aten.copy})
-# Write their first argument without reading it.
-_OVERWRITE = frozenset({_aten.copy_, _aten.fill_, _aten.zero_})
+# Do not read their first argument: they write over it, or want its shape.
+_UNREAD = frozenset(
+    {
+        _aten.copy,
+        _aten.copy_,
+        _aten.fill,
+        _aten.fill_,
+        _aten.full_like,
+        _aten.new_full,
+        _aten.new_ones,
+        _aten.new_zeros,
+        _aten.ones_like,
+        _aten.rand_like,
+        _aten.randn_like,
+        _aten.zero_,
+        _aten.zeros_like,
+    }
+)
 # Read of their table no more than they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 
@@ -140,7 +156,7 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
     if not aliased and not (fuse and _fused_away(node)):
         total += results
     for arg in node.all_input_nodes:
-        if packet in _OVERWRITE and arg in written_args and arg is node.args[0]:
+        if packet in _UNREAD and arg is node.args[0] and arg not in node.args[1:]:
             continue
         if fuse and is_pointwise(node) and _fused_away(_source(arg)):
             continue

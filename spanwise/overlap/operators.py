@@ -144,6 +144,8 @@ def _of_operator(op: torch._ops.OpOverload) -> Traits:
     names = tuple(argument.name for argument in arguments)
     writes = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     aliases = tuple(_aliased(result.alias_info, arguments) for result in returns)
+    if op in _UNSAFE_VIEWS:
+        aliases = (frozenset(names[:1]),)
     known = functools.partial(Traits, names=names, writes=writes, aliases=aliases, surely=not _compat.decomposes(op))
     if op in STARTS:
         return known(Role.START)
@@ -157,7 +159,7 @@ def _of_operator(op: torch._ops.OpOverload) -> Traits:
         return known(Role.BARRIER)
     random = torch.Tag.nondeterministic_seeded in op.tags or "generator" in names
     view = bool(aliases) and not writes and all(aliases) and not _compat.decomposes(op)
-    free = view or op in _UNSAFE_VIEWS or op.overloadpacket in _EMPTY
+    free = view or op.overloadpacket in _EMPTY
     return known(Role.FREE if free else Role.COMPUTE, random=random)
 
 
