@@ -1,0 +1,256 @@
+"""Costs of fx nodes: FLOPs and bytes by hand, rates of dtypes, collectives by the hosts of their ranks, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spanwise import _compat
+from spanwise.cost import CPU_HOST, Hardware, Link
+from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes, node_flops
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.graph import to_dag
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+HOST = 8
+HARDWARE = Hardware(
+    "round figures", attention_flops=1e12, attention_backward_flops=5e11, matmul_flops=2e12, memory_bandwidth=1e9,
+    memory=10**9, links=(Link(1e9, 1e-3, ranks=HOST), Link(1e8, 1e-2)),
+)  # fmt: skip
+
+
+def node(op: Any, *values: Any, of: str = "fake", **kwargs: Any) -> fx.Node:
+    """The node that calls `op` in a graph; tensors among `values` are its inputs."""
+    gm = make_fx(lambda *args: op(*args, **kwargs), tracing_mode=of)(*values)
+    (found,) = (n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    keep_alive.append(gm)
+    return found
+
+
+keep_alive: list[fx.GraphModule] = []
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+# FLOPs.
+
+
+def test_flops_by_hand() -> None:
+    assert node_flops(node(ATEN.mm.default, empty(3, 5), empty(5, 7))) == 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.addmm.default, empty(7), empty(3, 5), empty(5, 7))) == 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.bmm.default, empty(2, 3, 5), empty(2, 5, 7))) == 2 * 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.baddbmm.default, empty(2, 3, 7), empty(2, 3, 5), empty(2, 5, 7))) == 2 * 2 * 3 * 5 * 7
+    conv = node(ATEN.convolution.default, empty(2, 3, 8, 8), empty(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False,
+                [0, 0], 1)  # fmt: skip
+    assert node_flops(conv) == 2 * 2 * 4 * 6 * 6 * 3 * 3 * 3
+    assert node_flops(node(ATEN.sin.default, empty(3))) == 0
+
+
+def test_flops_of_attention() -> None:
+    q, kv = empty(2, 4, 10, 8), empty(2, 2, 6, 8)  # two heads of q share one of k and v
+    products = 2 * 2 * 4 * 8  # FLOPs of one product of one query with one key, over all
+    flash = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+    assert node_flops(node(flash, q, kv.repeat(1, 2, 1, 1), kv.repeat(1, 2, 1, 1))) == 2 * products * 60
+    causal = node(flash, q, kv.repeat(1, 2, 1, 1), kv.repeat(1, 2, 1, 1), 0.0, True)
+    seen = int(torch.ones(10, 6).tril().sum())
+    assert node_flops(causal) == pytest.approx(2 * products * seen, rel=1e-12)
+
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("grad", "q", "k", "v", "out", "lse")]
+    for x, value in zip(inputs, (q, q, kv, kv, q, empty(2, 4, 10)), strict=True):
+        x.meta["val"] = value
+    backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for is_causal, pairs in ((False, 60), (True, seen)):
+        call = graph.call_function(backward, (*inputs, 0.0, is_causal))
+        call.meta["val"] = (q, kv, kv)
+        assert node_flops(call) == pytest.approx(5 * products * pairs, rel=1e-12)
+    gpu = ATEN._scaled_dot_product_flash_attention.default
+    for is_causal, pairs in ((False, 60), (True, seen)):
+        call = graph.call_function(gpu, (*inputs[1:4], 0.0, is_causal))
+        call.meta["val"] = (q, empty(2, 4, 10))
+        assert node_flops(call) == pytest.approx(2 * products * pairs, rel=1e-12)
+        ms = CostModel(HARDWARE)(call)
+        assert ms == pytest.approx(1e3 * max(2 * products * pairs / (1e12 * 67 / 989.4), node_bytes(call) / 1e9))
+
+
+def test_the_roofline_is_the_larger_of_two() -> None:
+    fast = dataclasses.replace(HARDWARE, memory_bandwidth=1e15)
+    half = node(ATEN.mm.default, empty(64, 32, dtype=torch.bfloat16), empty(32, 16, dtype=torch.bfloat16))
+    full = node(ATEN.mm.default, empty(64, 32), empty(32, 16))
+    flops = 2 * 64 * 32 * 16
+    assert CostModel(fast)(half) == pytest.approx(1e3 * flops / 2e12)
+    assert CostModel(fast)(full) == pytest.approx(1e3 * flops / 2e12 * 989.4 / 67)
+    assert CostModel(fast, rates=VECTOR_UNITS)(full) == pytest.approx(1e3 * flops / 2e12)
+    assert CostModel(HARDWARE)(half) == pytest.approx(1e3 * 2 * (64 * 32 + 32 * 16 + 64 * 16) / 1e9)
+    assert TENSOR_CORES[torch.bfloat16] == 1
+    with pytest.raises(ValueError, match=r"rates\[torch.float32\] must be positive and finite, got 0"):
+        CostModel(HARDWARE, rates={torch.float32: 0})
+
+
+# Bytes.
+
+
+def test_bytes_by_hand() -> None:
+    assert node_bytes(node(ATEN.add.Tensor, empty(4, 4), empty(4, 4))) == 3 * 64
+    assert node_bytes(node(ATEN.mm.default, empty(3, 5), empty(5, 7))) == 4 * (15 + 35 + 21)
+    assert node_bytes(node(ATEN._to_copy.default, empty(8), dtype=torch.bfloat16)) == 32 + 16
+    assert node_bytes(node(ATEN.add_.Tensor, empty(4), empty(4))) == 3 * 16
+    assert node_bytes(node(ATEN.copy_.default, empty(4), empty(4))) == 2 * 16
+    assert node_bytes(node(ATEN.fill_.Scalar, empty(4), 1.0)) == 16
+    assert node_bytes(node(ATEN.full_like.default, empty(4), 1.0)) == 16
+    assert node_bytes(node(ATEN.embedding.default, empty(1000, 8), torch.zeros(3, dtype=torch.int64))) == 24 + 2 * 96
+    assert node_bytes(node(ATEN.sum.default, empty(8).expand(1000, 8))) == 32 + 4  # in memory once
+    lists = fx.Graph()
+    x, y = lists.placeholder("x"), lists.placeholder("y")
+    x.meta["val"], y.meta["val"] = empty(4), empty(8)
+    foreach = lists.call_function(ATEN._foreach_add_.Scalar, ([x, y], 1))
+    assert node_bytes(foreach) == 2 * 48
+
+
+def test_what_does_not_run_takes_no_time() -> None:
+    free = [
+        node(ATEN.view.default, empty(4, 4), [16]),
+        node(ATEN.t.default, empty(4, 4)),
+        node(ATEN.empty_like.default, empty(4)),
+        node(ATEN._unsafe_view.default, empty(4, 4), [16]),
+        node(ATEN.split.Tensor, empty(4), 2),
+    ]
+    split = make_fx(lambda x: x.split(2)[0], tracing_mode="fake")(empty(4))
+    free += [n for n in split.graph.nodes if n.target is operator.getitem]
+    model = CostModel(HARDWARE)
+    assert len(free) == 7 and all(model(n) == 0 and node_bytes(n) == 0 for n in free)
+    assert model(node(ATEN.sin.default, empty(4))) > 0
+
+
+def chain(function: Callable[..., Any], *values: torch.Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    gm = make_fx(function, tracing_mode="fake")(*values)
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    return {n.name: node_bytes(n) for n in calls}, {n.name: node_bytes(n, fuse=False) for n in calls}
+
+
+def test_pointwise_chains_are_one_kernel() -> None:
+    fused, apart = chain(lambda x, y: (x.sin() * y).cos() @ y, empty(4, 4), empty(4, 4))
+    assert fused == {"sin": 64, "mul": 64, "cos": 64, "mm": 3 * 64}
+    assert apart == {"sin": 128, "mul": 192, "cos": 128, "mm": 3 * 64}
+    # Two readers: it is written, and read.
+    fused, _ = chain(lambda x: (lambda y: (y.sin(), y.cos()))(x * 2), empty(4, 4))
+    assert fused == {"mul": 128, "sin": 128, "cos": 128}
+    # Written for a product, or because it is returned.
+    fused, _ = chain(lambda x: (x.sin() @ x).cos(), empty(4, 4))
+    assert fused == {"sin": 128, "mm": 3 * 64, "cos": 128}
+    # Through a view, and cast.
+    fused, _ = chain(lambda x: x.sin().view(16).to(torch.bfloat16), empty(4, 4))
+    assert fused == {"sin": 64, "view": 0, "_to_copy": 32}
+    # What writes an argument, writes.
+    fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
+    assert fused["add_"] == 64 and fused["sin"] == 128
+
+
+# Collectives.
+
+
+def collective(kind: str, ranks: tuple[int, ...], shard: int = 1000) -> float:
+    """Seconds of a collective whose shard has `shard` float32."""
+    n = len(ranks)
+    rows = {"all_gather": shard, "reduce_scatter": shard * n}.get(kind, shard * n)
+    op, args = {
+        "all_gather": (OPS.all_gather_into_tensor, (n,)),
+        "reduce_scatter": (OPS.reduce_scatter_tensor, ("sum", n)),
+        "all_reduce": (OPS.all_reduce, ("sum",)),
+        "all_to_all": (OPS.all_to_all_single, ([shard] * n, [shard] * n)),
+        "broadcast": (OPS.broadcast, (0,)),
+        "shard_dim": (torch.ops._dtensor.shard_dim_alltoall, (0, 1)),
+    }[kind]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = empty(rows)
+    call = graph.call_function(op.default, (x, *args, "g"))
+    call.meta["val"] = empty({"all_gather": shard * n, "reduce_scatter": shard}.get(kind, rows))
+    return CostModel(HARDWARE, ranks={"g": ranks})(call) / 1e3
+
+
+INSIDE, ACROSS = tuple(range(4)), (0, 8, 16, 24)
+
+
+@pytest.mark.parametrize(("ranks", "alpha", "rate"), [(INSIDE, 1e-3, 1e9), (ACROSS, 1e-2, 1e8), ((7, 8), 1e-2, 1e8)])
+def test_a_small_group_that_spans_hosts_is_slow(ranks: tuple[int, ...], alpha: float, rate: float) -> None:
+    n = len(ranks)
+    others = (n - 1) * 4000  # bytes: (n - 1) / n of the whole
+    for kind in ("all_gather", "reduce_scatter", "all_to_all", "shard_dim"):
+        assert collective(kind, ranks) == pytest.approx(alpha + others / rate), kind
+    assert collective("all_reduce", ranks) == pytest.approx(2 * (alpha + others / rate))
+    assert collective("broadcast", ranks) == pytest.approx(alpha + n * 4000 / rate)
+    assert collective("all_gather", (3,)) == 0 == collective("all_reduce", (3,))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 11, 16, 20, 64])
+def test_groups_from_the_first_rank_cost_what_the_planner_says(num_ranks: int) -> None:
+    ranks = tuple(range(num_ranks))
+    assert collective("all_gather", ranks) == pytest.approx(HARDWARE.all_gather_seconds(4000, num_ranks))
+    assert collective("reduce_scatter", ranks) == pytest.approx(HARDWARE.reduce_scatter_seconds(4000, num_ranks))
+    pairs = np.full((num_ranks, num_ranks), 4000.0)
+    assert collective("all_to_all", ranks) == pytest.approx(HARDWARE.all_to_all_seconds(pairs))
+
+
+def test_ranks_of_a_host_share_its_way_out() -> None:
+    two_each = (0, 1, 8, 9, 16, 17, 24, 25)
+    # Six shards from outside, through two ranks; inside, the neighbour's and its half of those.
+    assert collective("all_gather", two_each) == pytest.approx(1e-2 + 3 * 4000 / 1e8)
+    assert collective("all_to_all", two_each) == pytest.approx(1e-2 + 6 * 4000 / 1e8)
+
+
+def test_coalesced_collectives_move_all_of_it_and_backends_more() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = empty(100), empty(300)
+    call = graph.call_function(OPS.all_gather_into_tensor_coalesced.default, ([x, y], 4, "g"))
+    call.meta["val"] = [empty(400), empty(1200)]
+    assert CostModel(HARDWARE, ranks={"g": INSIDE})(call) == pytest.approx(1 + 3 * 1600 / 1e9 * 1e3)
+    wired = dataclasses.replace(HARDWARE, wire=(("all_gather", 2.0),))
+    assert CostModel(wired, ranks={"g": INSIDE})(call) == pytest.approx(1 + 3 * 3200 / 1e9 * 1e3)
+
+
+def test_groups_of_this_process_are_known_and_others_are_not() -> None:
+    dist.init_process_group("fake", store=_compat.fake_store(), rank=0, world_size=16)
+    try:
+        group = dist.new_group([0, 8])
+
+        def function(x: torch.Tensor) -> Any:
+            return OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, _compat.group_name(group)))
+
+        gm = make_fx(function, tracing_mode="fake")(empty(1000))
+        captured = to_dag(gm, CostModel(HARDWARE))
+        assert [n.ms for n in captured.dag.nodes] == [pytest.approx(10 + 4000 / 1e8 * 1e3), 0]
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(
+        GraphError, match="node 'all_gather_into_tensor': its cost is not known: ValueError: no process"
+    ):
+        to_dag(gm, CostModel(HARDWARE))
+
+
+# What users have.
+
+
+def test_as_cost() -> None:
+    gm = make_fx(lambda x: x.sin().cos(), tracing_mode="fake")(empty(4))
+    assert [n.ms for n in to_dag(gm, as_cost({"sin": 2.0, "cos": 3})).dag.nodes] == [2, 3]
+    with pytest.raises(GraphError, match="node 'cos': it is not in the table of costs, which has 1 nodes"):
+        to_dag(gm, as_cost({"sin": 2.0}))
+    assert isinstance(as_cost(CPU_HOST), CostModel)
+    assert [n.ms for n in to_dag(gm, as_cost(lambda n: len(n.name))).dag.nodes] == [3, 3]
+    with pytest.raises(
+        ValueError, match="cost must be a function of a node, a Hardware or a table by node names, got 3"
+    ):
+        as_cost(3)  # type: ignore[arg-type]
