@@ -32,11 +32,7 @@ def node(op: Any, *values: Any, of: str = "fake", **kwargs: Any) -> fx.Node:
     """The node that calls `op` in a graph; tensors among `values` are its inputs."""
     gm = make_fx(lambda *args: op(*args, **kwargs), tracing_mode=of)(*values)
     (found,) = (n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
-    keep_alive.append(gm)
     return found
-
-
-keep_alive: list[fx.GraphModule] = []
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
