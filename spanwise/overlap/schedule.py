@@ -2,9 +2,9 @@
 
 A list scheduler (R. L. Graham's, by longest remaining path) on the model of `simulate`: whenever the compute stream is
 free it takes the ready node with the most work after it; a collective is started when the stream of its group would
-otherwise stand still; a wait is taken when its collective has ended, or nothing else is ready. A few variants of these
-rules are simulated, and the best order is kept; the graph's own is among them, so that no schedule is worse. Pure and
-deterministic.
+otherwise stand still; a wait is taken when its collective has ended, or nothing else is ready; what is ready long
+before it is needed is put off, for it only fills memory. A few variants of these rules are simulated, and the best
+order is kept; the graph's own is among them, so that no schedule is worse. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from spanwise.overlap.bounds import Bounds, lower_bounds, remaining
+from spanwise.overlap.bounds import Bounds, lower_bounds, needed_at, remaining
 from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
@@ -23,8 +23,9 @@ from spanwise.overlap.simulate import Timeline, simulate
 GIB = 2**30
 # How many ready nodes are looked at when the first ones do not fit the budget.
 _LOOK = 8
-# Of a ready node's milliseconds, for how many the compute stream rather waits for a collective on a longer path.
-_PATIENCE = (0.0, 0.25, 1.0)
+# What is tried. Of a ready node's milliseconds, for what share the compute stream rather waits for a collective on a
+# longer path; and how far ahead of the longest path that is left a node may run, as a share of the whole path.
+_VARIANTS = ((0.0, math.inf), (0.0, 1 / 16), (0.0, 1 / 64), (0.0, 1 / 256), (0.25, 1 / 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,8 @@ def schedule(dag: Dag, *, budget: int | None = None, multiplier: float = 1.0) ->
     budget = default_budget(dag) if budget is None else budget
     assumed = dag if multiplier == 1.0 else _slower(dag, multiplier)
     best = before = simulate(dag)
-    for patience in _PATIENCE:
-        order = _listed(assumed, budget, patience)
+    for patience, ahead in _VARIANTS:
+        order = _listed(assumed, budget, patience, ahead)
         timeline = simulate(dag, order)
         if timeline.makespan < best.makespan:
             best = timeline
@@ -83,9 +84,14 @@ def _slower(dag: Dag, multiplier: float) -> Dag:
     return Dag(tuple(nodes), dag.storages)
 
 
-def _listed(dag: Dag, budget: int, patience: float) -> list[int]:
+def _listed(dag: Dag, budget: int, patience: float, ahead: float) -> list[int]:
     """One order by the rules."""
-    rest = remaining(dag)
+    rest, needed = remaining(dag), needed_at(dag)
+    window = ahead * max(rest, default=0.0) if ahead < math.inf else math.inf
+    # The longest paths first; the first one that is left says how far the whole has come.
+    longest = sorted(range(len(dag)), key=lambda i: (-rest[i], i))
+    front, reach = 0, 0.0
+    early: list[tuple[float, int]] = []  # ready, and not needed for long
     guard = Guard(dag, budget)
     missing = np.array([len(set(node.deps)) for node in dag.nodes])
     # By the longest remaining path, then in the graph's own order.
@@ -102,6 +108,8 @@ def _listed(dag: Dag, budget: int, patience: float) -> list[int]:
         node = dag.nodes[i]
         if node.kind == Kind.WAIT:
             heapq.heappush(waits, (end[node.start], i))
+        elif needed[i] > reach:
+            heapq.heappush(early, (needed[i], i))
         else:
             heapq.heappush(starts[node.group] if node.kind == Kind.START else ready, (-rest[i], i))
 
@@ -148,6 +156,11 @@ def _listed(dag: Dag, budget: int, patience: float) -> list[int]:
                 issue(wait)
         if len(order) == len(dag):
             break
+        while has_run[longest[front]]:
+            front += 1
+        reach = max(reach, needed[longest[front]] + window)
+        while early and early[0][0] <= reach:
+            becomes_ready(heapq.heappop(early)[1])
         chosen = take(ready)
         if chosen is not None and waits and patience:
             until, wait = waits[0]

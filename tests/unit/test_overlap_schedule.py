@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.overlap.bounds import lower_bounds
+from spanwise.overlap.bounds import lower_bounds, needed_at
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.schedule import default_budget, schedule
@@ -75,6 +75,25 @@ def test_the_default_budget_is_a_gibibyte_or_a_twentieth_above_the_own_order() -
     small = Dag((Node("a", C),), (Storage(7, 0),))
     large = Dag((Node("a", C),), (Storage(2**40, 0),))
     assert default_budget(small) == 7 + 2**30 and default_budget(large) == 2**40 + 2**40 // 20
+
+
+def test_what_is_needed_late_does_not_fill_memory() -> None:
+    """Casts of all layers' inputs are ready at the start, and take more room than there is for two layers of them."""
+    nodes, storages = [], []
+    previous: tuple[int, ...] = ()
+    for layer in range(40):
+        cast = len(nodes)
+        nodes += [
+            Node(f"cast {layer}", C, 0.1), Node(f"start {layer}", S, 1.0, (*previous, cast), "tp"),
+            Node(f"other {layer}", C, 1.0, previous), Node(f"wait {layer}", W, 0.0, (cast + 1,), start=cast + 1),
+            Node(f"matmul {layer}", C, 1.0, (cast + 3, cast)),
+        ]  # fmt: skip
+        storages += [Storage(10, cast, (cast + 4,)), Storage(1, cast + 1, (cast + 4,))]
+        previous = (cast + 4,)
+    dag = Dag(tuple(nodes), tuple(storages))
+    found = schedule(dag, budget=dag.peak_bytes() + 12)
+    assert found.timeline.makespan <= 1.02 * found.bounds.makespan and found.timeline.peak_bytes <= found.budget
+    assert needed_at(dag)[-5] == pytest.approx(39 * 2) and needed_at(dag)[0] == pytest.approx(0)
 
 
 def test_schedules_repeat_and_multipliers_count() -> None:
