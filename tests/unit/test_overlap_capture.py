@@ -156,7 +156,9 @@ def cut_over_tp(config: CaptureConfig) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "vocab": 24}, {"cp": 2, "layers": 1}], ids=str
+    "sizes",
+    [{}, {"dp": 2, "tp": 2, "layers": 1}, {"dp": 2, "tp": 2, "layers": 1, "vocab": 24}, {"cp": 2, "layers": 1}],
+    ids=str,
 )
 def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, int]) -> None:
     config = dataclasses.replace(TINY, dtype=torch.float64, **sizes)
