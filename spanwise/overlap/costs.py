@@ -67,7 +67,22 @@ _ATTENTION_BACKWARD = frozenset(
 )
 
 # Pointwise, though without torch's tag.
-_COPIES = frozenset({_aten._to_copy, _aten.clone, _aten.copy_, _aten.copy})
+_UNTAGGED = frozenset(
+    {
+        _aten._to_copy,
+        _aten.clone,
+        _aten.copy,
+        _aten.copy_,
+        _aten.fill,
+        _aten.full,
+        _aten.full_like,
+        _aten.native_dropout,
+        _aten.ones_like,
+        _aten.where,
+        _aten.zeros_like,
+        torch.ops.prims.iota,
+    }
+)
 # Do not read their first argument: they write over it, or want its shape.
 _UNREAD = frozenset(
     {
@@ -123,7 +138,7 @@ def is_pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket in _COPIES
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in _UNTAGGED
 
 
 def _fused_away(node: fx.Node) -> bool:

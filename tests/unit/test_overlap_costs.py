@@ -148,6 +148,9 @@ def test_pointwise_chains_are_one_kernel() -> None:
     # Through a view, and cast.
     fused, _ = chain(lambda x: x.sin().view(16).to(torch.bfloat16), empty(4, 4))
     assert fused == {"sin": 64, "view": 0, "_to_copy": 32}
+    # A constant is made where it is read.
+    fused, _ = chain(lambda x: torch.full_like(x, 2.0) * x, empty(4, 4))
+    assert fused == {"full_like": 0, "mul": 128}
     # What writes an argument, writes.
     fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
     assert fused["add_"] == 64 and fused["sin"] == 128

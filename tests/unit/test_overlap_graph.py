@@ -334,7 +334,7 @@ def test_lists_that_are_written_stay_apart(groups: dict[str, str]) -> None:
 
     captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
     assert "wait_tensor" in deps(captured, "sin") and not follows(captured, "sin", "wait_tensor_1")
-    assert "wait_tensor_1" in deps(captured, "cos")
+    assert "wait_tensor_1" in deps(captured, "cos") and not follows(captured, "wait_tensor_1", "sin")
 
 
 def test_attributes_that_are_one_tensor() -> None:
@@ -444,12 +444,12 @@ def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
         received = graph.call_function(OPS.irecv.default, (x, 1, 0, "tp"))
         graph.call_function(ATEN.sin.default, (x,))
         waited = graph.call_function(OPS.wait_tensor.default, (received,))
-        out = graph.call_function(torch.ops.symm_mem.all_to_all_vdev.default, (x, waited, x, x, "tp"))
-        out.meta["val"] = None
-        return graph.call_function(OPS.wait_tensor.default, (waited,))
+        out = graph.call_function(ATEN.clone.default, (waited,))
+        graph.call_function(torch.ops.symm_mem.all_to_all_vdev.default, (x, out, x, x, "tp")).meta["val"] = None
+        return graph.call_function(OPS.wait_tensor.default, (out,))
 
     captured = to_dag(by_hand(build), one)
-    assert captured.barriers == (1, 3, 4, 5) and not captured.dag.starts
+    assert captured.barriers == (1, 3, 5, 6) and not captured.dag.starts
 
 
 def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
