@@ -4,7 +4,8 @@ Each stream runs one thing at a time. A node has a head, before which it cannot 
 remains after it has ended; what a stream has to run is then a problem of one machine with heads and tails, whose
 preemptive relaxation is solved by always running what has the longest tail (J. R. Jackson; see J. Carlier, "The
 one-machine sequencing problem", European Journal of Operational Research 11, 1982). Heads and tails are longest paths,
-made longer where all compute on whose results a collective depends has to pass through the one compute stream, too.
+but compute that has to run before a collective, after it, or between two of them passes through the one compute stream,
+and counts with all of its milliseconds, not those of the longest path alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from spanwise.overlap.dag import Dag, Kind
 
 _START = int(Kind.START)
+_BLOCK = 64  # collectives whose bits make a word
+_BACK = 2  # blocks of earlier collectives that are looked at together with those of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Bounds:
 
     Attributes:
         compute: all work of the compute stream.
-        path: the longest path of dependencies, collectives included.
+        path: the longest path through collectives, with all compute that lies between two of them.
         streams: by stream ("compute", and each group), its work with what must come before and after it.
     """
 
@@ -42,10 +45,9 @@ class Bounds:
 
 def lower_bounds(dag: Dag) -> Bounds:
     """Bounds for every order of `dag` without contention."""
-    heads, (rest, _) = _heads(dag), _rest(dag)
+    around = _compute_around(dag)
+    heads, (rest, tails) = _heads(dag, around), _rest(dag, around)
     path = float((heads + rest).max(initial=0.0))
-    before, after = _compute_around(dag)
-    heads, (_, tails) = _heads(dag, before), _rest(dag, after)
     streams = {"compute": _one_machine(dag.ms, heads, tails, np.flatnonzero(dag.kinds == Kind.COMPUTE))}
     for group in dag.groups:
         of_group = np.array([i for i in dag.starts if dag.nodes[i].group == group])
@@ -72,35 +74,57 @@ def needed_at(dag: Dag) -> list[float]:
     return found
 
 
-def _heads(dag: Dag, least: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Until when no node can be issued, of starts `least` milliseconds; float64 ``[n]``."""
-    heads = np.zeros(len(dag))
-    if least is not None:
-        heads[list(dag.starts)] = least
-    found, kinds, ms = heads.tolist(), dag.kinds.tolist(), dag.ms.tolist()
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """Compute around the collectives, by their numbers among `Dag.starts`.
+
+    Attributes:
+        before, after: all compute on which a start depends, and all that depends on its wait; float64 ``[starts]``.
+        earlier: of each start, collectives whose wait it depends on, ascending; some of them.
+        between: the compute that depends on those waits and on which the start depends; beside `earlier`.
+    """
+
+    before: NDArray[np.float64]
+    after: NDArray[np.float64]
+    earlier: list[NDArray[np.int64]]
+    between: list[NDArray[np.float64]]
+
+
+def _heads(dag: Dag, around: _Around | None = None) -> NDArray[np.float64]:
+    """Until when no node can be issued, by dependencies alone or with what is known `around`; float64 ``[n]``."""
+    found, kinds, ms = [0.0] * len(dag), dag.kinds.tolist(), dag.ms.tolist()
+    ended, number = np.zeros(len(dag.starts)), 0
     for i, node in enumerate(dag.nodes):
+        if around is not None and kinds[i] == _START:
+            earlier, between = around.earlier[number], around.between[number]
+            found[i] = max(around.before[number], float((ended[earlier] + between).max(initial=0.0)))
         for dep in node.deps:
             # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
             runs = kinds[dep] != _START or dep == node.start
             found[i] = max(found[i], found[dep] + (ms[dep] if runs else 0.0))
+        if kinds[i] == _START:
+            ended[number] = found[i] + ms[i]
+            number += 1
     return np.array(found)
 
 
-def _rest(dag: Dag, least: NDArray[np.float64] | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _rest(dag: Dag, around: _Around | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """How long it takes at least to the end of all, from when a node is issued, and from when it has ended.
-
-    Args:
-        least: of each start, from the end of its collective.
 
     Returns:
         rest, tails: float64 ``[n]`` each.
     """
-    given = np.zeros(len(dag))
-    if least is not None:
-        given[list(dag.starts)] = least
-    rest, tails, kinds, ms = [0.0] * len(dag), given.tolist(), dag.kinds.tolist(), dag.ms.tolist()
+    rest, tails, kinds, ms = [0.0] * len(dag), [0.0] * len(dag), dag.kinds.tolist(), dag.ms.tolist()
+    after = np.zeros(len(dag.starts)) if around is None else around.after.copy()
+    number = len(dag.starts)
     for i in range(len(dag) - 1, -1, -1):
+        if kinds[i] == _START:
+            number -= 1
+            tails[i] = max(tails[i], float(after[number]))
         rest[i] = max(rest[i], ms[i] + tails[i])
+        if around is not None and kinds[i] == _START:
+            earlier = around.earlier[number]
+            after[earlier] = np.maximum(after[earlier], around.between[number] + rest[i])
         node = dag.nodes[i]
         for dep in node.deps:
             of = tails if kinds[dep] != _START or dep == node.start else rest
@@ -108,21 +132,18 @@ def _rest(dag: Dag, least: NDArray[np.float64] | None = None) -> tuple[NDArray[n
     return np.array(rest), np.array(tails)
 
 
-def _compute_around(dag: Dag) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """All compute that must run before each start, and after its wait; float64 ``[starts]`` each.
-
-    By sets of bits, a block of starts at a time: linear in dependencies for each block of 64.
-    """
-    before, after = np.zeros((2, len(dag.starts)))
+def _compute_around(dag: Dag) -> _Around:
+    """By sets of bits, one for each collective: linear in dependencies for each block of 64."""
+    starts = np.array(dag.starts, np.int64)
     work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
     waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-    words = -(-len(dag.starts) // 64)
+    words = -(-len(starts) // _BLOCK)
     reached_by, leads_to = np.zeros((2, len(dag), words), np.uint64)
     for number, start in enumerate(dag.starts):
-        bit = np.uint64(1) << np.uint64(number % 64)
-        leads_to[start, number // 64] |= bit
+        bit = np.uint64(1) << np.uint64(number % _BLOCK)
+        leads_to[start, number // _BLOCK] |= bit
         if start in waits:
-            reached_by[waits[start], number // 64] |= bit
+            reached_by[waits[start], number // _BLOCK] |= bit
     for i, node in enumerate(dag.nodes):  # what a wait reaches
         for dep in node.deps:
             reached_by[i] |= reached_by[dep]
@@ -130,12 +151,38 @@ def _compute_around(dag: Dag) -> tuple[NDArray[np.float64], NDArray[np.float64]]
         for dep in dag.nodes[i].deps:
             leads_to[dep] |= leads_to[i]
     busy = np.flatnonzero(work)
-    for sets, total in ((leads_to, before), (reached_by, after)):
-        for word in range(words):
-            column = np.ascontiguousarray(sets[busy, word], "<u8").view(np.uint8).reshape(-1, 8)
-            bits = np.unpackbits(column, axis=1, bitorder="little")
-            total[word * 64 : word * 64 + 64] = (work[busy] @ bits)[: len(total) - word * 64]
-    return before, after
+
+    def bits(sets: NDArray[np.uint64], rows: NDArray[np.int64], word: int) -> NDArray[np.float64]:
+        column = np.ascontiguousarray(sets[rows, word], "<u8").view(np.uint8).reshape(-1, 8)
+        count = min(_BLOCK, len(starts) - word * _BLOCK)
+        return np.unpackbits(column, axis=1, bitorder="little")[:, :count].astype(np.float64)
+
+    before, after = (
+        np.concatenate([work[busy] @ bits(sets, busy, word) for word in range(words)] or [np.zeros(0)])
+        for sets in (leads_to, reached_by)
+    )
+    earlier: list[list[NDArray[np.int64]]] = [[] for _ in starts]
+    between: list[list[NDArray[np.float64]]] = [[] for _ in starts]
+    for word in range(words):
+        first = word * _BLOCK
+        of_word = starts[first : first + _BLOCK]
+        for back in range(max(0, word - _BACK), word + 1):
+            # What lies between a wait and a later start has its number between theirs.
+            rows = busy[(busy > starts[back * _BLOCK]) & (busy < of_word[-1])]
+            after_wait = bits(reached_by, rows, back)
+            gaps = (after_wait * work[rows, None]).T @ bits(leads_to, rows, word)
+            reached = bits(reached_by, of_word, back)
+            for column in range(len(of_word)):
+                numbers = np.flatnonzero(reached[column])
+                earlier[first + column].append(back * _BLOCK + numbers)
+                between[first + column].append(gaps[numbers, column])
+    none = np.zeros(0, np.int64)
+    return _Around(
+        before,
+        after,
+        [np.concatenate(parts or [none]) for parts in earlier],
+        [np.concatenate(parts or [np.zeros(0)]) for parts in between],
+    )
 
 
 def _one_machine(

@@ -163,5 +163,22 @@ def test_the_bound_counts_all_compute_around_a_collective() -> None:
         Node("c", C, 5.0, (3,)), Node("d", C, 6.0, (3,)),
     )  # fmt: skip
     bounds = lower_bounds(Dag(nodes))
-    assert bounds.compute == 18 and bounds.path == 12 and bounds.streams["tp"] == 20 == bounds.makespan
+    assert bounds.compute == 18 and bounds.streams["tp"] == 20 == bounds.path == bounds.makespan
     assert simulate(Dag(nodes)).makespan == 20
+
+
+def test_the_bound_counts_all_compute_between_collectives() -> None:
+    """Layers of gather, three projections side by side, scatter: nothing of a layer can hide its collectives."""
+    nodes: list[Node] = []
+    for layer in range(100):
+        before = (len(nodes) - 1,) if nodes else ()
+        first = len(nodes)
+        nodes += [
+            Node(f"gather {layer}", S, 1.0, before, "tp"),
+            Node(f"gathered {layer}", W, 0.0, (first,), start=first),
+        ]
+        nodes += [Node(f"{name} {layer}", C, 2.0, (first + 1,)) for name in "qkv"]
+        nodes += [Node(f"scatter {layer}", S, 1.0, (first + 2, first + 3, first + 4), "tp")]
+        nodes += [Node(f"scattered {layer}", W, 0.0, (first + 5,), start=first + 5)]
+    bounds = lower_bounds(Dag(tuple(nodes)))
+    assert bounds.path == 100 * 8 == simulate(Dag(tuple(nodes))).makespan and bounds.compute == 600
