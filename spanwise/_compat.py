@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -17,6 +19,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 # in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
 # the wait happens.
 _ops = torch.ops._c10d_functional
+functional_collectives, autograd_collectives = _ops, torch.ops._c10d_functional_autograd
+shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
 ALL_GATHER = _ops.all_gather_into_tensor.default
 
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives

@@ -119,7 +119,7 @@ def node_flops(node: fx.Node) -> float:
         flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
     elif packet in flop_registry:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        if isinstance(packet, torch._ops.HigherOrderOperator):
+        if isinstance(packet, _compat.HigherOrderOperator):
             kwargs = {**kwargs, "_node_meta": node.meta}
         flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
     else:
@@ -136,7 +136,7 @@ def node_flops(node: fx.Node) -> float:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a compiler runs it in one loop with its pointwise neighbours."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, _compat.OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or target.overloadpacket in _UNTAGGED
 
@@ -199,9 +199,9 @@ class CostModel:
     """Milliseconds of a node on one device and network; hand it to `graph.to_dag`.
 
     Compute is a roofline (Williams, Waterman and Patterson, 2009): the larger of FLOPs over the device's rate for the
-    dtype and bytes over its memory's bandwidth. Attention runs at its own rates. Views, items of tuples, waits and
-    uninitialised memory take no time. A blocking collective of DTensor costs what its all-to-all does; any other
-    operator that talks in a way that is not known costs what its bytes do.
+    dtype and bytes over its memory's bandwidth; launches are not counted. Attention runs at its own rates. Views, items
+    of tuples, waits and uninitialised memory take no time. A blocking collective of DTensor costs what its all-to-all
+    does; any other operator that talks in a way that is not known costs what its bytes do.
 
     Collectives take ``α + bytes/B`` on each level of the network that their ranks meet on, and as long as the slowest
     level. With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if each
@@ -235,7 +235,7 @@ class CostModel:
 
     def __call__(self, node: fx.Node) -> float:
         target = node.target
-        if target in operators.STARTS or target is torch.ops._dtensor.shard_dim_alltoall.default:
+        if target in operators.STARTS or target is _compat.shard_dim_alltoall:
             return 1e3 * self._collective_seconds(node)
         if target is operators.WAIT or is_free(node):
             return 0.0

@@ -20,8 +20,8 @@ from torch import fx
 from spanwise import _compat
 from spanwise.overlap.dag import GraphError
 
-_ops = torch.ops._c10d_functional
-_autograd = torch.ops._c10d_functional_autograd
+_ops = _compat.functional_collectives
+_autograd = _compat.autograd_collectives
 
 # By what travels; each starts a collective and returns before its end.
 ALL_GATHER = frozenset(
@@ -64,6 +64,9 @@ _EMPTY = frozenset(
 )
 # Views that do not say so.
 _UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
+
+# Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
+_ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 
 # Higher-order operators that run subgraphs, kernels or an operator on their arguments, and do nothing else. What they
 # run is looked at; a subgraph that does more than compute makes a barrier.
@@ -124,22 +127,22 @@ def traits(node: fx.Node) -> Traits:
     target = node.target
     if node.op != "call_function":
         return Traits(Role.BARRIER)
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _compat.OpOverload):
         known = _of_operator(target)
         if known.random and "dropout_p" in known.names and not dict(arguments(node, known)).get("dropout_p"):
             return dataclasses.replace(known, random=False)
         return known
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, _compat.HigherOrderOperator):
         return _of_higher_order(node, target)
     if target is operator.getitem:
         return Traits(Role.FREE)
-    # Arithmetic on sizes.
-    numbers = not any(map(tensors_of, (node, *node.all_input_nodes)))
-    return Traits(Role.FREE if numbers and not _compat.has_hidden_effects(target) else Role.BARRIER)
+    numbers = getattr(target, "__module__", None) in _ARITHMETIC and not _compat.has_hidden_effects(target)
+    on_tensors = any(map(tensors_of, (node, *node.all_input_nodes)))
+    return Traits(Role.FREE if numbers and not on_tensors else Role.BARRIER)
 
 
 @functools.cache
-def _of_operator(op: torch._ops.OpOverload) -> Traits:
+def _of_operator(op: _compat.OpOverload) -> Traits:
     arguments, returns = op._schema.arguments, op._schema.returns
     names = tuple(argument.name for argument in arguments)
     writes = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -172,11 +175,11 @@ def _aliased(info: Any, arguments: Any) -> frozenset[str]:
     return frozenset(name for name, set_ in labelled.items() if set_ & label) or frozenset(labelled)
 
 
-def _of_higher_order(node: fx.Node, hop: torch._ops.HigherOrderOperator) -> Traits:
+def _of_higher_order(node: fx.Node, hop: _compat.HigherOrderOperator) -> Traits:
     name = hop.name()
     if _compat.has_hidden_effects(hop) or name not in _PLAIN_HOPS | _RANDOM_HOPS:
         return Traits(Role.BARRIER)
-    inside = [_of_operator(arg) for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
+    inside = [_of_operator(arg) for arg in node.args if isinstance(arg, _compat.OpOverload)]
     for arg in node.all_input_nodes:
         if arg.op == "get_attr" and isinstance(graph := attribute(arg), fx.GraphModule):
             inside += [traits(inner) for inner in graph.graph.nodes if inner.op.startswith("call_")]
