@@ -70,8 +70,9 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
             tuples, uninitialised memory and arithmetic on sizes take no time.
 
     Raises:
-        GraphError: sizes that are not numbers, a call without ``meta["val"]``, a wait without a start, a start whose
-            group is not known, or a cost that is negative, not finite or that `cost` could not give. Names the node.
+        GraphError: sizes that are not numbers, an input or a call without ``meta["val"]``, a wait without a start, a
+            start whose group is not known, or a cost that is negative, not finite or that `cost` could not give. Names
+            the node.
     """
     builder = _Builder(cost)
     for node in gm.graph.nodes:
@@ -82,6 +83,9 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
         else:
             builder.call(node)
     return builder.captured()
+
+
+_NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
 
 
 @dataclasses.dataclass
@@ -127,6 +131,8 @@ class _Builder:
     def input(self, node: fx.Node) -> None:
         self.inputs.append(node)
         own = attribute(node) if node.op == "get_attr" else None
+        if node.op == "placeholder" and "val" not in node.meta and node.users:
+            raise GraphError(node.name, _NO_VALUE)
         values = tensors_of(node) or tensors_in(own)
         # Two attributes may be one tensor; placeholders may share a storage.
         owners = [own] if isinstance(own, torch.Tensor) else values
@@ -213,9 +219,9 @@ class _Builder:
         self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
 
     def _check_value(self, node: fx.Node, known: Traits) -> None:
-        nothing = bool(known.names) and not known.aliases  # is returned
+        nothing = (known.names and not known.aliases) or (known.role is Role.BARRIER and not node.users)  # to return
         if "val" not in node.meta and not nothing:
-            raise GraphError(node.name, 'it has no meta["val"], of which sizes and aliases are read')
+            raise GraphError(node.name, _NO_VALUE)
         for tensor in tensors_of(node):
             if not all(type(size) is int for size in tensor.shape):
                 text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
@@ -230,7 +236,9 @@ class _Builder:
         """The collective that wrote last what `node` waits for."""
         start = max((memory.start for memory in places), default=-1)
         if start < 0:
-            raise GraphError(node.name, f"it waits for {node.args[0]}, which no collective of this graph writes")
+            raise GraphError(
+                node.name, f"it waits for {node.all_input_nodes}, which no collective of this graph writes"
+            )
         return start
 
     def _results(self, node: fx.Node, known: Traits, i: int) -> list[tuple[int | None, _Places]]:

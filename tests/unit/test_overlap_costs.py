@@ -16,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise import _compat
 from spanwise.cost import CPU_HOST, Hardware, Link
+from spanwise.overlap.capture import CaptureConfig, capture
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes, node_flops
-from spanwise.overlap.dag import GraphError
+from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.graph import to_dag
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
@@ -237,6 +238,35 @@ def test_groups_of_this_process_are_known_and_others_are_not() -> None:
         GraphError, match="node 'all_gather_into_tensor': its cost is not known: ValueError: no process"
     ):
         to_dag(gm, CostModel(HARDWARE))
+
+
+def test_flops_and_collectives_of_a_step() -> None:
+    config = CaptureConfig(
+        layers=2,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        ffn=48,
+        seq_len=16,
+        batch=2,
+        dp=2,
+        tp=2,
+        device="cpu",
+        dtype=torch.float32,
+    )
+    graphs = capture(config)
+    tokens, weights = 2 * 16, 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    products = 2 * tokens * weights * config.layers // 2  # tp halves them
+    attention = 2 * (2 * 2 * 8) * (16 * 17 // 2) * config.layers  # a product of q and k: 2 sequences, 2 heads, 8 dims
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values()}
+    for module, matmuls, in_attention in ((graphs.forward, 1, 2), (graphs.backward, 2, 5)):
+        captured = to_dag(module, CostModel(HARDWARE, ranks=ranks))
+        flops = sum(map(node_flops, captured.nodes))
+        assert flops == pytest.approx(matmuls * products + in_attention * attention)
+        assert not captured.barriers and set(captured.dag.groups) == {graphs.axes[axis].name for axis in ("dp", "tp")}
+        waits = [n.start for n in captured.dag.nodes if n.kind == Kind.WAIT]
+        assert sorted(waits) == list(captured.dag.starts)
+        assert all(captured.dag.nodes[i].ms >= 1 for i in waits)  # α
 
 
 # What users have.

@@ -438,6 +438,20 @@ def test_operators_that_return_nothing_and_write_nothing_are_barriers() -> None:
     assert captured.barriers == (1,) and deps(captured, "note") == {"sin"} and deps(captured, "cos") == {"note"}
 
 
+def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        size = graph.call_function(ATEN.sym_size.int, (x, 0))
+        double = graph.call_function(operator.mul, (size, 2))
+        size.meta["val"], double.meta["val"] = 4, 8
+        barrier = graph.create_node("call_function", dist.barrier)
+        barrier.meta["val"] = None
+        return graph.call_function(ATEN.cos.default, (x,)), double
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == (2,) and [node.ms for node in captured.dag.nodes] == [0, 0, 1, 1]
+    assert deps(captured, "cos") == {"barrier"} and deps(captured, "barrier") == {"mul"}
+
+
 def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> Any:
         graph.call_function(ATEN.sin.default, (x,))
@@ -491,7 +505,7 @@ def errors(function: Callable[[], Any]) -> GraphError:
 def test_errors_name_the_node() -> None:
     waits = by_hand(lambda graph, x: graph.call_function(OPS.wait_tensor.default, (x,)))
     error = errors(lambda: to_dag(waits, one))
-    assert error.node == "wait_tensor" and "waits for x, which no collective of this graph writes" in str(error)
+    assert error.node == "wait_tensor" and "waits for [x], which no collective of this graph writes" in str(error)
 
     cosine = by_hand(lambda graph, x: graph.call_function(ATEN.cos.default, (x,)))
     for ms in (float("nan"), -1.0, float("inf")):
@@ -507,6 +521,10 @@ def test_errors_name_the_node() -> None:
     del next(node for node in cosine.graph.nodes if node.name == "cos").meta["val"]
     error = errors(lambda: to_dag(cosine, one))
     assert error.node == "cos" and 'it has no meta["val"]' in str(error)
+
+    written = by_hand(lambda graph, x: graph.call_function(ATEN.add_.Scalar, (x, 1)))
+    del next(node for node in written.graph.nodes if node.name == "x").meta["val"]
+    assert errors(lambda: to_dag(written, one)).node == "x"
 
     grouped = by_hand(lambda graph, x: graph.call_function(OPS.all_reduce.default, (x, "sum", x)))
     error = errors(lambda: to_dag(grouped, one))
