@@ -160,10 +160,10 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
         fuse: of pointwise neighbours, count what one kernel of them reads and writes: a node does not write what its
             only user reads if both are pointwise, and that one does not read it. Views between them change nothing.
     """
-    if is_free(node):
+    known = traits(node)
+    if is_free(node, known):
         return 0
     packet = getattr(node.target, "overloadpacket", None)
-    known = traits(node)
     written_args = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
     results = sum(map(_held, tensors_of(node)))
     aliased = any(known.aliases)
@@ -237,7 +237,7 @@ class CostModel:
         target = node.target
         if target in operators.STARTS or target is _compat.shard_dim_alltoall:
             return 1e3 * self._collective_seconds(node)
-        if target is operators.WAIT or is_free(node):
+        if target is operators.WAIT:
             return 0.0
         memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
         return 1e3 * max(memory, self._flop_seconds(node))

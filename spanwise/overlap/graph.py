@@ -88,7 +88,7 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 _NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True, eq=False)
 class _Memory:
     """A storage while the graph is walked, by the numbers of nodes; an input has no maker."""
 
@@ -157,8 +157,10 @@ class _Builder:
             reads = self._places([node])
         else:
             reads = self._places(node.all_input_nodes)
-        written = [value for name, value in arguments(node, known) if name in known.writes]
-        writes = self._places(nodes_in(written))
+        writes: list[_Memory] = []
+        if known.writes:
+            written = [value for name, value in arguments(node, known) if name in known.writes]
+            writes = self._places(nodes_in(written))
         kind, start = Kind.COMPUTE, -1
         barrier = known.role is Role.BARRIER
 
@@ -174,7 +176,7 @@ class _Builder:
                 else:
                     kind = Kind.WAIT
                     deps.add(start)
-                    reads = list({id(m): m for m in (*reads, *collective.reads, *collective.writes)}.values())
+                    reads = list(dict.fromkeys((*reads, *collective.reads, *collective.writes)))
                     collective.wait.append(i)
             else:
                 barrier = True  # as what it waits for
@@ -229,8 +231,7 @@ class _Builder:
 
     def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:
         """Where the tensors of `nodes` lie, each place once."""
-        found = {id(m): m for n in nodes for _, places in self.tensors.get(n, ()) for m in places}
-        return list(found.values())
+        return list(dict.fromkeys(m for n in nodes for _, places in self.tensors.get(n, ()) for m in places))
 
     def _started(self, node: fx.Node, places: list[_Memory]) -> int:
         """The collective that wrote last what `node` waits for."""
@@ -258,9 +259,9 @@ class _Builder:
             nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
             if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
                 nodes = [nodes[at]]
-            places = tuple(self._places(nodes))
+            places = tuple(self._places(nodes)) if nodes else ()
             if storage in by_storage:
-                places = tuple({id(m): m for m in (*places, *by_storage[storage])}.values())
+                places = tuple(dict.fromkeys((*places, *by_storage[storage])))
             elif not (places and known.surely):
                 if (known.role is Role.BARRIER and not known.names) or known.talks:  # anything may be returned
                     places = tuple(self._places(node.all_input_nodes))
@@ -279,7 +280,7 @@ class _Builder:
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
             before = len(tensors_in(whole[:key]))
             return given[before : before + len(values)]
-        every = tuple({id(m): m for _, places in given for m in places}.values())
+        every = tuple(dict.fromkeys(m for _, places in given for m in places))
         return [(storage_of(value), every) for value in values]
 
     def _num_bytes(self, node: fx.Node, value: torch.Tensor) -> int:
@@ -292,7 +293,7 @@ class _Builder:
         return size
 
     def _ms(self, node: fx.Node, known: Traits) -> float:
-        if known.role is Role.WAIT or is_free(node):
+        if known.role is Role.WAIT or is_free(node, known):
             return 0.0
         try:
             return float(self.cost(node))

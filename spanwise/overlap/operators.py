@@ -245,9 +245,13 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def is_free(node: fx.Node) -> bool:
-    """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes."""
-    known = traits(node)
+def is_free(node: fx.Node, known: Traits | None = None) -> bool:
+    """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes.
+
+    Args:
+        known: the node's `traits`, where they are at hand.
+    """
+    known = known or traits(node)
     if known.role is Role.FREE:
         return True
     if known.role is not Role.COMPUTE or known.writes:

@@ -81,6 +81,25 @@ def test_flops_of_attention() -> None:
         assert ms == pytest.approx(1e3 * max(2 * products * pairs / (1e12 * 67 / 989.4), node_bytes(call) / 1e9))
 
 
+def test_flex_attention_counts_what_its_hint_leaves() -> None:
+    module, graph = torch.nn.Module(), fx.Graph()
+    module.score_mod = make_fx(lambda score: score * 2)(torch.zeros(()))
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    score_mod = graph.get_attr("score_mod")
+    for x in (q, k, v):
+        x.meta["val"] = empty(2, 4, 16, 8, dtype=torch.bfloat16)
+    flex = graph.call_function(torch.ops.higher_order.flex_attention, (q, k, v, score_mod, (), 1.0, {}, (), ()))
+    flex.meta["val"] = (empty(2, 4, 16, 8, dtype=torch.bfloat16), empty(2, 4, 16), empty(0))
+    graph.output(flex)
+    captured = to_dag(fx.GraphModule(module, graph), CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15)))
+    flops = 2 * (2 * 2 * 4 * 8) * 16 * 16
+    (node,) = captured.nodes
+    assert node_flops(node) == flops and not captured.barriers
+    assert captured.dag.nodes[0].ms == pytest.approx(1e3 * flops / 1e12)
+    node.meta["custom"] = {"sparsity_hint": 0.5}
+    assert node_flops(node) == flops / 2
+
+
 def test_the_roofline_is_the_larger_of_two() -> None:
     fast = dataclasses.replace(HARDWARE, memory_bandwidth=1e15)
     half = node(ATEN.mm.default, empty(64, 32, dtype=torch.bfloat16), empty(32, 16, dtype=torch.bfloat16))
