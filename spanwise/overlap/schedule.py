@@ -26,7 +26,7 @@ _LOOK = 8
 # What is tried. Of a ready node's milliseconds, for what share the compute stream rather waits for a collective on a
 # longer path; and how far ahead of the longest path that is left a node may run, as a share of the whole path.
 _VARIANTS = (
-    (0.1, 1 / 16), (0.25, 1 / 32), (0.0, 1 / 16), (0.1, 1 / 32), (0.0, 1 / 64), (0.25, 1 / 64), (0.0, math.inf)
+    (0.1, 1 / 16), (0.25, 1 / 32), (0.0, 1 / 256), (0.0, 1 / 16), (0.0, 1 / 64), (0.25, 1 / 64), (0.0, math.inf)
 )  # fmt: skip
 _CLOSE = 1.001  # of the bound: no further variant is tried
 
