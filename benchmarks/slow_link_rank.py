@@ -24,11 +24,10 @@ from slow_link_peers import PEERS, Refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise import kernels
+from spanwise.attention import merged
 from spanwise.calibrate import calibrate
 from spanwise.cost import Hardware
 from spanwise.exchange import ulysses
-from spanwise.kernels.merge import Merging
 from spanwise.kv_pieces import Piece, kv_pieces
 from spanwise.rank_plan import RankPlan, inner_group
 
@@ -159,16 +158,15 @@ def exchanged(
 def compute_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> Call:
     """Forward and backward of the kernels and merges of a step whose queries and K/V pieces are already there."""
     q, pieces = exchanged(q, k, v, local, mesh)
-    there = [q, *(x.detach() for piece in pieces for x in (piece.k, piece.v))]
+    inputs = [q, *(x.detach() for piece in pieces for x in (piece.k, piece.v))]
     stages, scale = local.stages["default"], q.shape[-1] ** -0.5
     grad = torch.randn(q.shape[:3] + v.shape[3:])
 
     def call() -> None:
-        leaves = [x.detach().requires_grad_() for x in there]
-        queries, merging = kernels.queries("sdpa", leaves[0]), Merging()
-        for k_piece, v_piece, stage in zip(leaves[1::2], leaves[2::2], stages, strict=True):
-            merging.add(kernels.attend_part("sdpa", queries, k_piece, v_piece, stage, local.query_tokens, scale=scale))
-        torch.autograd.grad(merging.result()[0], leaves, grad)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        there = map(Piece, leaves[1::2], leaves[2::2])
+        out, *_ = merged("sdpa", leaves[0], there, stages, local.query_tokens, {"scale": scale}, max_logit=False)
+        torch.autograd.grad(out, leaves, grad)
 
     return call
 

@@ -133,7 +133,7 @@ def _attend(
     flat = stages[0].flat
     options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
 
-    q, k, v = (_zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
+    q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
     num_heads, first = q.shape[1], 0
     if local.trade is not None:
         assert mesh is not None
@@ -151,7 +151,7 @@ def _attend(
             score_mod = _for_flat_rows(score_mod, local.seq_len)
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # No name holds the pieces: the last one would live on while the output travels.
-    out, lse, max_logit = _merged(
+    out, lse, max_logit = merged(
         kernel, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens, {**options, "score_mod": score_mod},
         max_logit=request.max_logit,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _attend(
     if local.trade is not None:
         out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}")
         lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}") if request.lse else lse
-    out = _zero_in_padding(out, local.valid)
+    out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
         lse = lse.masked_fill(~local.valid, -math.inf)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
@@ -215,7 +215,7 @@ def _checked(
     return local, kernel
 
 
-def _merged(
+def merged(
     kernel: str,
     q: torch.Tensor,
     pieces: Iterator[Piece],
@@ -225,7 +225,15 @@ def _merged(
     *,
     max_logit: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Out, lse and, if asked for, the largest score of each head, over all pieces as they come."""
+    """Out, lse and, if asked for, the largest score of each head, over all pieces as they come.
+
+    What a rank computes between the collectives of a call; benchmarks time it with pieces that are there already.
+
+    Args:
+        q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
+        pieces: K/V of each of the stages, in order.
+        options: ``scale``, and ``score_mod`` and ``softcap`` where there are any.
+    """
     queries, merging = kernels.queries(kernel, q), Merging()
     top = None
     for stage in stages:
@@ -262,7 +270,7 @@ def _as_traded(
     return like(q, 0), like(k, 1), like(v, 1)
 
 
-def _zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+def zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """`x` ``[B, H, T, D]`` with zeros where a token is padding, whatever it holds there; no gradient passes either."""
     return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
 

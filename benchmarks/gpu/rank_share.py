@@ -27,7 +27,8 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise import SpanMask, kernels
-from spanwise.kernels.merge import Merging
+from spanwise.attention import merged
+from spanwise.kv_pieces import Piece
 from spanwise.rank_plan import RankPlan, build
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -60,10 +61,9 @@ def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.d
     leaves = [q, *(x for pair in pieces for x in pair)]
 
     def step() -> None:
-        merging, queries = Merging(), kernels.queries(kernel, q)
-        for stage, (k, v) in zip(stages, pieces, strict=True):
-            merging.add(kernels.attend_part(kernel, queries, k, v, stage, local.tokens, scale=HEAD_DIM**-0.5))
-        torch.autograd.grad(merging.result()[0], leaves, cotangent)
+        there, options = (Piece(k, v) for k, v in pieces), {"scale": HEAD_DIM**-0.5}
+        out, *_ = merged(kernel, q, there, stages, local.tokens, options, max_logit=False)
+        torch.autograd.grad(out, leaves, cotangent)
 
     return step, rank
 

@@ -7,7 +7,6 @@ dim a pair and head forward, 10 x backward). Memory is the peak of a process of 
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import re
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from spanwise import bench
 from spanwise.bench import plan
 from spanwise.kernels.sdpa import sdpa
 from spanwise.mask import SpanMask
@@ -86,9 +86,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         progress.advance(task)
     result = {"num_threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows, "memory": memory}
     _print(console, result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.write(result, out)
     return result
 
 

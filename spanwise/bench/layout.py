@@ -8,7 +8,6 @@ MagiAttention stand the figures of its own dispatch solver.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from spanwise import bench
 from spanwise.bench.plan import document_offsets
 from spanwise.mask import SpanMask
 from spanwise.planner import make_plan
@@ -92,9 +92,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
                 )  # fmt: skip
     result: dict[str, Any] = {"seq_len": SEQ_LEN, "rows": rows}
     _print(rows)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.write(result, out)
     return result
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spanwise import _compat
+from spanwise import _compat, bench
 from spanwise.attention import context_parallel_attention
 from spanwise.bench.plan import document_offsets
 from spanwise.mask import SpanMask
@@ -188,9 +188,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "planned": planned,
         "measured": measured,
     }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.write(result, out)
     return result
 
 

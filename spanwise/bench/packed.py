@@ -12,7 +12,6 @@ layer of a model does.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,9 +22,10 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from spanwise import kernels
+from spanwise import bench
+from spanwise.attention import merged, zero_in_padding
 from spanwise.bench.plan import document_offsets
-from spanwise.kernels.merge import Merging
+from spanwise.kv_pieces import Piece
 from spanwise.packing import Packing
 from spanwise.plan import Plan
 from spanwise.planner import make_plan
@@ -89,9 +89,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "head_dim": HEAD_DIM, "rows": rows,
     }  # fmt: skip
     _print(result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.write(result, out)
     return result
 
 
@@ -148,20 +146,15 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     q, grad = draw(local.tokens.shape[1]), draw(local.tokens.shape[1])
     pieces = [(draw(stage.kv_pos.shape[1]), draw(stage.kv_pos.shape[1])) for stage in stages]
 
-    def zeroed(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-        return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
-
     def step() -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
-        queries = kernels.queries("sdpa", zeroed(leaves[0], local.valid))
-        merging = Merging()
-        for i, stage in enumerate(stages):
-            k, v = leaves[1 + 2 * i : 3 + 2 * i]
-            if i == 0:  # what others send is zero in padding already, or not sent
-                k, v = zeroed(k, local.kv_valid), zeroed(v, local.kv_valid)
-            part = kernels.attend_part("sdpa", queries, k, v, stage, local.tokens, scale=HEAD_DIM**-0.5)
-            merging.add(part)
-        out = zeroed(merging.result()[0], local.valid)
+        # What others send is zero in padding already, or not sent.
+        own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
+        there = iter([Piece(own_k, own_v), *map(Piece, leaves[3::2], leaves[4::2])])
+        rows = zero_in_padding(leaves[0], local.valid)
+        options = {"scale": HEAD_DIM**-0.5}
+        result = merged("sdpa", rows, there, stages, local.tokens, options, max_logit=False)[0]
+        out = zero_in_padding(result, local.valid)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     return step

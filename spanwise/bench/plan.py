@@ -9,7 +9,6 @@ needed, in one piece.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from spanwise import rank_plan
+from spanwise import bench, rank_plan
 from spanwise.mask import SpanMask
 from spanwise.plan import Plan
 from spanwise.planner import make_plan
@@ -60,9 +59,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         torch.set_num_threads(threads)
     result: dict[str, Any] = {"num_threads": 1, "rows": rows}
     _print(rows)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.write(result, out)
     return result
 
 

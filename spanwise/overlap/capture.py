@@ -247,9 +247,9 @@ class _Model:
         if self.config.vocab is None:
             return (self._layers(data[0], cos, sin, shards, attend),)
         tokens, labels = data
-        x_TBD = _Scatter.apply(self._embed(tokens, self._parameter(shards)), self.tp)
+        x_TBD = _scattered(self._embed(tokens, self._parameter(shards)), self.tp)
         x_TBD = self._layers(x_TBD, cos, sin, shards, attend)
-        h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+        h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
         logits = h_SBD @ self._parameter(shards).t()
         return (_Loss.apply(logits.flatten(0, 1), labels.flatten(), self.tp),)
 
@@ -262,15 +262,15 @@ class _Model:
         attend: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         for _ in range(self.config.layers):
-            h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+            h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
             q, k, v = (self._split(h_SBD @ self._parameter(shards).t()) for _ in range(3))
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             out_BNSH = attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
             out = out_BNSH.permute(2, 0, 1, 3).flatten(2)
-            x_TBD = x_TBD + _Scatter.apply(out @ self._parameter(shards).t(), self.tp)
-            h_SBD = _Gather.apply(self._norm(x_TBD, shards), self.tp)
+            x_TBD = x_TBD + _scattered(out @ self._parameter(shards).t(), self.tp)
+            h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
             gate, up = (h_SBD @ self._parameter(shards).t() for _ in range(2))
-            x_TBD = x_TBD + _Scatter.apply((F.silu(gate) * up) @ self._parameter(shards).t(), self.tp)
+            x_TBD = x_TBD + _scattered((F.silu(gate) * up) @ self._parameter(shards).t(), self.tp)
         return x_TBD
 
     def _parameter(self, shards: Iterator[torch.Tensor], *, replicated: bool = False) -> torch.Tensor:
@@ -333,30 +333,33 @@ class _Parameter(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.dp) / ctx.dp.size, None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Dim 0 moved over an axis by `there`; its gradient is moved by `back`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        axis: Axis,
+        there: Callable[[torch.Tensor, Axis], torch.Tensor],
+        back: Callable[[torch.Tensor, Axis], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.back(grad, ctx.axis), None, None, None
+
+
+def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Dim 0 of all ranks; of the gradients, which every rank has for all of it, the sum of this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return _all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _reduce_scatter(grad, ctx.axis), None
+    return _Moved.apply(x, axis, _all_gather, _reduce_scatter)
 
 
-class _Scatter(torch.autograd.Function):
+def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of all ranks, this rank's part of dim 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return _reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _all_gather(grad, ctx.axis), None
+    return _Moved.apply(x, axis, _reduce_scatter, _all_gather)
 
 
 class _Flash(torch.autograd.Function):
