@@ -8,6 +8,8 @@ banker's algorithm, with the graph's own order as the way out.) Pure.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from spanwise.overlap.dag import Dag
@@ -52,6 +54,13 @@ class Guard:
                 f"the graph's own order needs {peak:,} bytes at its peak, more than the budget of {budget:,}: allow as "
                 f"many"
             )
+
+    def copy(self) -> Guard:
+        """A guard in the same state; what is issued to one is nothing to the other."""
+        other = copy.copy(self)
+        other._left, other._profile = [list(users) for users in self._left], self._profile.copy()
+        other._has_run = self._has_run.copy()
+        return other
 
     @property
     def next_in_order(self) -> int:

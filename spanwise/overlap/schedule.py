@@ -13,8 +13,6 @@ import dataclasses
 import heapq
 import math
 
-import numpy as np
-
 from spanwise.overlap.bounds import Bounds, lower_bounds, needed_at, remaining
 from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.memory import Guard
@@ -73,13 +71,13 @@ def schedule(dag: Dag, *, budget: int | None = None, multiplier: float = 1.0) ->
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
     budget = default_budget(dag) if budget is None else budget
     assumed = dag if multiplier == 1.0 else _slower(dag, multiplier)
+    rules = _Rules(assumed, budget)
     best = before = simulate(dag)
     bounds = lower_bounds(dag)
     for patience, ahead in _VARIANTS:
         if best.makespan <= _CLOSE * bounds.makespan:
             break
-        order = _listed(assumed, budget, patience, ahead)
-        timeline = simulate(dag, order)
+        timeline = simulate(dag, _listed(rules, patience, ahead))
         if timeline.makespan < best.makespan:
             best = timeline
     return Schedule(best, before, bounds, budget)
@@ -90,16 +88,30 @@ def _slower(dag: Dag, multiplier: float) -> Dag:
     return Dag(tuple(nodes), dag.storages)
 
 
-def _listed(dag: Dag, budget: int, patience: float, ahead: float) -> list[int]:
+class _Rules:
+    """What all variants go by, worked out once; refuses a budget that the own order exceeds.
+
+    Attributes:
+        rest: `bounds.remaining`; `needed`: `bounds.needed_at`.
+        longest: nodes, the longest paths first; the first one that is left says how far the whole has come.
+        missing: of each node, how many others it depends on.
+        guard: of memory before anything has run.
+    """
+
+    def __init__(self, dag: Dag, budget: int) -> None:
+        self.dag, self.guard = dag, Guard(dag, budget)
+        self.rest, self.needed = remaining(dag), needed_at(dag)
+        self.longest = sorted(range(len(dag)), key=lambda i: (-self.rest[i], i))
+        self.missing = [len(set(node.deps)) for node in dag.nodes]
+
+
+def _listed(rules: _Rules, patience: float, ahead: float) -> list[int]:
     """One order by the rules."""
-    rest, needed = remaining(dag), needed_at(dag)
+    dag, rest, needed, longest = rules.dag, rules.rest, rules.needed, rules.longest
     window = ahead * max(rest, default=0.0) if ahead < math.inf else math.inf
-    # The longest paths first; the first one that is left says how far the whole has come.
-    longest = sorted(range(len(dag)), key=lambda i: (-rest[i], i))
     front, reach = 0, 0.0
     early: list[tuple[float, int]] = []  # ready, and not needed for long
-    guard = Guard(dag, budget)
-    missing = np.array([len(set(node.deps)) for node in dag.nodes])
+    guard, missing = rules.guard.copy(), rules.missing.copy()
     # By the longest remaining path, then in the graph's own order.
     ready: list[tuple[float, int]] = []
     starts: dict[str, list[tuple[float, int]]] = {group: [] for group in dag.groups}

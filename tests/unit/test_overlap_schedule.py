@@ -71,6 +71,12 @@ def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
         schedule(dag, budget=least - 1)
 
 
+def test_a_budget_below_the_own_order_is_refused_where_that_order_is_the_best() -> None:
+    dag = Dag((Node("a", C, 1.0),), (Storage(7, 0),))
+    with pytest.raises(ValueError, match="needs 7 bytes at its peak, more than the budget of 6"):
+        schedule(dag, budget=6)
+
+
 def test_the_default_budget_is_a_gibibyte_or_a_twentieth_above_the_own_order() -> None:
     small = Dag((Node("a", C),), (Storage(7, 0),))
     large = Dag((Node("a", C),), (Storage(2**40, 0),))
