@@ -101,6 +101,15 @@ _UNREAD = frozenset(
         _aten.zeros_like,
     }
 )
+# What travels in a collective, as `Hardware.wire` names it.
+_KINDS: dict[Any, str] = {
+    **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
+    **dict.fromkeys(operators.REDUCE_SCATTER, "reduce_scatter"),
+    **dict.fromkeys(operators.ALL_REDUCE, "all_reduce"),
+    **dict.fromkeys(operators.ALL_TO_ALL, "all_to_all"),
+    **dict.fromkeys(operators.BROADCAST, "broadcast"),
+    _compat.shard_dim_alltoall: "all_to_all",
+}
 # Read of their table no more than they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 
@@ -187,10 +196,14 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _held(tensor: torch.Tensor) -> int:
     """Bytes of its elements in memory; an expanded dim has one."""
     if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.element_size()
+        return _num_bytes(tensor)
     sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return math.prod(sizes) * tensor.element_size()
 
@@ -235,8 +248,8 @@ class CostModel:
 
     def __call__(self, node: fx.Node) -> float:
         target = node.target
-        if target in operators.STARTS or target is _compat.shard_dim_alltoall:
-            return 1e3 * self._collective_seconds(node)
+        if target in _KINDS:
+            return 1e3 * self._collective_seconds([node])
         if target is operators.WAIT:
             return 0.0
         memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
@@ -256,24 +269,47 @@ class CostModel:
         dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
         return flops / (rate * self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0))
 
-    def _collective_seconds(self, node: fx.Node) -> float:
-        inputs = node.all_input_nodes
-        given = dict(arguments(node, traits(node)))
-        sent = sum(_held(t) for n in nodes_in(given.get("input", given.get("inputs", inputs))) for t in tensors_of(n))
-        received = sum(map(_held, tensors_of(node)))
-        ranks = self._ranks_of(group_of(node))
-        size, target = len(ranks), node.target
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        """Milliseconds of one coalesced collective of these: latencies once, bytes together.
+
+        Args:
+            nodes: starts of one kind and one process group; a coalesced operator costs what its members merged do.
+
+        Raises:
+            ValueError: no node. `GraphError`: what is no start, or of another kind or group than the first.
+        """
+        if not nodes:
+            raise ValueError("no collectives to merge")
+        kind, group = _KINDS.get(nodes[0].target), group_of(nodes[0])
+        for node in nodes:
+            if node.target not in operators.STARTS:
+                raise GraphError(node.name, f"it starts no collective, {node.target} does something else")
+            if (_KINDS[node.target], group_of(node)) != (kind, group):
+                text = (
+                    f"it is {_KINDS[node.target]} of group {group_of(node)!r}, not {kind} of {group!r} like the first"
+                )
+                raise GraphError(node.name, text)
+        return 1e3 * self._collective_seconds(nodes)
+
+    def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
+        sent = received = 0
+        for node in nodes:
+            given = dict(arguments(node, traits(node)))
+            inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
+            sent += sum(_num_bytes(t) for n in inputs for t in tensors_of(n))
+            received += sum(map(_num_bytes, tensors_of(node)))
+        ranks = self._ranks_of(group_of(nodes[0]))
+        size, kind = len(ranks), _KINDS[nodes[0].target]
         if size == 1:
             return 0.0
-        if target in operators.ALL_GATHER:
-            return self._ring_seconds(sent, ranks, "all_gather")
-        if target in operators.REDUCE_SCATTER:
-            return self._ring_seconds(received, ranks, "reduce_scatter")
-        if target in operators.ALL_REDUCE:
-            halves = (self._ring_seconds(sent / size, ranks, name) for name in ("reduce_scatter", "all_gather"))
-            return sum(halves)
-        if target in operators.BROADCAST:
-            return self._ring_seconds(sent / (size - 1), ranks, "broadcast")
+        if kind == "all_gather":
+            return self._ring_seconds(sent, ranks, kind)
+        if kind == "reduce_scatter":
+            return self._ring_seconds(received, ranks, kind)
+        if kind == "all_reduce":
+            return sum(self._ring_seconds(sent / size, ranks, half) for half in ("reduce_scatter", "all_gather"))
+        if kind == "broadcast":
+            return self._ring_seconds(sent / (size - 1), ranks, kind)
         return self._all_to_all_seconds(max(sent, received) / size, ranks)
 
     def _ranks_of(self, group: str) -> tuple[int, ...]:

@@ -240,6 +240,52 @@ def test_coalesced_collectives_move_all_of_it_and_backends_more() -> None:
     assert CostModel(wired, ranks={"g": INSIDE})(call) == pytest.approx(1 + 3 * 3200 / 1e9 * 1e3)
 
 
+def starts_of(kind: str, sizes: list[int], num_ranks: int, group: str = "g") -> tuple[list[fx.Node], fx.Node]:
+    """Collectives of shards of so many float32 or bf16, one by one, and coalesced."""
+    more = {"all_gather_into_tensor": (num_ranks,), "reduce_scatter_tensor": ("sum", num_ranks), "all_reduce": ("sum",)}
+    graph, inputs, outputs = fx.Graph(), [], []
+    for i, size in enumerate(sizes):
+        inputs.append(graph.placeholder(f"x{i}"))
+        dtype = torch.bfloat16 if i % 2 else torch.float32
+        whole = empty(size * num_ranks, dtype=dtype)
+        shard = empty(size, dtype=dtype)
+        inputs[i].meta["val"] = shard if kind == "all_gather_into_tensor" else whole
+        outputs.append(shard if kind == "reduce_scatter_tensor" else whole)
+    calls = [graph.call_function(getattr(OPS, kind).default, (x, *more[kind], group)) for x in inputs]
+    for call, value in zip(calls, outputs, strict=True):
+        call.meta["val"] = value
+    coalesced = graph.call_function(getattr(OPS, f"{kind}_coalesced").default, (inputs, *more[kind], group))
+    coalesced.meta["val"] = outputs
+    return calls, coalesced
+
+
+@pytest.mark.parametrize("kind", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
+@pytest.mark.parametrize("ranks", [INSIDE, ACROSS, (0, 1, 8, 9)])
+def test_merged_collectives_pay_latency_once(kind: str, ranks: tuple[int, ...]) -> None:
+    calls, coalesced = starts_of(kind, [101, 300, 7, 2050], len(ranks))
+    model = CostModel(HARDWARE, ranks={"g": ranks})
+    assert model.merged(calls) == model(coalesced) == model.merged(calls[::-1])  # to the last bit
+    assert model.merged(calls[:1]) == model(calls[0])
+    saved = (3 * 2 if kind == "all_reduce" else 3) * HARDWARE.links[ranks is not INSIDE].latency
+    assert model.merged(calls) == pytest.approx(sum(map(model, calls)) - 1e3 * saved)
+    assert CostModel(HARDWARE, ranks={"g": (3,)}).merged(calls) == 0
+
+
+def test_what_is_not_alike_is_not_merged() -> None:
+    gathers, _ = starts_of("all_gather_into_tensor", [8, 8], 4)
+    others, _ = starts_of("all_gather_into_tensor", [8], 4, "h")
+    reduces, _ = starts_of("all_reduce", [8], 4)
+    model = CostModel(HARDWARE, ranks={"g": INSIDE, "h": INSIDE})
+    with pytest.raises(GraphError, match="it is all_gather of group 'h', not all_gather of 'g' like the first"):
+        model.merged([*gathers, *others])
+    with pytest.raises(GraphError, match="it is all_reduce of group 'g', not all_gather of 'g' like the first"):
+        model.merged([*gathers, *reduces])
+    with pytest.raises(GraphError, match="node 'wait_tensor': it starts no collective"):
+        model.merged([*gathers, node(OPS.wait_tensor.default, empty(4))])
+    with pytest.raises(ValueError, match="no collectives to merge"):
+        model.merged([])
+
+
 def test_groups_of_this_process_are_known_and_others_are_not() -> None:
     dist.init_process_group("fake", store=_compat.fake_store(), rank=0, world_size=16)
     try:
