@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx.interpreter import Interpreter
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import spanwise
 from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, shapes
+from tests.lockstep import Lockstep
 
 TINY = CaptureConfig(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, device="cpu")
 OPS = torch.ops._c10d_functional
@@ -74,48 +73,6 @@ def test_starts_and_waits_are_apart_and_values_say_their_device() -> None:
         for node in module.graph.nodes:
             if str(node.target).startswith("_c10d_functional") and node.target != OPS.wait_tensor.default:
                 assert [user.target for user in node.users] == [OPS.wait_tensor.default]
-
-
-class Lockstep:
-    """Runs the graphs of all ranks side by side, node by node; collectives are computed from all ranks' operands."""
-
-    def __init__(self, modules: Sequence[torch.fx.GraphModule], axes: Sequence[dict[str, Axis]]) -> None:
-        self.ranks = [Interpreter(module) for module in modules]
-        self.axes = [{axis.name: axis for axis in of_rank.values()} for of_rank in axes]
-
-    def run(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Any, ...]]:
-        nodes = [list(rank.module.graph.nodes) for rank in self.ranks]
-        feeds = [iter(of_rank) for of_rank in inputs]
-        values: list[dict[torch.fx.Node, Any]] = [{} for _ in self.ranks]
-        for row in zip(*nodes, strict=True):
-            assert len({(node.op, node.name, str(node.target)) for node in row}) == 1
-            operands = [torch.fx.map_arg((n.args, n.kwargs), v.get) for n, v in zip(row, values, strict=True)]
-            for rank, node in enumerate(row):
-                if node.op == "placeholder":
-                    values[rank][node] = next(feeds[rank])
-                elif node.op == "output":
-                    continue
-                elif str(node.target).startswith("_c10d_functional"):
-                    values[rank][node] = self.collective(node, rank, [args for args, _ in operands])
-                else:
-                    args, kwargs = operands[rank]
-                    values[rank][node] = node.target(*args, **kwargs)
-        return [operands[rank][0][0] for rank in range(len(self.ranks))]
-
-    def collective(self, node: torch.fx.Node, rank: int, args: Sequence[tuple[Any, ...]]) -> torch.Tensor:
-        if node.target == OPS.wait_tensor.default:
-            return args[rank][0]
-        axis = self.axes[rank][args[rank][-1]]
-        parts = [args[other][0] for other in axis.ranks]
-        if node.target == OPS.all_gather_into_tensor.default:
-            return torch.cat(parts)
-        if node.target == OPS.all_to_all_single.default:
-            sent = [part.split(args[other][2])[axis.index] for part, other in zip(parts, axis.ranks, strict=True)]
-            assert [len(x) for x in sent] == args[rank][1]
-            return torch.cat(sent)
-        stacked = torch.stack(parts)
-        total = stacked.amax(0) if args[rank][1] == "max" else stacked.sum(0)
-        return total if node.target == OPS.all_reduce.default else total.chunk(axis.size)[axis.index].clone()
 
 
 def reference(

@@ -1,0 +1,100 @@
+"""optimize: a graph whose communication is hidden, made from an ATen fx graph and costs; simulations and bounds of one.
+
+    fx graph, cost ─► graph ─► schedule ─► bucket ─► emit, on a copy ─► Result
+
+What users call. A graph that is handed in is never changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from spanwise.cost import Hardware
+from spanwise.overlap import emit as emission
+from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.costs import as_cost
+from spanwise.overlap.graph import to_dag
+from spanwise.overlap.operators import Cost
+from spanwise.overlap.schedule import schedule
+from spanwise.overlap.simulate import Timeline
+from spanwise.overlap.simulate import simulate as run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """What `optimize` made.
+
+    Attributes:
+        graph_module: the new graph; it shares parameters and attributes with the one that was given.
+        timeline: of the new graph. Its nodes are those of `before`, or several starts or waits of them as one.
+        before: of the graph that was given, in its own order.
+        bounds: what no order of the new graph's nodes can beat, memory aside.
+        members: of each node of `timeline.dag`, the nodes of `before.dag` that it stands for.
+        budget: bytes that the new order was allowed.
+    """
+
+    graph_module: fx.GraphModule
+    timeline: Timeline
+    before: Timeline
+    bounds: Bounds
+    members: tuple[tuple[int, ...], ...]
+    budget: int
+
+
+def optimize(
+    gm: fx.GraphModule,
+    cost: Cost | Hardware | Mapping[str, float],
+    *,
+    memory_budget: int | None = None,
+    bucket: bool = True,
+    multiplier: float = 1.0,
+) -> Result:
+    """Reorder the nodes of `gm` so that compute hides its collectives, on a copy.
+
+    The same graph and costs give the same result on every rank.
+
+    Args:
+        gm: an ATen graph with ``meta["val"]``: of a forward, a backward, or both.
+        cost: milliseconds of a node: a function, a `CostModel`, a `Hardware`, or a table by the nodes' names.
+        memory_budget: most bytes of what the graph allocates; default: `schedule.default_budget`.
+        bucket: whether collectives may be merged.
+        multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
+
+    Raises:
+        GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.
+        ValueError: a budget that the graph's own order exceeds, or a multiplier that is not positive and finite.
+    """
+    captured = to_dag(gm, as_cost(cost))
+    found = schedule(captured.dag, budget=memory_budget, multiplier=multiplier)
+    members = tuple((i,) for i in range(len(captured.dag)))
+    graph = copy.deepcopy(gm.graph)  # copies no tensors
+    copied = dict(zip(gm.graph.nodes, graph.nodes, strict=True))
+    ours = dataclasses.replace(
+        captured,
+        nodes=tuple(map(copied.__getitem__, captured.nodes)),
+        inputs=tuple(map(copied.__getitem__, captured.inputs)),
+    )
+    emission.emit(ours, found.order, members)
+    made = fx.GraphModule(gm, graph, type(gm).__name__)
+    made.meta = dict(gm.meta)
+    return Result(made, found.timeline, found.before, found.bounds, members, found.budget)
+
+
+def simulate(
+    gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float], order: Sequence[int] | None = None
+) -> Timeline:
+    """Timeline of `gm` in its own order, or in another one of the nodes of its `Dag`; milliseconds.
+
+    Raises:
+        GraphError, ValueError: as `optimize`, or `order` is no order of these nodes.
+    """
+    return run(to_dag(gm, as_cost(cost)).dag, order)
+
+
+def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:
+    """Milliseconds that no order of the nodes of `gm` can beat, memory aside; see `bounds`."""
+    return lower_bounds(to_dag(gm, as_cost(cost)).dag).makespan
