@@ -1,0 +1,290 @@
+"""Why a collective is exposed: the milliseconds of each that compute waits for, told apart by what would spare them.
+
+    dag ─► schedule ─► timeline ─► reasons ─► report
+
+Of one collective at a time, all others where they are. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spanwise.overlap.dag import Dag, Kind
+from spanwise.overlap.simulate import Timeline
+
+_BLOCK = 512  # collectives whose bits are unpacked at once
+
+
+class Why(enum.Enum):
+    """What keeps exposed milliseconds from being hidden.
+
+    STREAM: others on the stream of its group went first; with a stream of its own it would have ended earlier.
+    NO_COMPUTE: all compute that neither leads to its start nor depends on its wait takes less time than it does.
+    MEMORY: it could have been issued earlier, or compute from behind its wait could have run before, but then the order
+        would hold more memory than the budget.
+    ORDER: the same, and the budget has room: another order would hide it, though perhaps not all others.
+    DEPENDENCY: when its wait is reached it could not have been issued earlier, and nothing is left that could run: what
+        is independent has run before what it depends on was there, or depends on what is not there yet.
+    """
+
+    STREAM = "order of the group's stream"
+    NO_COMPUTE = "no independent compute"
+    MEMORY = "memory budget"
+    ORDER = "order of compute"
+    DEPENDENCY = "dependency"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why one collective is exposed.
+
+    Attributes:
+        exposed: milliseconds that compute waits for it.
+        parts: how many of them for which reason, in the order of `Why`; positive, and together `exposed`.
+        independent: milliseconds of compute that neither lead to its start nor depend on its wait.
+    """
+
+    exposed: float
+    parts: dict[Why, float]
+    independent: float
+
+    @property
+    def main(self) -> Why:
+        """The reason for most of it."""
+        return max(self.parts, key=lambda why: self.parts[why])
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return self.main.value
+        ranked = sorted(self.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{why.value} ({ms:.3g} ms)" for why, ms in ranked)
+
+
+def independent_compute(dag: Dag) -> dict[int, float]:
+    """Of each start, the compute that neither leads to it nor depends on its wait; milliseconds.
+
+    By sets of bits, one for each collective: of a node, the starts that it leads to, and the waits that it depends on.
+    """
+    starts, nodes = dag.starts, dag.nodes
+    number = {start: k for k, start in enumerate(starts)}
+    leads_to, reached_by = [0] * len(dag), [0] * len(dag)
+    for i, node in enumerate(nodes):
+        bits = 1 << number[node.start] if node.kind == Kind.WAIT else 0
+        for dep in node.deps:
+            bits |= reached_by[dep]
+        reached_by[i] = bits
+    for i in range(len(dag) - 1, -1, -1):
+        if nodes[i].kind == Kind.START:
+            leads_to[i] |= 1 << number[i]
+        bits = leads_to[i]
+        if bits:
+            for dep in nodes[i].deps:
+                leads_to[dep] |= bits
+    busy = [i for i, node in enumerate(nodes) if node.kind == Kind.COMPUTE and node.ms]
+    ms = dag.ms[busy]
+    # A node cannot both lead to a start and depend on its wait.
+    width = -(-len(starts) // 8)
+    packed = np.frombuffer(b"".join((leads_to[i] | reached_by[i]).to_bytes(width, "little") for i in busy), np.uint8)
+    packed = packed.reshape(len(busy), width)
+    bound_up = np.zeros(len(starts))
+    for first in range(0, width, _BLOCK // 8):
+        unpacked = np.unpackbits(packed[:, first : first + _BLOCK // 8], axis=1, bitorder="little")
+        of_block = ms @ unpacked
+        bound_up[8 * first : 8 * first + len(of_block)] = of_block[: len(starts) - 8 * first]
+    total, tiny = float(ms.sum()), _tiny(float(ms.sum()))
+    free = total - bound_up
+    return {start: float(free[k]) if free[k] > tiny else 0.0 for k, start in enumerate(starts)}
+
+
+def hideable(dag: Dag) -> set[int]:
+    """Starts of the collectives for which there is independent compute at all.
+
+    While any of the others is under way nothing is computed, whatever the order, if it is waited for.
+    """
+    return {start for start, ms in independent_compute(dag).items() if ms > 0}
+
+
+def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reason]:
+    """Why each exposed collective of `timeline` is exposed, by its start.
+
+    The exposed milliseconds of a collective are accounted for in this order, each as far as they are left:
+
+    1. STREAM: from when it is issued until it begins.
+    2. NO_COMPUTE: what it takes longer than all independent compute.
+    3. How much earlier it would be issued if what leads to it went before all else, collectives staying as they are:
+       STREAM as far as its stream is taken then, else MEMORY or ORDER.
+    4. MEMORY or ORDER: compute from behind its wait for which all is there when the wait is reached.
+    5. DEPENDENCY: the rest.
+
+    MEMORY or ORDER is decided by trying: the peak of the order with the nodes of 3 or 4 moved.
+
+    Args:
+        timeline: simulated without contention.
+        budget: bytes that the order may hold at most; None: any.
+    """
+    dag = timeline.dag
+    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > _tiny(timeline.makespan)}
+    if not exposed:
+        return {}
+    looked = _Looked(timeline, budget)
+    independent = independent_compute(dag)
+    return {start: looked.reason(start, ms, independent[start]) for start, ms in sorted(exposed.items())}
+
+
+def _tiny(ms: float) -> float:
+    """As in `Timeline.counts`: less is rounding."""
+    return 1e-9 * max(1.0, ms)
+
+
+class _Looked:
+    """What is looked up for every collective of a timeline.
+
+    Attributes:
+        place: of each node in the order.
+        ready: when each node could be issued, collectives staying as they are: a wait when its collective has ended,
+            all else after the longest path of compute that leads to it. Never later than it was issued.
+        idle_since: of each start, when the collective before it on its stream has ended.
+    """
+
+    def __init__(self, timeline: Timeline, budget: int | None) -> None:
+        self.timeline, self.dag, self.budget = timeline, timeline.dag, budget
+        dag, order = self.dag, timeline.order.tolist()
+        self.order, self.place = timeline.order, np.empty(len(dag), np.int64)
+        self.place[order] = np.arange(len(dag))
+        self.begin, self.end, self.issued = (x.tolist() for x in (timeline.begin, timeline.end, timeline.issued))
+        self.tiny = _tiny(timeline.makespan)
+        self.wait = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+        ready = [0.0] * len(dag)
+        for i, node in enumerate(dag.nodes):
+            if node.kind == Kind.WAIT:
+                ready[i] = self.end[node.start]
+            for dep in node.deps:
+                ms = dag.nodes[dep].ms if dag.nodes[dep].kind == Kind.COMPUTE else 0.0
+                ready[i] = max(ready[i], ready[dep] + ms)
+        self.ready = np.array(ready)
+        self.idle_since: dict[int, float] = {}
+        last = dict.fromkeys(dag.groups, 0.0)
+        for i in order:
+            if dag.nodes[i].kind == Kind.START:
+                self.idle_since[i] = last[dag.nodes[i].group]
+                last[dag.nodes[i].group] = self.end[i]
+        self.peak = _Peak(dag)
+        self.made = np.zeros(len(dag), np.int64)
+        np.add.at(self.made, self.peak.maker, self.peak.num_bytes)
+        self.slack = None if budget is None else budget - self.peak(self.place)
+
+    def reason(self, start: int, exposed: float, independent: float) -> Reason:
+        parts = dict.fromkeys(Why, 0.0)
+        left = exposed
+
+        def account(why: Why, ms: float) -> None:
+            nonlocal left
+            ms = min(left, max(0.0, ms))
+            parts[why] += ms
+            left = left - ms if left - ms > self.tiny else 0.0
+
+        account(Why.STREAM, self.begin[start] - self.issued[start])
+        account(Why.NO_COMPUTE, self.dag.nodes[start].ms - independent)
+        if left:
+            earlier, moved, first = self.earlier(start, left)
+            if earlier > self.tiny:
+                idle = max(0.0, min(earlier, self.issued[start] - self.idle_since[start]))
+                if idle > self.tiny:
+                    account(self.fits(moved, first), idle)
+                account(Why.STREAM, earlier - idle)
+        if left:
+            wait = self.wait[start]
+            behind, moved = self.behind(wait, left)
+            if behind > self.tiny:
+                account(self.fits(moved, int(self.place[wait])), behind)
+        parts[Why.DEPENDENCY] += left
+        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny}, independent)
+
+    def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
+        """How much earlier it could be issued, up to `most`; what has to move for that; before which place.
+
+        What leads to the start goes first, all else that stands before it afterwards. A wait among what leads to it
+        must not come before its collective has ended.
+        """
+        dag, place = self.dag, int(self.place[start])
+        leads, gained, limit, first = {start, *dag.nodes[start].deps}, 0.0, most, place
+        found = [start]
+        for at in range(place - 1, -1, -1):
+            if gained >= limit - self.tiny:
+                break
+            i = int(self.order[at])
+            node = dag.nodes[i]
+            if i not in leads:
+                spent = 0.0 if node.kind == Kind.START else self.end[i] - self.begin[i]
+                if spent > 0:
+                    gained, first = gained + spent, at
+                continue
+            if node.kind == Kind.WAIT:
+                limit = min(limit, gained + max(0.0, self.begin[i] - self.end[node.start]))
+            leads.update(node.deps)
+            found.append(i)
+        moved = [i for i in reversed(found) if self.place[i] > first]
+        return min(gained, limit), moved, first
+
+    def behind(self, wait: int, most: float) -> tuple[float, list[int]]:
+        """Compute after `wait` that could run when it is reached, up to `most`, and what has to move for that."""
+        after = self.order[int(self.place[wait]) + 1 :]
+        can = after[self.ready[after] <= self.begin[wait] + self.tiny]
+        ms = np.where(self.dag.kinds[can] == Kind.COMPUTE, self.dag.ms[can], 0.0).cumsum()
+        count = int(np.searchsorted(ms, most - self.tiny)) + 1
+        return (float(min(most, ms[-1])), can[:count].tolist()) if len(ms) else (0.0, [])
+
+    def fits(self, moved: Iterable[int], first: int) -> Why:
+        """Whether the budget keeps `moved`, in this order, from standing before what is at place `first`."""
+        nodes = np.fromiter(moved, np.int64)
+        # Whatever else is alive at any time was alive before.
+        if self.slack is None or int(self.made[nodes].sum()) <= self.slack:
+            return Why.ORDER
+        rest = np.delete(self.order, self.place[nodes])
+        place = np.empty(len(self.order), np.int64)
+        place[np.concatenate([rest[:first], nodes, rest[first:]])] = np.arange(len(place))
+        assert self.budget is not None
+        return Why.MEMORY if self.peak(place) > self.budget else Why.ORDER
+
+
+class _Peak:
+    """`Dag.peak_bytes` of many orders, in arrays."""
+
+    def __init__(self, dag: Dag) -> None:
+        users = [(storage.maker, *storage.users) for storage in dag.storages]
+        self.count = len(dag)
+        self.maker = np.array([storage.maker for storage in dag.storages], np.int64)
+        self.num_bytes = np.array([storage.num_bytes for storage in dag.storages], np.int64)
+        self.freed = np.array([not storage.kept for storage in dag.storages], bool)
+        self.users = np.array([user for of_storage in users for user in of_storage], np.int64)
+        self.first = np.concatenate([[0], np.cumsum([len(of_storage) for of_storage in users])]).astype(np.int64)[:-1]
+
+    def __call__(self, place: NDArray[np.int64]) -> int:
+        if not len(self.maker):
+            return 0
+        change = np.zeros(self.count + 1, np.int64)
+        np.add.at(change, place[self.maker], self.num_bytes)
+        last = np.maximum.reduceat(place[self.users], self.first)
+        np.subtract.at(change, last[self.freed] + 1, self.num_bytes[self.freed])
+        return int(change.cumsum().max())
+
+
+def hidden_counts(timeline: Timeline, among: Iterable[int] | None = None) -> dict[str, int]:
+    """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time, as `Timeline.counts` has it.
+
+    Args:
+        among: starts to count, those that take no time left out; default: `hideable`.
+    """
+    chosen = hideable(timeline.dag) if among is None else among
+    found, tiny = {"hidden": 0, "partly": 0, "exposed": 0}, _tiny(timeline.makespan)
+    for start in chosen:
+        ms = timeline.exposed[start]
+        cost = timeline.dag.nodes[start].ms
+        if cost:
+            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
+    return found
