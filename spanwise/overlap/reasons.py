@@ -65,10 +65,13 @@ class Reason:
         return ", ".join(f"{why.value} ({ms:.3g} ms)" for why, ms in ranked)
 
 
-def independent_compute(dag: Dag) -> dict[int, float]:
+def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:
     """Of each start, the compute that neither leads to it nor depends on its wait; milliseconds.
 
     By sets of bits, one for each collective: of a node, the starts that it leads to, and the waits that it depends on.
+
+    Args:
+        among: nodes of compute that count; default: all.
     """
     starts, nodes = dag.starts, dag.nodes
     number = {start: k for k, start in enumerate(starts)}
@@ -85,7 +88,8 @@ def independent_compute(dag: Dag) -> dict[int, float]:
         if bits:
             for dep in nodes[i].deps:
                 leads_to[dep] |= bits
-    busy = [i for i, node in enumerate(nodes) if node.kind == Kind.COMPUTE and node.ms]
+    chosen = range(len(dag)) if among is None else sorted(among)
+    busy = [i for i in chosen if nodes[i].kind == Kind.COMPUTE and nodes[i].ms]
     ms = dag.ms[busy]
     # A node cannot both lead to a start and depend on its wait.
     width = -(-len(starts) // 8)
@@ -101,12 +105,16 @@ def independent_compute(dag: Dag) -> dict[int, float]:
     return {start: float(free[k]) if free[k] > tiny else 0.0 for k, start in enumerate(starts)}
 
 
-def hideable(dag: Dag) -> set[int]:
+def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
     """Starts of the collectives for which there is independent compute at all.
 
     While any of the others is under way nothing is computed, whatever the order, if it is waited for.
+
+    Args:
+        among: nodes of compute that count; default: all. PyTorch's pass counts matrix products, convolutions and
+            attention (pytorch/pytorch#163215).
     """
-    return {start for start, ms in independent_compute(dag).items() if ms > 0}
+    return {start for start, ms in independent_compute(dag, among).items() if ms > 0}
 
 
 def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reason]:

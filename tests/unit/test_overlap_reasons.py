@@ -199,6 +199,18 @@ def test_independent_compute_that_another_has_used() -> None:
     assert hidden_counts(simulate(dag), among=[3]) == {"hidden": 0, "partly": 0, "exposed": 1}
 
 
+def test_only_some_compute_counts() -> None:
+    """A cast that nothing needs makes no collective of a chain hideable where casts do not count."""
+    b = Build()
+    b.compute("cast", 0.1)
+    b.compute("product", 1.0)
+    b.start("s", 3.0, "product")
+    b.wait("s")
+    dag = b.dag()
+    assert hideable(dag) == hideable(dag, [0]) == {2}
+    assert hideable(dag, [1]) == hideable(dag, []) == set()
+
+
 def test_a_wait_that_came_late_leaves_room() -> None:
     """Half of what hid the first ran after it had ended; the second could have been issued then."""
     b = Build()
