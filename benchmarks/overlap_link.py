@@ -1,0 +1,133 @@
+"""A training step over a slow link, run and timed: unscheduled, by PyTorch's overlap pass, by `spanwise.overlap`.
+
+    sudo python benchmarks/overlap_link.py --out benchmarks/results/overlap-link-cpu.json
+    sudo python benchmarks/overlap_link.py --quick               # a minute or two
+
+Two hosts are network namespaces of one process each (`hosts.py`), joined by a link with a limited rate. A model with
+sharded parameters gathers each weight where it is used and reduce-scatters its gradient. One step, forward and
+backward, is compiled by ``torch.compile``: as AOTAutograd leaves it (unscheduled), with PyTorch's pass on the same
+graphs and the same costs, with `overlap.backend("aot_eager")`, and, with `--inductor`, by Inductor as it is and by
+`overlap.backend("inductor")`. All are timed in turns within one run.
+
+Costs are measured on the hosts by `overlap.measure`, at a first rate; then the link is set to the rate at which
+communication equals compute, and what is reported was measured again at that one. Predicted is the simulation of the
+order that ran with those costs; the floor is the larger of all compute and all communication. Gradients of all ways are
+compared with those of the unscheduled step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from hosts import Hosts, missing
+from slow_link import machine
+
+NUM_HOSTS = 2
+INTERFACE = "eth0"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each host")
+    parser.add_argument("--rate", type=float, default=400.0, help="Mbit/s of the link at first")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[1.0], help="communication over compute, to be timed"
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--inductor", action="store_true", help="compile by Inductor, too")
+    parser.add_argument("--quick", action="store_true", help="2 layers, 3 repeats")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    lack = missing()
+    if lack:
+        parser.exit(2, f"{parser.prog}: {lack}\n")
+    if args.quick:
+        args.layers, args.repeats = 2, 3
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the hosts are ended, folders removed
+
+    model = {"layers": args.layers, "dim": args.dim, "ffn": 4 * args.dim, "tokens": args.tokens}
+    result: dict[str, Any] = {"machine": machine(), "model": model, "rows": []}
+    print(f"{result['machine']}\n{model}")
+    command = [sys.executable, str(Path(__file__).with_name("overlap_link_rank.py"))]
+    environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ways = ["unscheduled", "PyTorch", "spanwise", *(["Inductor", "spanwise, Inductor"] if args.inductor else [])]
+    rate = args.rate * 1e6
+    with Hosts(NUM_HOSTS, rate, command, environment) as hosts:
+        first = run(hosts, {"model": model, "ways": [], "repeats": 0})[0]["costs"]
+        for share in args.shares:
+            # A collective's time is its bytes over the rate, to a few percent.
+            hosts.set_rate(rate * first["communication"] / (share * first["compute"]))
+            answers = run(hosts, {"model": model, "ways": ways, "repeats": args.repeats})
+            costs = {name: max(answer["costs"][name] for answer in answers) for name in first}
+            print(f"\n{hosts.rate / 1e6:.0f} Mbit/s; milliseconds of a step: " + describe(costs))
+            print(f"{'':<20}{'predicted':>10}{'measured':>10}{'least':>10}{'faster':>8}{'largest difference':>20}")
+            for row in rows(answers):
+                result["rows"].append({"rate": hosts.rate, "share": share, **costs, **row})
+                print(show(row), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run(hosts: Hosts, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """One task on both hosts; what each measured."""
+    outs = [str(hosts.folder / f"rank-{rank}.pt") for rank in range(NUM_HOSTS)]
+    threads = max(1, len(os.sched_getaffinity(0)) // NUM_HOSTS)
+    about = {"num_ranks": NUM_HOSTS, "store": str(hosts.folder / "store"), "threads": threads}
+    jobs = [{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)]
+    hosts.run(jobs, 1800.0, lambda text: print(f"  {text}", flush=True))
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def rows(answers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One for each way; milliseconds from the first start to the last end."""
+    spans = {
+        way: [
+            1e3 * (max(end for _, end in turn) - min(begin for begin, _ in turn))
+            for turn in zip(*(answer["times"][way] for answer in answers), strict=True)
+        ]
+        for way in answers[0]["times"]
+    }
+    unscheduled = statistics.median(spans["unscheduled"])
+    for way, taken in spans.items():
+        yield {
+            "way": way,
+            "predicted": max((a["predicted"][way] for a in answers if way in a["predicted"]), default=None),
+            "measured": statistics.median(taken),
+            "least": min(taken),
+            "all": taken,
+            "faster": unscheduled / statistics.median(taken),
+            "difference": max(
+                float((ours - theirs).abs().max())
+                for answer in answers
+                for ours, theirs in zip(answer["outputs"][way], answer["outputs"]["unscheduled"], strict=True)
+            ),
+        }
+
+
+def describe(costs: dict[str, float]) -> str:
+    floor = max(costs["compute"], costs["communication"])
+    figures = {**costs, "floor": floor}
+    return ", ".join(f"{name} {ms:.0f}" for name, ms in figures.items())
+
+
+def show(row: dict[str, Any]) -> str:
+    predicted = "" if row["predicted"] is None else f"{row['predicted']:.0f}"
+    return (
+        f"{row['way']:<20}{predicted:>10}{row['measured']:>10.0f}{row['least']:>10.0f}{row['faster']:>7.2f}x"
+        f"{row['difference']:>20.1e}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""One rank of `overlap_link.py`: a model with sharded parameters, compiled in several ways, on its host.
+
+Reads jobs as JSON, one a line, from standard input and writes what it measured to the file that the job names. Times
+are readings of the monotonic clock, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from overlap_peers import torch_on_h100
+from spanwise.overlap.measure import measure
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.nn import functional as F
+
+from spanwise import overlap
+from spanwise.overlap.bounds import lower_bounds
+from spanwise.overlap.dag import Kind
+from spanwise.overlap.graph import to_dag
+from spanwise.overlap.operators import Cost
+from spanwise.overlap.simulate import simulate
+
+GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
+Step = Callable[[], list[torch.Tensor]]
+
+
+def main() -> None:
+    say("ready")
+    for line in sys.stdin:
+        job = json.loads(line)
+        torch.set_num_threads(job["threads"])
+        if not dist.is_initialized():
+            store = dist.FileStore(job["store"], job["num_ranks"])
+            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
+        torch.save(answer(job), job["out"])
+        say("done")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def say(event: str, **more: str) -> None:
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Costs of the step, and of each way what was predicted, measured and computed."""
+    torch.compiler.reset()
+    tokens = job["model"].pop("tokens")
+    model = Model(**job["model"])
+    x = torch.randn(tokens, job["model"]["dim"], generator=torch.Generator().manual_seed(1 + job["rank"]))
+    recorder = Recorder()
+    steps = {"unscheduled": step_of(model, x, recorder)}
+    outputs = {"unscheduled": steps["unscheduled"]()}
+    cost = measure(recorder.graphs.values())
+    dags = [to_dag(gm, cost).dag for gm in recorder.graphs.values()]
+    found: dict[str, Any] = {
+        "compute": sum(dag.compute_ms for dag in dags),
+        "communication": sum(float(dag.ms[dag.kinds == Kind.START].sum()) for dag in dags),
+        "bound": sum(lower_bounds(dag).makespan for dag in dags),
+    }
+    say_once(job["rank"], f"costs: {found}")
+    predicted = {"unscheduled": sum(simulate(dag).makespan for dag in dags)}
+    for way in job["ways"]:
+        if way == "PyTorch":
+            recorder = Recorder(pytorch_pass(cost))
+            steps[way] = step_of(model, x, recorder)
+            outputs[way] = steps[way]()
+            predicted[way] = sum(simulate(to_dag(gm, cost).dag).makespan for gm in recorder.graphs.values())
+        elif way == "spanwise":
+            results: list[Any] = []
+            steps[way] = step_of(model, x, overlap.backend("aot_eager", cost=cost, on_result=results.append))
+            outputs[way] = steps[way]()
+            predicted[way] = sum(result.timeline.makespan for result in results)
+        elif way == "Inductor":
+            steps[way] = step_of(model, x, "inductor")
+            outputs[way] = steps[way]()
+        elif way == "spanwise, Inductor":
+            steps[way] = step_of(model, x, overlap.backend("inductor", cost=cost))
+            outputs[way] = steps[way]()
+        say_once(job["rank"], f"{way}: ran once")
+    times = timed({way: steps[way] for way in job["ways"]}, job["repeats"], job["rank"])
+    return {"costs": found, "predicted": predicted, "times": times, "outputs": outputs}
+
+
+def timed(steps: dict[str, Step], repeats: int, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of every step, `repeats` rounds over all of them, from a common start."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    names = list(steps)
+    gc.collect()
+    gc.disable()
+    for repeat in range(repeats):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            begin = time.monotonic()
+            steps[name]()
+            times[name].append((begin, time.monotonic()))
+        gc.collect()
+        say_once(rank, f"round {repeat + 1} of {repeats}")
+    gc.enable()
+    return times
+
+
+def say_once(rank: int, text: str) -> None:
+    if rank == 0:
+        say("progress", text=text)
+
+
+class Sharded(nn.Module):
+    """A linear layer whose weight is gathered for each use, and its gradient reduce-scattered (ZeRO-3, FSDP).
+
+    Args:
+        weight: the whole of it, ``[out_dim, in_dim]``; kept is this rank's part of dim 0.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.shard = nn.Parameter(weight.chunk(ranks)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD)
+        return F.linear(x, whole)
+
+
+class Model(nn.Module):
+    """Residual blocks of two linear layers each."""
+
+    def __init__(self, layers: int, dim: int, ffn: int) -> None:
+        super().__init__()
+        weights = torch.Generator().manual_seed(0)  # the same on all ranks
+
+        def draw(out_dim: int, in_dim: int) -> Sharded:
+            return Sharded(torch.randn(out_dim, in_dim, generator=weights) * in_dim**-0.5)
+
+        self.up = nn.ModuleList(draw(ffn, dim) for _ in range(layers))
+        self.down = nn.ModuleList(draw(dim, ffn) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(F.silu(up(F.rms_norm(x, x.shape[-1:]))))
+        return x.square().mean()
+
+
+class Recorder:
+    """A backend of torch.compile that runs graphs as they are, after a pass, and remembers them.
+
+    Args:
+        graph_pass: changes a graph, in place or not; may be none.
+
+    Attributes:
+        graphs: after the pass, "forward" and "backward".
+    """
+
+    def __init__(self, graph_pass: GraphPass = lambda gm: gm) -> None:
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self._pass = graph_pass
+        self._compile = aot_autograd(
+            fw_compiler=lambda gm, inputs: self._keep("forward", gm),
+            bw_compiler=lambda gm, inputs: self._keep("backward", gm),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return self._compile(gm, inputs)
+
+    def _keep(self, name: str, gm: fx.GraphModule) -> Any:
+        self.graphs[name] = gm = self._pass(gm)
+        return make_boxed_func(gm.forward)
+
+
+def pytorch_pass(cost: Cost) -> GraphPass:
+    """PyTorch's own pass, reordering alone, with the same costs."""
+
+    def run(gm: fx.GraphModule) -> fx.GraphModule:
+        with torch_on_h100():  # it asks for a GPU's figures, and is given the costs in their place
+            return schedule_overlap_bucketing(
+                copy.deepcopy(gm),
+                custom_runtime_estimation=lambda node, size: 0.0 if size == 0 else cost(node),
+                compute_estimator="analytical",
+                collective_bucketing=False,
+                pre_bucketing_fsdp_collectives=False,
+            )
+
+    return run
+
+
+def step_of(model: nn.Module, x: torch.Tensor, backend: Any) -> Callable[[], list[torch.Tensor]]:
+    """Forward and backward of the compiled model; returns the loss and all gradients."""
+    run = torch.compile(model, backend=backend, dynamic=False)
+    parameters = list(model.parameters())
+
+    def step() -> list[torch.Tensor]:
+        loss = run(x)
+        return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
