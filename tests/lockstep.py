@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from spanwise.overlap.capture import Axis
 
 OPS = torch.ops._c10d_functional
+
+
+@dataclasses.dataclass
+class _UnderWay:
+    """A collective that nobody has waited for."""
+
+    node: fx.Node
+    args: list[tuple[Any, ...]]  # by rank
+    results: list[Any]  # by rank, tensors or lists of them, not yet filled
+    ended: bool = False
 
 
 class Lockstep:
@@ -18,35 +30,64 @@ class Lockstep:
 
     Args:
         axes: of each rank, its process groups.
+        late: whether collectives read and write at their wait rather than at their start; what they return is garbage
+            until then. What is free of races gives the same both ways.
     """
 
-    def __init__(self, modules: Sequence[fx.GraphModule], axes: Sequence[Mapping[str, Axis]]) -> None:
-        self.modules = list(modules)
+    def __init__(
+        self, modules: Sequence[fx.GraphModule], axes: Sequence[Mapping[str, Axis]], *, late: bool = False
+    ) -> None:
+        self.modules, self.late = list(modules), late
         self.axes = [{axis.name: axis for axis in of_rank.values()} for of_rank in axes]
 
     def run(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Any, ...]]:
-        nodes = [list(module.graph.nodes) for module in self.modules]
+        ranks = range(len(self.modules))
         feeds = [iter(of_rank) for of_rank in inputs]
-        values: list[dict[fx.Node, Any]] = [{} for _ in self.modules]
-        for row in zip(*nodes, strict=True):
+        values: list[dict[fx.Node, Any]] = [{} for _ in ranks]
+        under_way: dict[int, _UnderWay] = {}  # by the identity of each result, which `values` keeps
+        for row in zip(*(module.graph.nodes for module in self.modules), strict=True):
             assert len({(node.op, node.name, str(node.target)) for node in row}) == 1
-            operands = [fx.map_arg((n.args, n.kwargs), v.get) for n, v in zip(row, values, strict=True)]
+            operands = [fx.map_arg((n.args, n.kwargs), v.__getitem__) for n, v in zip(row, values, strict=True)]
+            args = [given for given, _ in operands]
+            node = row[0]
+            if node.op == "output":
+                return [given[0] for given in args]
+            if node.op == "placeholder":
+                results = [next(feed) for feed in feeds]
+            elif node.target == OPS.wait_tensor.default:
+                results = [given[0] for given in args]
+                for result in results:
+                    self._end(under_way.get(id(result)))
+            elif str(node.target).startswith("_c10d_functional"):
+                started = self._start(node, args)
+                results = started.results
+                under_way.update((id(x), started) for of_rank in results for x in tree_leaves(of_rank))
+            else:
+                results = [n.target(*given, **named) for n, (given, named) in zip(row, operands, strict=True)]
             for rank, node in enumerate(row):
-                args, kwargs = operands[rank]
-                if node.op == "placeholder":
-                    values[rank][node] = next(feeds[rank])
-                elif node.op == "output":
-                    continue
-                elif str(node.target).startswith("_c10d_functional"):
-                    values[rank][node] = self.collective(node, rank, [args for args, _ in operands])
-                else:
-                    values[rank][node] = node.target(*args, **kwargs)
-        return [operands[rank][0][0] for rank in range(len(self.modules))]
+                values[rank][node] = results[rank]
+        raise AssertionError("a graph without an output")
 
-    def collective(self, node: fx.Node, rank: int, args: Sequence[tuple[Any, ...]]) -> Any:
-        if node.target == OPS.wait_tensor.default:
-            return args[rank][0]
-        name = str(node.target).split(".")[1]
+    def _start(self, node: fx.Node, args: list[tuple[Any, ...]]) -> _UnderWay:
+        in_place = _name(node).endswith("_")
+        results = [given[0] for given in args]
+        if not in_place:
+            results = [torch.utils._pytree.tree_map(_garbage, self._result(node, r, args)) for r in range(len(args))]
+        started = _UnderWay(node, args, results)
+        if not self.late:
+            self._end(started)
+        return started
+
+    def _end(self, started: _UnderWay | None) -> None:
+        if started is None or started.ended:
+            return
+        started.ended = True
+        found = [self._result(started.node, rank, started.args) for rank in range(len(self.modules))]
+        for into, value in zip(tree_leaves(started.results), tree_leaves(found), strict=True):
+            into.copy_(value)
+
+    def _result(self, node: fx.Node, rank: int, args: Sequence[tuple[Any, ...]]) -> Any:
+        name = _name(node).removesuffix("_")
         axis = self.axes[rank][args[rank][-1]]
         parts = [args[other][0] for other in axis.ranks]
         if name == "all_to_all_single":
@@ -61,10 +102,19 @@ class Lockstep:
     def _joined(self, name: str, parts: Sequence[torch.Tensor], how: Any, axis: Axis) -> torch.Tensor:
         assert len({(part.shape, part.dtype) for part in parts}) == 1
         if name == "all_gather_into_tensor":
+            assert how == axis.size
             return torch.cat(list(parts))
         stacked = torch.stack(list(parts))
-        total = stacked.amax(0) if how == "max" else stacked.sum(0)
+        total = stacked.amax(0) if how == "max" else stacked.sum(0, dtype=stacked.dtype)
         if name == "all_reduce":
             return total
         assert name == "reduce_scatter_tensor", name
         return total.chunk(axis.size)[axis.index].clone()
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
+
+
+def _garbage(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, torch.nan if x.dtype.is_floating_point else 77)
