@@ -6,20 +6,21 @@ that, a table of node names, or any function. Nothing here is measured.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from spanwise import _compat
 from spanwise.cost import Hardware
 from spanwise.overlap import operators
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.operators import Cost, arguments, group_of, is_free, nodes_in, tensors_of, traits
+from spanwise.overlap.flops import is_attention, is_attention_backward, node_flops
+from spanwise.overlap.operators import Cost, arguments, group_of, is_free, nodes_in, signature, tensors_of, traits
 
 _aten = torch.ops.aten
 
@@ -43,28 +44,6 @@ VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
 )
 """The same relative to float32, for `cost.CPU_HOST`: half as many float64 as float32 in a vector; VDPBF16PS, which
 Zen 4 has, does two multiply-adds in a float32's place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
-
-# Attention of torch's own kernels, by the names of its forward and backward. The CPU's are not in torch's registry.
-_CPU_ATTENTION: dict[Any, Callable[..., float]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
-}
-_ATTENTION = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-    }
-)
-_ATTENTION_BACKWARD = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention_backward,
-        _aten._scaled_dot_product_efficient_attention_backward,
-        _aten._scaled_dot_product_cudnn_attention_backward,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    }
-)
 
 # Pointwise, though without torch's tag.
 _UNTAGGED = frozenset(
@@ -101,6 +80,8 @@ _UNREAD = frozenset(
         _aten.zeros_like,
     }
 )
+# Counted once for the same shapes.
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
 # What travels in a collective, as `Hardware.wire` names it.
 _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
@@ -114,40 +95,14 @@ _KINDS: dict[Any, str] = {
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 
 
-def node_flops(node: fx.Node) -> float:
-    """Floating-point operations of a matrix product, convolution or attention, a multiply and an add being two.
-
-    By the formulas of ``torch.utils.flop_counter``; 0 for all else. Attention that is causal counts the scores that the
-    mask shows, aligned at the top left; FlexAttention counts all but ``meta["custom"]["sparsity_hint"]`` of them.
-    """
-    packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in _CPU_ATTENTION:
-        first = 1 if packet in _ATTENTION_BACKWARD else 0
-        given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
-        shapes = given[first : first + 3]
-        flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
-    elif packet in flop_registry:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        if isinstance(packet, _compat.HigherOrderOperator):
-            kwargs = {**kwargs, "_node_meta": node.meta}
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
-    else:
-        return 0.0
-    if packet in _ATTENTION | _ATTENTION_BACKWARD:
-        named = dict(arguments(node, traits(node)))
-        if named.get("is_causal"):
-            q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
-            seen = min(q_len, kv_len)
-            flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
-    return flops
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a compiler runs it in one loop with its pointwise neighbours."""
-    target = node.target
-    if not isinstance(target, _compat.OpOverload):
-        return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket in _UNTAGGED
+    return isinstance(node.target, _compat.OpOverload) and _is_pointwise(node.target)
+
+
+@functools.cache
+def _is_pointwise(op: _compat.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
 
 
 def _fused_away(node: fx.Node) -> bool:
@@ -155,7 +110,7 @@ def _fused_away(node: fx.Node) -> bool:
     if len(node.users) != 1 or not is_pointwise(node) or traits(node).writes:
         return False
     (user,) = node.users
-    while is_free(user) and len(user.users) == 1:  # views are no reason to write
+    while len(user.users) == 1 and not is_pointwise(user) and is_free(user):  # views are no reason to write
         (user,) = user.users
     return is_pointwise(user)
 
@@ -173,16 +128,18 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
     if is_free(node, known):
         return 0
     packet = getattr(node.target, "overloadpacket", None)
-    written_args = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
     results = sum(map(_held, tensors_of(node)))
-    aliased = any(known.aliases)
-    total = sum(_held(t) for n in written_args for t in tensors_of(n))
-    if not aliased and not (fuse and _fused_away(node)):
+    total = 0
+    if known.writes:
+        written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
+        total += sum(_held(t) for n in written for t in tensors_of(n))
+    fuse = fuse and is_pointwise(node)
+    if not any(known.aliases) and not (fuse and _fused_away(node)):
         total += results
     for arg in node.all_input_nodes:
         if packet in _UNREAD and arg is node.args[0] and arg not in node.args[1:]:
             continue
-        if fuse and is_pointwise(node) and _fused_away(_source(arg)):
+        if fuse and len(arg.users) == 1 and _fused_away(_source(arg)):
             continue
         read = sum(map(_held, tensors_of(arg)))
         total += min(read, results) if packet in _LOOKUPS and arg is node.args[0] else read
@@ -191,8 +148,11 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a view is a view of."""
-    while node.op == "call_function" and is_free(node) and len(node.all_input_nodes) == 1 and len(node.users) == 1:
-        (node,) = node.all_input_nodes
+    while node.op == "call_function" and len(node.users) == 1 and not is_pointwise(node):
+        given = node.all_input_nodes
+        if len(given) != 1 or not is_free(node):
+            break
+        (node,) = given
     return node
 
 
@@ -202,10 +162,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def _held(tensor: torch.Tensor) -> int:
     """Bytes of its elements in memory; an expanded dim has one."""
-    if tensor.layout is not torch.strided:
-        return _num_bytes(tensor)
-    sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return math.prod(sizes) * tensor.element_size()
+    if tensor.layout is torch.strided and 0 in (strides := tensor.stride()):
+        sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, strides, strict=True)]
+        return math.prod(sizes) * tensor.element_size()
+    return _num_bytes(tensor)
 
 
 class CostModel:
@@ -245,6 +205,8 @@ class CostModel:
         self.rates = dict(rates)
         self.ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
         self.fuse = fuse
+        self._shares: dict[tuple[int, ...], list[tuple[float, int]]] = {}  # by ranks
+        self._flops: dict[Any, float] = {}  # by operator and arguments
 
     def __call__(self, node: fx.Node) -> float:
         target = node.target
@@ -256,14 +218,19 @@ class CostModel:
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def _flop_seconds(self, node: fx.Node) -> float:
-        flops = node_flops(node)
+        packet = getattr(node.target, "overloadpacket", node.target)
+        if packet in _PRODUCTS:  # of which a model has many of the same shapes
+            key = signature(node)
+            if key not in self._flops:
+                self._flops[key] = node_flops(node)
+            flops = self._flops[key]
+        else:
+            flops = node_flops(node)
         if not flops:
             return 0.0
-        packet = getattr(node.target, "overloadpacket", node.target)
-        name = str(getattr(packet, "__name__", packet))
-        backward = packet in _ATTENTION_BACKWARD or name == "flex_attention_backward"
         rate = self.hardware.matmul_flops
-        if backward or packet in _ATTENTION or name == "flex_attention":
+        if is_attention(node):
+            backward = is_attention_backward(node)
             rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
         # Of the operands: a product of bf16 may well return float32.
         dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
@@ -320,30 +287,35 @@ class CostModel:
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(self.ranks)}") from error
 
-    def _levels(self, ranks: Sequence[int]) -> list[list[list[int]]]:
-        """Of each level of the network, the parts of the group that it joins: how many ranks each level inside does."""
-        levels: list[list[list[int]]] = []
-        inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
-        for link in self.hardware.links:
-            blocks: dict[int, list[tuple[int, ...]]] = {}
-            for part in inside:
-                blocks.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
-            levels.append([[len(part) for part in block] for block in blocks.values()])
-            inside = [tuple(rank for part in block for rank in part) for block in blocks.values()]
-        return levels
+    def _levels(self, ranks: tuple[int, ...]) -> list[tuple[float, int]]:
+        """Of each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
 
-    def _ring_seconds(self, shard_bytes: float, ranks: Sequence[int], collective: str) -> float:
-        """`Hardware.all_gather_seconds` for any ranks: a block's parts share what comes from outside them."""
-        # Each level's busiest block: shards that come from outside its smallest part, shared by the part's ranks.
-        shards = [
-            max((sum(block) - min(block)) / min(block) * len(ranks) / sum(block) for block in blocks)
-            for blocks in self._levels(ranks)
-        ]
-        return self._seconds([of_level * shard_bytes for of_level in shards], collective)
+        A level joins parts of the group, how many ranks each level inside does; a block's parts share, by their ranks,
+        what comes from outside them.
+        """
+        if ranks not in self._shares:
+            levels: list[tuple[float, int]] = []
+            inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
+            for link in self.hardware.links:
+                joined: dict[int, list[tuple[int, ...]]] = {}
+                for part in inside:
+                    joined.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
+                blocks = [[len(part) for part in parts] for parts in joined.values()]
+                outside = [sum(block) - min(block) for block in blocks]
+                shards = (
+                    out / min(block) * len(ranks) / sum(block) for out, block in zip(outside, blocks, strict=True)
+                )
+                levels.append((max(shards), max(outside)))
+                inside = [tuple(rank for part in parts for rank in part) for parts in joined.values()]
+            self._shares[ranks] = levels
+        return self._shares[ranks]
 
-    def _all_to_all_seconds(self, pair_bytes: float, ranks: Sequence[int]) -> float:
-        peers = [max(sum(block) - min(block) for block in blocks) for blocks in self._levels(ranks)]
-        return self._seconds([of_level * pair_bytes for of_level in peers], "all_to_all")
+    def _ring_seconds(self, shard_bytes: float, ranks: tuple[int, ...], collective: str) -> float:
+        """`Hardware.all_gather_seconds` for any ranks."""
+        return self._seconds([shards * shard_bytes for shards, _ in self._levels(ranks)], collective)
+
+    def _all_to_all_seconds(self, pair_bytes: float, ranks: tuple[int, ...]) -> float:
+        return self._seconds([pairs * pair_bytes for _, pairs in self._levels(ranks)], "all_to_all")
 
     def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
         wire = dict(self.hardware.wire).get(collective, 1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -149,14 +149,15 @@ class _Builder:
 
     def call(self, node: fx.Node) -> None:
         known = traits(node)
-        self._check_value(node, known)
+        values = self._checked_values(node, known)
         i = len(self.nodes)
-        deps = {self.number[arg] for arg in node.all_input_nodes if arg in self.number}
+        given = node.all_input_nodes
+        deps = {self.number.get(arg, -1) for arg in given}
         if node.target is operator.getitem:
-            self.tensors[node] = self._item(node)
+            self.tensors[node] = self._item(node, values)
             reads = self._places([node])
         else:
-            reads = self._places(node.all_input_nodes)
+            reads = self._places(given)
         writes: list[_Memory] = []
         if known.writes:
             written = [value for name, value in arguments(node, known) if name in known.writes]
@@ -192,11 +193,13 @@ class _Builder:
             deps.add(memory.last_write)
             deps.update(memory.readers)
             memory.last_write, memory.readers = i, []
-        if node not in self.tensors:
-            self.tensors[node] = self._results(node, known, i)
-        made = self._places([node])
-        for memory in made:
-            memory.users.append(i)
+        if node.target is operator.getitem:
+            made = reads
+        else:
+            self.tensors[node] = self._results(node, known, i, values)
+            made = self._places([node])
+            for memory in made:
+                memory.users.append(i)
         if kind == Kind.START:
             self.collectives[i] = _Collective(reads, made)
         if kind == Kind.START or known.talks:
@@ -220,18 +223,29 @@ class _Builder:
         start = start if kind == Kind.WAIT else -1
         self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
 
-    def _check_value(self, node: fx.Node, known: Traits) -> None:
-        nothing = (known.names and not known.aliases) or (known.role is Role.BARRIER and not node.users)  # to return
-        if "val" not in node.meta and not nothing:
-            raise GraphError(node.name, _NO_VALUE)
-        for tensor in tensors_of(node):
-            if not all(type(size) is int for size in tensor.shape):
-                text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
-                raise GraphError(node.name, text)
+    def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
+        if "val" not in node.meta:
+            nothing = (known.names and not known.aliases) or (
+                known.role is Role.BARRIER and not node.users
+            )  # to return
+            if not nothing:
+                raise GraphError(node.name, _NO_VALUE)
+            return []
+        values = tensors_of(node)
+        for tensor in values:
+            for size in tensor.shape:
+                if type(size) is not int:
+                    text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
+                    raise GraphError(node.name, text)
+        return values
 
     def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:
         """Where the tensors of `nodes` lie, each place once."""
-        return list(dict.fromkeys(m for n in nodes for _, places in self.tensors.get(n, ()) for m in places))
+        found: list[_Memory] = []
+        for node in nodes:
+            for _, places in self.tensors.get(node, ()):
+                found += places
+        return found if len(found) < 2 else list(dict.fromkeys(found))
 
     def _started(self, node: fx.Node, places: list[_Memory]) -> int:
         """The collective that wrote last what `node` waits for."""
@@ -242,29 +256,36 @@ class _Builder:
             )
         return start
 
-    def _results(self, node: fx.Node, known: Traits, i: int) -> list[tuple[int | None, _Places]]:
+    def _results(
+        self, node: fx.Node, known: Traits, i: int, values: Sequence[torch.Tensor]
+    ) -> list[tuple[int | None, _Places]]:
         """Where the results lie: in arguments, or in new memory."""
-        values = tensors_of(node)
-        given = [pair for arg in node.all_input_nodes for pair in self.tensors.get(arg, ())]
+        given = node.all_input_nodes
         if known.role is Role.WAIT:
-            return [(storage_of(value), given[0][1]) for value in values]
-        found: list[tuple[int | None, _Places]] = []
+            return [(storage_of(value), self.tensors[given[0]][0][1]) for value in values]
+        by_storage: dict[int | None, _Places] = {}
+        for arg in given:
+            by_storage.update(self.tensors.get(arg, ()))
+        by_storage.pop(None, None)
         by_name = dict(arguments(node, known)) if any(known.aliases) else {}
-        by_storage = {storage: places for storage, places in given if storage is not None}
+        unknown = (known.role is Role.BARRIER and not known.names) or known.talks  # anything may be returned
+        found: list[tuple[int | None, _Places]] = []
         new: dict[int | None, _Memory] = {}  # results of one node that share a storage
         for at, value in enumerate(values):
             storage = storage_of(value)
-            # One result may be a list of tensors, or none.
-            aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
-            nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
-            if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
-                nodes = [nodes[at]]
-            places = tuple(self._places(nodes)) if nodes else ()
+            places: _Places = ()
+            if by_name:
+                # One result may be a list of tensors, or none.
+                aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
+                nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
+                if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
+                    nodes = [nodes[at]]
+                places = tuple(self._places(nodes))
             if storage in by_storage:
-                places = tuple(dict.fromkeys((*places, *by_storage[storage])))
+                places = tuple(dict.fromkeys((*places, *by_storage[storage]))) if places else by_storage[storage]
             elif not (places and known.surely):
-                if (known.role is Role.BARRIER and not known.names) or known.talks:  # anything may be returned
-                    places = tuple(self._places(node.all_input_nodes))
+                if unknown:
+                    places = tuple(self._places(given))
                 if storage not in new or storage is None:
                     new[storage] = _Memory(self._num_bytes(node, value), i)
                     self.made.append(new[storage])
@@ -272,11 +293,10 @@ class _Builder:
             found.append((storage, places))
         return found
 
-    def _item(self, node: fx.Node) -> list[tuple[int | None, _Places]]:
+    def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> list[tuple[int | None, _Places]]:
         source, key = node.args
         given = self.tensors[source] if isinstance(source, fx.Node) else []
         whole = source.meta.get("val") if isinstance(source, fx.Node) else None
-        values = tensors_of(node)
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
             before = len(tensors_in(whole[:key]))
             return given[before : before + len(values)]
@@ -309,7 +329,7 @@ class _Builder:
                 for memory in (*collective.reads, *collective.writes):
                     memory.users.append(last)
         storages = tuple(
-            Storage(memory.num_bytes, memory.maker, tuple(sorted(set(memory.users))), memory.kept)
+            Storage(memory.num_bytes, memory.maker, tuple(dict.fromkeys(memory.users)), memory.kept)
             for memory in self.made
             if memory.num_bytes
         )

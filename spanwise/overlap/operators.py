@@ -200,13 +200,16 @@ def attribute(node: fx.Node) -> Any:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Tensors of ``meta["val"]``, those of lists and tuples in their order."""
-    return tensors_in(node.meta.get("val"))
+    value = node.meta.get("val")
+    return [value] if isinstance(value, torch.Tensor) else tensors_in(value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors in a value, those of lists and tuples in their order."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if value is None or type(value) is int:
+        return []
     return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -225,6 +228,24 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
             yield from nodes_in(item)
     elif isinstance(value, dict):
         yield from nodes_in(list(value.values()))
+
+
+def signature(node: fx.Node) -> tuple[Any, ...]:
+    """What a node runs, hashable: its operator, its arguments and its results, tensors by shape, strides and dtype."""
+    return node.target, _described(node.args), _described(node.kwargs), _described(node.meta.get("val"))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return tuple(value.shape), strides, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((key, _described(item)) for key, item in value.items())
+    return type(value), value
 
 
 def group_of(node: fx.Node) -> str:

@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spanwise import _compat
 from spanwise.cost import CPU_HOST, Hardware, Link
 from spanwise.overlap.capture import CaptureConfig, capture
-from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes, node_flops
+from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.dag import GraphError, Kind
+from spanwise.overlap.flops import node_flops
 from spanwise.overlap.graph import to_dag
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
