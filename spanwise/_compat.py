@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -297,3 +298,83 @@ def has_hidden_effects(target: Any) -> bool:
 def decomposes(op: torch._ops.OpOverload) -> bool:
     """Whether ``op`` is defined by other operators alone, so that what its schema calls an alias may be a copy."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of ``group`` may take before it fails."""
+    return group._get_backend(comparison_device(group)).options._timeout
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` is of the backend "fake": nobody answers there."""
+    return "fake" in dist.get_backend_config(group)
+
+
+def mark_effectful(op: OpOverload) -> None:
+    """Keep calls of ``op`` in graphs, though their results are not used."""
+    torch.fx.node.has_side_effect(op)
+
+
+def compile_aot_eager(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], schedule: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+) -> Callable[..., Any]:
+    """The backend "aot_eager" whose forward and backward graphs go through ``schedule`` before they run as they are."""
+    from torch._dynamo.backends import debugging
+
+    def compiler(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
+        return debugging.boxed_nop(schedule(graph), list(given))
+
+    # The cache that this turns on would not know of the schedule.
+    with torch._functorch.config.patch(force_autograd_cache=False):
+        return debugging.aot_eager(gm, list(inputs), fw_compiler=compiler, bw_compiler=compiler)
+
+
+def compile_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    schedule: Callable[[torch.fx.GraphModule], None],
+    fingerprint: str | None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend "inductor" with ``schedule`` as its last change to each forward and backward ATen graph, in place.
+
+    Args:
+        fingerprint: what ``schedule`` depends on, for the caches of compiled graphs; None keeps graphs out of them.
+        mode, options: of ``torch.compile``.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    patches |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    before = patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    earlier = list(before) if isinstance(before, (list, tuple)) else [] if before is None else [before]
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for other in earlier:
+                other(graph)
+            schedule(graph.owning_module)  # type: ignore[arg-type]
+
+        def uuid(self) -> Any:
+            known = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in earlier]
+            return None if None in (*known, fingerprint) else (*known, fingerprint)
+
+    # Other passes that reorder communication would run after this one.
+    patches |= {
+        "post_grad_custom_post_pass": Pass(),
+        "reorder_for_compute_comm_overlap": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    }
+    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
+    """Make Inductor run each of these nodes after others of the graph, as a control dependency; in place."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})

@@ -1,0 +1,185 @@
+"""backend: the overlap pass as a backend of ``torch.compile``.
+
+    model ─► torch.compile ─► forward, backward graph ─► optimize ─► agree ─► Inductor, or the graph itself
+
+AOTAutograd's graphs are scheduled one by one: where Inductor has done with them and has not lowered them yet, or, with
+"aot_eager", as they are. Inductor orders what it lowers anew, by data dependencies and memory; control dependencies
+between collectives, their waits and heavy compute hold it to the schedule, and leave everything that it fuses alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from spanwise import _compat
+from spanwise.cost import Hardware
+from spanwise.overlap import agree
+from spanwise.overlap.costs import CostModel, as_cost, node_flops
+from spanwise.overlap.emit import emit
+from spanwise.overlap.graph import to_dag
+from spanwise.overlap.operators import STARTS, WAIT, Cost, traits
+from spanwise.overlap.optimize import Result, optimize
+
+
+def backend(
+    name: str = "inductor",
+    *,
+    cost: Cost | Hardware | Mapping[str, float],
+    memory_budget: int | None = None,
+    bucket: bool = True,
+    multiplier: float = 1.0,
+    on_result: Callable[[Result], None] | None = None,
+) -> Backend:
+    """A backend for ``torch.compile`` that hides the communication of forward and backward graphs behind compute.
+
+        torch.compile(model, backend=overlap.backend("inductor", cost=hardware))
+
+    Graphs without collectives compile as ever. With collectives, all ranks compare what they decided at the first call
+    of a graph and raise ``ValueError`` if it differs; see `agree`.
+
+    Args:
+        name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
+            ``torch.compile`` go on to Inductor.
+        cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs hold
+            graphs whose cost is a `Hardware`, a `CostModel`, a table, or a function with a method ``uuid() -> str``
+            that changes when its results do; graphs of other functions compile anew in every process.
+        on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
+            from a cache are not scheduled again.
+
+    Raises:
+        ValueError: another name, or arguments that `optimize` refuses.
+    """
+    if name not in ("inductor", "aot_eager"):
+        raise ValueError(f'the backend must be "inductor" or "aot_eager", got {name!r}')
+    options = {"memory_budget": memory_budget, "bucket": bucket, "multiplier": multiplier}
+    return Backend(name, cost, options, on_result or (lambda result: None))
+
+
+class Backend:
+    """What `backend` returns: ``(gm, example_inputs) -> callable``, as ``torch.compile`` calls it."""
+
+    def __init__(
+        self,
+        name: str,
+        cost: Cost | Hardware | Mapping[str, float],
+        options: Mapping[str, Any],
+        on_result: Callable[[Result], None],
+    ) -> None:
+        self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
+        self._costs = _describe(cost)
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        if self.name == "aot_eager":
+            if mode or options:
+                raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
+            return _compat.compile_aot_eager(gm, example_inputs, self._scheduled)
+        return _compat.compile_inductor(
+            gm, example_inputs, self._in_inductor, self.fingerprint(), mode=mode, options=options
+        )
+
+    def fingerprint(self) -> str | None:
+        """What schedules depend on beside the graph, as a digest; None if the costs do not say what they are."""
+        if self._costs is None:
+            return None
+        groups = sorted((_compat.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
+        everything = [self._facts(), groups, _source()]
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"torch": str(torch.__version__), "costs": self._costs or "a function"}
+        return facts | {option: str(value) for option, value in self._options.items()}
+
+    def _scheduled(self, gm: fx.GraphModule) -> fx.GraphModule:
+        if not _has_collectives(gm):
+            return gm
+        made = self._optimize(gm).graph_module
+        agree.insert(made.graph, self._facts())
+        made.recompile()
+        return made
+
+    def _optimize(self, gm: fx.GraphModule) -> Result:
+        result = optimize(gm, self._cost, **self._options)
+        self._on_result(result)
+        return result
+
+    def _in_inductor(self, gm: fx.GraphModule) -> None:
+        if not _has_collectives(gm):
+            return
+        result = self._optimize(gm)
+        captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
+        emit(captured, result.timeline.order.tolist(), result.members)
+        first = agree.insert(gm.graph, self._facts())
+        _compat.keep_order(gm.graph, _implicit(gm.graph, first))
+
+
+def _has_collectives(gm: fx.GraphModule) -> bool:
+    return any(node.target in STARTS for node in gm.graph.nodes)
+
+
+def _implicit(graph: fx.Graph, first: fx.Node | None) -> dict[fx.Node, list[fx.Node]]:
+    """What keeps Inductor to the order of starts, waits and heavy compute: each follows the one before it.
+
+    Left out where data say so anyhow. Pointwise operators, reductions and views are not tied to anything, so that they
+    fuse as they would; Inductor makes a buffer of whatever another node is tied to.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    last, number = first, 0
+    reached: dict[fx.Node, int] = {} if first is None else {first: 0}  # the last of them that a node follows by data
+    for node in graph.nodes:
+        if node is first:
+            continue
+        reached[node] = max((reached.get(arg, -1) for arg in node.all_input_nodes), default=-1)
+        if not _is_tied(node):
+            continue
+        if last is not None and reached[node] < number:
+            found[node] = [last]
+        number += 1
+        last, reached[node] = node, number
+    return found
+
+
+def _is_tied(node: fx.Node) -> bool:
+    """Starts, waits, and what Inductor calls rather than fuses: matrix products, attention, custom operators."""
+    if node.op != "call_function":
+        return False
+    if node.target in STARTS or node.target is WAIT or traits(node).talks:
+        return True
+    if isinstance(node.target, _compat.OpOverload):
+        return node_flops(node) > 0 or node.target.namespace not in ("aten", "prims", "inductor_prims")
+    return False
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return _compat.groups() if dist.is_initialized() else []
+
+
+def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
+    """The same text for costs that are the same in every process; None if that cannot be said."""
+    if isinstance(cost, Hardware):
+        return repr(cost)
+    if isinstance(cost, Mapping):
+        return repr(sorted(cost.items()))
+    if type(cost) is CostModel:
+        return repr(sorted((name, value) for name, value in vars(cost).items()))
+    uuid = getattr(cost, "uuid", None)
+    return None if uuid is None else str(uuid())
+
+
+def _source() -> str:
+    """Digest of the source of this package: another version may schedule differently."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
