@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -22,6 +23,7 @@ from spanwise.overlap.operators import Cost
 from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline
 from spanwise.overlap.simulate import simulate as run
+from spanwise.overlap.trace import save_chrome_trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +45,20 @@ class Result:
     bounds: Bounds
     members: tuple[tuple[int, ...], ...]
     budget: int
+
+    def report(self, groups: Mapping[str, str] | None = None) -> str:
+        """What was gained, what is left and why, as text; see `report`.
+
+        Args:
+            groups: what to call process groups, by the names that the graph has for them.
+        """
+        from spanwise.overlap.report import report
+
+        return report(self, groups)
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write both timelines as Chrome's trace events, to look at in Perfetto; see `trace`."""
+        save_chrome_trace(path, {"as given": self.before, "optimized": self.timeline}, budget=self.budget)
 
 
 def optimize(

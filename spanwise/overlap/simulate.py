@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,6 +57,12 @@ class Timeline:
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""
         return self.dag.peak_bytes(self.order.tolist())
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write it as Chrome's trace events, to look at in Perfetto; see `trace`."""
+        from spanwise.overlap.trace import save_chrome_trace
+
+        save_chrome_trace(path, {"step": self})
 
     def counts(self) -> dict[str, int]:
         """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time.
