@@ -20,7 +20,17 @@ from spanwise.cost import Hardware
 from spanwise.overlap import operators
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.flops import is_attention, is_attention_backward, node_flops
-from spanwise.overlap.operators import Cost, arguments, group_of, is_free, nodes_in, signature, tensors_of, traits
+from spanwise.overlap.operators import (
+    Cost,
+    Traits,
+    arguments,
+    group_of,
+    is_free,
+    nodes_in,
+    tensors_in,
+    tensors_of,
+    traits,
+)
 
 _aten = torch.ops.aten
 
@@ -81,7 +91,7 @@ _UNREAD = frozenset(
     }
 )
 # Counted once for the same shapes.
-_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 # What travels in a collective, as `Hardware.wire` names it.
 _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
@@ -93,6 +103,7 @@ _KINDS: dict[Any, str] = {
 }
 # Read of their table no more than they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+_SPARING = _UNREAD | _LOOKUPS
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -125,24 +136,30 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
             only user reads if both are pointwise, and that one does not read it. Views between them change nothing.
     """
     known = traits(node)
-    if is_free(node, known):
-        return 0
+    return 0 if is_free(node, known) else _moved(node, known, fuse)
+
+
+def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
+    """`node_bytes` of what is not free."""
     packet = getattr(node.target, "overloadpacket", None)
-    results = sum(map(_held, tensors_of(node)))
+    results = _held_by(node)
     total = 0
     if known.writes:
         written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
-        total += sum(_held(t) for n in written for t in tensors_of(n))
+        total += sum(map(_held_by, written))
     fuse = fuse and is_pointwise(node)
-    if not any(known.aliases) and not (fuse and _fused_away(node)):
+    if not known.is_alias and not (fuse and _fused_away(node)):
         total += results
+    first = node.args[0] if node.args and packet in _SPARING else None
     for arg in node.all_input_nodes:
-        if packet in _UNREAD and arg is node.args[0] and arg not in node.args[1:]:
-            continue
         if fuse and len(arg.users) == 1 and _fused_away(_source(arg)):
             continue
-        read = sum(map(_held, tensors_of(arg)))
-        total += min(read, results) if packet in _LOOKUPS and arg is node.args[0] else read
+        if arg is not first:
+            total += _held_by(arg)
+        elif packet in _LOOKUPS:
+            total += min(_held_by(arg), results)
+        elif arg in node.args[1:]:
+            total += _held_by(arg)
     return total
 
 
@@ -156,8 +173,9 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _held_by(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return _held(value) if isinstance(value, torch.Tensor) else sum(map(_held, tensors_in(value)))
 
 
 def _held(tensor: torch.Tensor) -> int:
@@ -165,7 +183,7 @@ def _held(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.strided and 0 in (strides := tensor.stride()):
         sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, strides, strict=True)]
         return math.prod(sizes) * tensor.element_size()
-    return _num_bytes(tensor)
+    return tensor.nbytes
 
 
 class CostModel:
@@ -214,13 +232,16 @@ class CostModel:
             return 1e3 * self._collective_seconds([node])
         if target is operators.WAIT:
             return 0.0
-        memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
+        known = traits(node)
+        if is_free(node, known):
+            return 0.0
+        memory = _moved(node, known, self.fuse) / self.hardware.memory_bandwidth
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def _flop_seconds(self, node: fx.Node) -> float:
-        packet = getattr(node.target, "overloadpacket", node.target)
-        if packet in _PRODUCTS:  # of which a model has many of the same shapes
-            key = signature(node)
+        if node.target in _PRODUCTS:  # of which a model has many of the same shapes
+            shapes = (arg.meta["val"].shape if isinstance(arg, fx.Node) else arg for arg in node.args)
+            key = (node.target, *shapes)
             if key not in self._flops:
                 self._flops[key] = node_flops(node)
             flops = self._flops[key]
@@ -263,8 +284,8 @@ class CostModel:
         for node in nodes:
             given = dict(arguments(node, traits(node)))
             inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
-            sent += sum(_num_bytes(t) for n in inputs for t in tensors_of(n))
-            received += sum(map(_num_bytes, tensors_of(node)))
+            sent += sum(t.nbytes for n in inputs for t in tensors_of(n))
+            received += sum(t.nbytes for t in tensors_of(node))
         ranks = self._ranks_of(group_of(nodes[0]))
         size, kind = len(ranks), _KINDS[nodes[0].target]
         if size == 1:

@@ -267,7 +267,9 @@ class _Builder:
         for arg in given:
             by_storage.update(self.tensors.get(arg, ()))
         by_storage.pop(None, None)
-        by_name = dict(arguments(node, known)) if any(known.aliases) else {}
+        if len(given) == 1 and len(self.tensors[given[0]]) == 1 == len(values) and known.is_alias and known.surely:
+            return [(storage_of(values[0]), self.tensors[given[0]][0][1])]  # a view of its one argument
+        by_name = dict(arguments(node, known)) if known.is_alias else {}
         unknown = (known.role is Role.BARRIER and not known.names) or known.talks  # anything may be returned
         found: list[tuple[int | None, _Places]] = []
         new: dict[int | None, _Memory] = {}  # results of one node that share a storage

@@ -121,6 +121,11 @@ class Traits:
     aliases: tuple[frozenset[str], ...] = ()
     surely: bool = True
 
+    @functools.cached_property
+    def is_alias(self) -> bool:
+        """Whether a result may lie in an argument's memory."""
+        return any(self.aliases)
+
 
 def traits(node: fx.Node) -> Traits:
     """What is known of the operator that `node` calls, and of the subgraphs that it runs."""
@@ -230,24 +235,6 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
         yield from nodes_in(list(value.values()))
 
 
-def signature(node: fx.Node) -> tuple[Any, ...]:
-    """What a node runs, hashable: its operator, its arguments and its results, tensors by shape, strides and dtype."""
-    return node.target, _described(node.args), _described(node.kwargs), _described(node.meta.get("val"))
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        value = value.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        strides = value.stride() if value.layout is torch.strided else value.layout
-        return tuple(value.shape), strides, value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    if isinstance(value, dict):
-        return tuple((key, _described(item)) for key, item in value.items())
-    return type(value), value
-
-
 def group_of(node: fx.Node) -> str:
     """Name of the process group of a collective; `GraphError` if the graph does not hold it."""
     group = dict(arguments(node, traits(node))).get("group_name")
@@ -277,10 +264,12 @@ def is_free(node: fx.Node, known: Traits | None = None) -> bool:
         return True
     if known.role is not Role.COMPUTE or known.writes:
         return False
+    if not known.is_alias and isinstance(node.meta.get("val"), torch.Tensor):
+        return False
     results = tensors_of(node)
     if not results:  # sizes
         return True
-    if not any(known.aliases):
+    if not known.is_alias:
         return False
     # A reshape, say, that came out as a view.
     given = {storage_of(t) for arg in node.all_input_nodes for t in tensors_of(arg)}
