@@ -18,7 +18,8 @@ from spanwise.cost import Hardware
 from spanwise.overlap import emit as emission
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs import as_cost
-from spanwise.overlap.graph import to_dag
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.graph import Captured, to_dag
 from spanwise.overlap.operators import Cost
 from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline
@@ -84,7 +85,7 @@ def optimize(
         GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.
         ValueError: a budget that the graph's own order exceeds, or a multiplier that is not positive and finite.
     """
-    captured = to_dag(gm, as_cost(cost))
+    captured = _captured(gm, as_cost(cost))
     found = schedule(captured.dag, budget=memory_budget, multiplier=multiplier)
     members = tuple((i,) for i in range(len(captured.dag)))
     graph = copy.deepcopy(gm.graph)  # copies no tensors
@@ -108,9 +109,33 @@ def simulate(
     Raises:
         GraphError, ValueError: as `optimize`, or `order` is no order of these nodes.
     """
-    return run(to_dag(gm, as_cost(cost)).dag, order)
+    return run(_captured(gm, as_cost(cost)).dag, order)
 
 
 def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:
     """Milliseconds that no order of the nodes of `gm` can beat, memory aside; see `bounds`."""
-    return lower_bounds(to_dag(gm, as_cost(cost)).dag).makespan
+    return lower_bounds(_captured(gm, as_cost(cost)).dag).makespan
+
+
+def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
+    """`to_dag` of a graph that is in order and has values."""
+    seen: set[fx.Node] = set()
+    calls, values = [], 0
+    for node in gm.graph.nodes:
+        for arg in node.all_input_nodes:
+            if arg not in seen:
+                raise GraphError(
+                    node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
+                )
+        seen.add(node)
+        if node.op.startswith("call_"):
+            calls.append(node)
+            values += "val" in node.meta
+    if calls and not values:
+        raise GraphError(
+            calls[0].name,
+            'neither it nor any other has meta["val"], of which sizes and aliases are read. Graphs lose it when they '
+            'are saved, and ShapeProp makes "tensor_meta" only; FakeTensorProp(gm).propagate(*inputs) of '
+            "torch.fx.passes.fake_tensor_prop makes it",
+        )
+    return to_dag(gm, cost)

@@ -4,8 +4,8 @@
 
 A process for each timeline; in it a track for the compute stream and one for each process group. On the compute stream
 the issue of a collective is an instant, a wait is what compute stands still for; arrows lead from an issue to its
-collective and on to its wait. A counter shows the memory that is alive. After "Trace Event Format" (Google, 2016): times
-are microseconds. Pure.
+collective and on to its wait. A counter shows the memory that is alive. After "Trace Event Format" (Google, 2016), in
+microseconds. Pure.
 """
 
 from __future__ import annotations
