@@ -378,3 +378,67 @@ def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[tor
     from torch.utils._ordered_set import OrderedSet
 
     preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
+
+
+def assume_symbols(size: Any, number: int) -> int:
+    """``size`` if all symbols in it are ``number``."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
+
+
+def dump_graph(gm: torch.fx.GraphModule, keep: Sequence[str]) -> bytes:
+    """A graph with these entries of its nodes' metadata, without data of tensors; for `load_graph`."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    return GraphPickler.dumps(gm, Options(ops_filter=None, node_metadata_key_filter=lambda key: key in keep))
+
+
+def load_graph(data: bytes) -> torch.fx.GraphModule:
+    """What `dump_graph` wrote; its tensors are fake."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(data, fake_mode())
+
+
+def torch_overlap_pass(
+    gm: torch.fx.GraphModule, estimate: Callable[[torch.fx.Node, int | None], float | None], *, bucket: bool
+) -> torch.fx.GraphModule:
+    """PyTorch's own overlap pass on ``gm``, which it may change; all costs are asked of ``estimate``.
+
+    The pass asks the GPU at hand for its FLOP/s and bandwidth even so, and counts the memory of GPUs alone. A copy of
+    its module, which nobody else has, asks for nothing and counts all.
+
+    Raises:
+        NotImplementedError: this torch has no such pass, or another one.
+    """
+    import importlib.util
+    import sys
+
+    name = "torch._inductor.fx_passes.overlap_scheduling"
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or spec.loader is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no {name}")
+    spec = importlib.util.spec_from_file_location("spanwise._compat.overlap_scheduling", spec.origin)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # while it defines its dataclasses, which look themselves up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    try:
+        module.estimate_roofline_runtime_ms = lambda node: 0.0
+        module.MemoryTracker = functools.partial(module.MemoryTracker, device_filter=lambda device: True)
+        run = functools.partial(
+            module.schedule_overlap_bucketing,
+            custom_runtime_estimation=estimate,
+            compute_estimator="analytical",
+            collective_bucketing=bucket,
+            pre_bucketing_fsdp_collectives=False,
+        )
+        inspect.signature(module.schedule_overlap_bucketing).bind(gm, **run.keywords)
+    except (AttributeError, TypeError) as error:
+        raise NotImplementedError(f"torch {torch.__version__} has another overlap pass: {error}") from error
+    return run(gm)

@@ -26,6 +26,7 @@ from spanwise.overlap.emit import emit
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.sizes import assumed
 
 
 def backend(
@@ -35,6 +36,7 @@ def backend(
     memory_budget: int | None = None,
     bucket: bool = True,
     multiplier: float = 1.0,
+    dynamic_size: int = 4096,
     on_result: Callable[[Result], None] | None = None,
 ) -> Backend:
     """A backend for ``torch.compile`` that hides the communication of forward and backward graphs behind compute.
@@ -50,6 +52,8 @@ def backend(
         cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs hold
             graphs whose cost is a `Hardware`, a `CostModel`, a table, or a function with a method ``uuid() -> str``
             that changes when its results do; graphs of other functions compile anew in every process.
+        dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or by an exchange that changes
+            from plan to plan. The same on all ranks, whatever sizes they happen to see first.
         on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
             from a cache are not scheduled again.
 
@@ -58,8 +62,10 @@ def backend(
     """
     if name not in ("inductor", "aot_eager"):
         raise ValueError(f'the backend must be "inductor" or "aot_eager", got {name!r}')
+    if dynamic_size < 1:
+        raise ValueError(f"dynamic_size must be at least 1, got {dynamic_size}")
     options = {"memory_budget": memory_budget, "bucket": bucket, "multiplier": multiplier}
-    return Backend(name, cost, options, on_result or (lambda result: None))
+    return Backend(name, cost, options, dynamic_size, on_result or (lambda result: None))
 
 
 class Backend:
@@ -70,10 +76,11 @@ class Backend:
         name: str,
         cost: Cost | Hardware | Mapping[str, float],
         options: Mapping[str, Any],
+        dynamic_size: int,
         on_result: Callable[[Result], None],
     ) -> None:
         self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
-        self._costs = _describe(cost)
+        self._dynamic_size, self._costs = dynamic_size, _describe(cost)
 
     def __call__(
         self,
@@ -101,12 +108,14 @@ class Backend:
 
     def _facts(self) -> dict[str, str]:
         facts = {"torch": str(torch.__version__), "costs": self._costs or "a function"}
+        facts["dynamic_size"] = str(self._dynamic_size)
         return facts | {option: str(value) for option, value in self._options.items()}
 
     def _scheduled(self, gm: fx.GraphModule) -> fx.GraphModule:
         if not _has_collectives(gm):
             return gm
-        made = self._optimize(gm).graph_module
+        with assumed(gm, self._dynamic_size):
+            made = self._optimize(gm).graph_module
         agree.insert(made.graph, self._facts())
         made.recompile()
         return made
@@ -119,9 +128,10 @@ class Backend:
     def _in_inductor(self, gm: fx.GraphModule) -> None:
         if not _has_collectives(gm):
             return
-        result = self._optimize(gm)
-        captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
-        emit(captured, result.timeline.order.tolist(), result.members)
+        with assumed(gm, self._dynamic_size):
+            result = self._optimize(gm)
+            captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
+            emit(captured, result.timeline.order.tolist(), result.members)
         first = agree.insert(gm.graph, self._facts())
         _compat.keep_order(gm.graph, _implicit(gm.graph, first))
 
