@@ -6,10 +6,13 @@
 `dag`, `simulate`, `bounds`, `memory`, `schedule` and `bucket` are plain numpy: what there is to run, how long an order
 of it takes, how long any order must take, and a good one within a budget of memory. `operators`, `graph`, `costs` and
 `capture` know torch: what the nodes of a graph do, what they cost, and graphs to try it on. `emit` changes a graph, and
-`optimize` makes of all of them what users call.
+`optimize` makes of all of them what users call; `backend` is that for ``torch.compile``, and `agree` sees to it that
+all ranks decided the same. `reasons`, `report` and `trace` say what came of it.
 """
 
-# Functions that have the name of the module that they are in hide it: import from the module what else it has.
+# All is imported at once: `backend`, `optimize` and `simulate` are functions that hide modules of the same name, which
+# would take their place again when imported later. What else these modules have is imported from them.
+from spanwise.overlap.backend import backend
 from spanwise.overlap.bounds import Bounds
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
 from spanwise.overlap.dag import GraphError
@@ -25,6 +28,7 @@ __all__ = [
     "Result",
     "Timeline",
     "as_cost",
+    "backend",
     "lower_bound",
     "optimize",
     "simulate",

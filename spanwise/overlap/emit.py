@@ -118,7 +118,8 @@ def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None
         for i in bucket:
             node = dag.nodes[i]
             if node.kind != first.kind or node.kind == Kind.COMPUTE:
-                raise GraphError(node.name, f"it cannot be merged with {first.name!r}")
+                names = ", ".join(repr(dag.nodes[j].name) for j in bucket if j != i)
+                raise GraphError(node.name, f"it cannot be merged with {names}: only starts can be, and their waits")
             if node.kind == Kind.START and (keys[i] is None or keys[i] != keys[bucket[0]]):
                 text = f"it cannot be merged with {first.name!r}: its bucket key is {keys[i]}, not {keys[bucket[0]]}"
                 raise GraphError(node.name, text)

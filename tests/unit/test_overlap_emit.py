@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap.bucket import merge
 from spanwise.overlap.capture import Axis
-from spanwise.overlap.dag import Dag, GraphError
+from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.emit import bucket_keys, emit
 from spanwise.overlap.graph import Captured, to_dag
 from tests.lockstep import Lockstep
-from tests.unit.test_overlap_graph import STATEMENTS
+from tests.unit.test_overlap_graph import STATEMENTS, by_hand
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 # Four ranks, as 2 × 2. Every rank's groups have these names, so that one graph serves all ranks.
@@ -153,3 +155,161 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
     again = to_dag(gm, one).dag
     assert again.peak_bytes() == merged.dag.peak_bytes(order)
     assert len(again.starts) == len(merged.dag.starts)
+
+
+# What may be merged.
+
+
+def keys(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, Hashable | None]:
+    captured = to_dag(make_fx(function, tracing_mode="fake")(*inputs), one)
+    found = bucket_keys(captured)
+    assert all(found[i] is None for i, node in enumerate(captured.dag.nodes) if node.kind != Kind.START)
+    return {captured.dag.nodes[i].name: found[i] for i in captured.dag.starts}
+
+
+def test_keys_hold_what_must_be_equal() -> None:
+    def function(x: torch.Tensor) -> Any:
+        starts = [
+            OPS.all_gather_into_tensor(x, 2, "tp"),
+            OPS.all_gather_into_tensor(x.bfloat16(), 2, "tp"),
+            OPS.all_gather_into_tensor(x, 2, "dp"),
+            OPS.reduce_scatter_tensor(x, "sum", 2, "tp"),
+            OPS.reduce_scatter_tensor(x.bfloat16(), "sum", 2, "tp"),
+            OPS.reduce_scatter_tensor(x, "avg", 2, "tp"),
+            OPS.all_reduce(x, "sum", "tp"),
+            OPS.all_reduce(x, group_name="tp", reduce_op="sum"),
+            OPS.all_reduce(x.bfloat16(), "sum", "tp"),
+            OPS.all_reduce(x, "max", "tp"),
+        ]
+        return [OPS.wait_tensor(x) for x in starts]
+
+    a, b, c, d, e, f, g, h, i, j = keys(function, torch.ones(4, 4)).values()
+    assert a == b and d == e and g == h  # mixed dtypes, but for all-reduces
+    assert len({a, c, d, f, g, i, j}) == 7 and None not in (a, c, d, f, g, i, j)
+
+
+def test_what_is_never_merged() -> None:
+    def function(x: torch.Tensor) -> Any:
+        starts = [
+            OPS.all_reduce_(x.clone(), "sum", "tp"),
+            OPS.all_gather_into_tensor_out(x, 2, "tp", out=x.new_empty(8, 4)),
+            OPS.all_to_all_single(x, [2, 2], [2, 2], "tp"),
+            OPS.broadcast(x, 0, "tp"),
+            OPS.all_reduce(x.to(torch.complex64), "sum", "tp"),
+            *OPS.all_reduce_coalesced([x, x], "sum", "tp"),
+        ]
+        twice, unwaited, read = (OPS.all_reduce(x, "sum", "tp") for _ in range(3))
+        OPS.wait_tensor(twice)
+        return [OPS.wait_tensor(x) for x in (*starts, twice, read)], unwaited, read.view(-1)
+
+    found = keys(function, torch.ones(4, 4))
+    assert len(found) == 9 and set(found.values()) == {None}
+
+
+def test_sides_of_a_joint_graph_stay_apart() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        waits = []
+        for tag in ("is_forward", "is_forward", "is_backward"):
+            node = graph.call_function(OPS.all_reduce.default, (x, "sum", "tp"))
+            node.meta["partitioner_tag"] = tag
+            waits.append(graph.call_function(OPS.wait_tensor.default, (node,)))
+        return waits
+
+    captured = to_dag(by_hand(build), one)
+    a, b, c = (bucket_keys(captured)[i] for i in captured.dag.starts)
+    assert a == b != c
+
+
+def two_gathers(x: torch.Tensor, y: torch.Tensor) -> Any:
+    a = OPS.wait_tensor(OPS.all_gather_into_tensor(x.sin(), 2, "tp"))
+    b = OPS.wait_tensor(OPS.all_gather_into_tensor(y.cos(), 2, "tp"))
+    return a * 2, b * 3
+
+
+def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -> None:
+    gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4), torch.ones(2, 2, dtype=torch.float64))
+    for node in gm.graph.nodes:
+        node.meta["stack_trace"] = f"where {node.name} comes from"
+    first, second = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor.default)
+    vals = [first.meta["val"], second.meta["val"]]
+    waits = {n: dict(n.meta) for n in gm.graph.find_nodes(op="call_function", target=OPS.wait_tensor.default)}
+    captured = to_dag(gm, one)
+    merged = merge(captured.dag, [captured.dag.starts], [1.0])
+    emit(captured, range(len(merged.dag)), merged.members)
+    gm.graph.lint()
+    (start,) = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor_coalesced.default)
+    assert start.name == "all_gather_into_tensor_coalesced" and start.args[1:] == (2, "tp") and not start.kwargs
+    assert start.meta["stack_trace"] == "where all_gather_into_tensor comes from"
+    assert type(start.meta["val"]) is list and all(x is y for x, y in zip(start.meta["val"], vals, strict=True))
+    items = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert [item.args for item in items] == [(start, 0), (start, 1)]
+    assert all(item.meta["val"] is val for item, val in zip(items, vals, strict=True))
+    assert items[1].meta["stack_trace"] == "where all_gather_into_tensor_1 comes from"
+    assert {n: dict(n.meta) for n in waits} == waits  # the same nodes, of another argument
+    assert [wait.args for wait in waits] == [(item,) for item in items]
+    assert [n.name for n in gm.graph.nodes] == [
+        "x_1", "y_1", "sin", "cos", "all_gather_into_tensor_coalesced", "getitem", "getitem_1", "wait_tensor",
+        "wait_tensor_1", "mul", "mul_1", "output",
+    ]  # fmt: skip
+
+
+# Errors, before anything is changed.
+
+
+def refused(
+    captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None, text: str, node: str = ""
+) -> None:
+    graph = captured.nodes[0].graph
+    before = str(graph)
+    with pytest.raises(GraphError if node else ValueError, match=text) as caught:
+        emit(captured, order, members)
+    assert str(graph) == before
+    assert not node or caught.value.node == node
+
+
+def test_orders_and_buckets_that_are_none() -> None:
+    gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4), torch.ones(2, 2))
+    captured = to_dag(gm, one)
+    names = [node.name for node in captured.dag.nodes]
+    sin, start, wait, cos, start_1, wait_1, mul, mul_1 = range(8)
+    assert names == ["sin", "all_gather_into_tensor", "wait_tensor", "cos", "all_gather_into_tensor_1",
+                     "wait_tensor_1", "mul", "mul_1"]  # fmt: skip
+    refused(captured, [1, 0, 2, 3, 4, 5, 6, 7], None, "it comes before 'sin', on which it depends", names[start])
+    refused(captured, [0, 1, 2], None, "an order of 8 nodes has each of them once, got 3 numbers")
+    refused(captured, [0] * 8, None, "each of them once")
+    refused(captured, range(7), [(i,) for i in range(7)], "each of 8 nodes once")
+    refused(captured, range(9), [*((i,) for i in range(8)), ()], "stands for none")
+    rest = [(sin,), (cos,), (mul,), (mul_1,)]
+    starts, waits = (start, start_1), (wait, wait_1)
+    legal = [0, 1, 4, 5, 2, 3]
+    refused(captured, [4, 0, 1, 5, 2, 3], [*rest, starts, waits], "it comes before 'sin'", names[start])
+    refused(captured, range(7), [*rest, starts, (wait,), (wait_1,)], "waits of merged collectives", names[wait])
+    refused(captured, range(7), [*rest, (start,), (start_1,), waits], "waits of merged collectives", names[wait])
+    refused(
+        captured,
+        range(7),
+        [(sin, cos), *rest[2:], *((i,) for i in (*starts, *waits))],
+        "merged with 'cos': only",
+        "sin",
+    )
+    refused(
+        captured, range(7), [(sin, start), *rest[1:], *((i,) for i in (*waits, start_1))], "only starts", names[start]
+    )
+    emit(captured, legal, [*rest, starts, waits])
+    gm.graph.lint()
+    with pytest.raises(ValueError, match="the graph has changed since it was captured: .*coalesced"):
+        emit(captured, legal, [*rest, starts, waits])
+
+
+def test_starts_of_other_keys_or_of_one_another_are_not_merged() -> None:
+    def unlike(x: torch.Tensor) -> Any:
+        return OPS.wait_tensor(OPS.all_reduce(x, "sum", "tp")), OPS.wait_tensor(OPS.all_reduce(x, "max", "tp"))
+
+    def chained(x: torch.Tensor) -> Any:
+        return OPS.wait_tensor(OPS.all_reduce(OPS.wait_tensor(OPS.all_reduce(x, "sum", "tp")).sin(), "sum", "tp"))
+
+    captured = to_dag(make_fx(unlike, tracing_mode="fake")(torch.ones(4)), one)
+    refused(captured, [0, 1], [(0, 2), (1, 3)], "its bucket key is .*max.*, not .*sum", "all_reduce_1")
+    captured = to_dag(make_fx(chained, tracing_mode="fake")(torch.ones(4)), one)
+    refused(captured, [0, 1, 2], [(0, 3), (1, 4), (2,)], "it comes before 'sin'", "all_reduce_1")
+    refused(captured, [1, 0, 2], [(0, 3), (1, 4), (2,)], "it comes before", "wait_tensor")
