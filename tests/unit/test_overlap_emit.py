@@ -292,9 +292,7 @@ def test_orders_and_buckets_that_are_none() -> None:
         "merged with 'cos': only",
         "sin",
     )
-    refused(
-        captured, range(7), [(sin, start), *rest[1:], *((i,) for i in (*waits, start_1))], "only starts", names[start]
-    )
+    refused(captured, range(7), [(sin, start), *rest[1:], *((i,) for i in (*waits, start_1))], "only starts", "sin")
     emit(captured, legal, [*rest, starts, waits])
     gm.graph.lint()
     with pytest.raises(ValueError, match="the graph has changed since it was captured: .*coalesced"):
