@@ -84,14 +84,14 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
             upon the next.
         ValueError: `order` or `members` has not every node once, or the graph is no longer the one that was captured.
     """
-    if members is None:
-        members = [(i,) for i in range(len(captured.dag))]
-    _check_members(captured, members)
-    _check_order(captured.dag, order, members)
     if not captured.nodes:
         return
+    if members is None:
+        members = [(i,) for i in range(len(captured.dag))]
     graph = captured.nodes[0].graph
     output = _output_of(captured, graph)
+    _check_members(captured, members)
+    _check_order(captured.dag, order, members)
     nodes = list(captured.inputs)
     for at in order:
         of_unit = [captured.nodes[i] for i in members[at]]
