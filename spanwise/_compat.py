@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -226,6 +228,13 @@ def fake_mode() -> Any:
 def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
     """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
     return mode.from_tensor(x, static_shapes=True)
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has no contents to read."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def drop_assertions(graph: torch.fx.Graph) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from spanwise.kernels._checks import check_problem
+from spanwise.kernels._flops import count_flops
 from spanwise.kernels._tiles import Chunk, Tile, plan_tiles
 
 Spans = tuple[np.ndarray, np.ndarray]  # first key and last key + 1, [N, R, 1] each
@@ -331,6 +332,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple
 
 
 _sdpa.register_autograd(_backward, setup_context=_save)
+count_flops(torch.ops.spanwise.sdpa, torch.ops.spanwise.sdpa_backward)
 
 
 class Queries(NamedTuple):

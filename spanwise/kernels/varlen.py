@@ -18,6 +18,7 @@ import torch
 
 from spanwise import _compat
 from spanwise.kernels._checks import check_problem
+from spanwise.kernels._flops import count_flops
 from spanwise.kernels._rounds import Flash, backward, empty_by_head, forward, lse_dtype
 
 if TYPE_CHECKING:
@@ -264,3 +265,4 @@ def _backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | 
 
 
 _varlen.register_autograd(_backward, setup_context=_save)
+count_flops(torch.ops.spanwise.varlen, torch.ops.spanwise.varlen_backward)

@@ -188,6 +188,9 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
         with mode:
             inputs = _inputs(config) + [_compat.to_fake(mode, x) for x in real]
             joint = _compat.joint_graph(_Model(config, axes, attend_with), inputs)
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders[len(inputs) - len(real) : len(inputs)], real, strict=True):
+        node.meta["known"] = value  # spans, by which attention is priced
     _compat.drop_assertions(joint.graph)
     _gather_again(joint, axes["dp"].name)
     forward, backward = _compat.partition(joint, 1)

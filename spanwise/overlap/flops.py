@@ -41,25 +41,34 @@ _ATTENTION_BACKWARD = frozenset(
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether its FLOPs are those of attention, forward or backward."""
+    """Whether its FLOPs are those of attention, forward or backward; torch's, FlexAttention's, spanwise's."""
     packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        return True
     name = str(getattr(packet, "__name__", packet))
-    return (
-        packet in _ATTENTION or packet in _ATTENTION_BACKWARD or name in ("flex_attention", "flex_attention_backward")
-    )
+    return name in ("flex_attention", "flex_attention_backward") or _is_ours(node)
 
 
 def is_attention_backward(node: fx.Node) -> bool:
     """Whether its FLOPs are those of the backward of attention."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    return packet in _ATTENTION_BACKWARD or str(getattr(packet, "__name__", packet)) == "flex_attention_backward"
+    if packet in _ATTENTION_BACKWARD:
+        return True
+    return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """What this package registers FLOPs for is attention."""
+    return isinstance(node.target, _compat.OpOverload) and node.target.namespace == "spanwise"
 
 
 def node_flops(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention, a multiply and an add being two.
 
     By the formulas of ``torch.utils.flop_counter``; 0 for all else. Attention that is causal counts the scores that the
-    mask shows, aligned at the top left; FlexAttention counts all but ``meta["custom"]["sparsity_hint"]`` of them.
+    mask shows, aligned at the top left. ``spanwise::sdpa`` counts what its spans show if their contents are known: in
+    ``meta["known"]`` of their nodes, or because ``meta["val"]`` is real. FlexAttention, and spanwise's where they are
+    not known, count all scores but ``meta["custom"]["sparsity_hint"]`` of them (``torch.fx.traceback.annotate``).
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     if packet in _CPU_ATTENTION:
@@ -68,16 +77,24 @@ def node_flops(node: fx.Node) -> float:
         shapes = given[first : first + 3]
         flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
     elif packet in flop_registry:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
         if isinstance(packet, _compat.HigherOrderOperator):
             kwargs = {**kwargs, "_node_meta": node.meta}
         flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+        if _is_ours(node) and not _spans_are_known(node):
+            flops *= 1 - min(1.0, max(0.0, (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)))
     else:
         return 0.0
-    if packet in _ATTENTION | _ATTENTION_BACKWARD:
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
         named = dict(arguments(node, traits(node)))
         if named.get("is_causal"):
             q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
             seen = min(q_len, kv_len)
             flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
     return flops
+
+
+def _spans_are_known(node: fx.Node) -> bool:
+    named = dict(arguments(node, traits(node)))
+    spans = [named[name].meta for name in ("start", "end") if name in named]
+    return bool(spans) and not any(map(_compat.is_fake, (meta.get("known", meta.get("val")) for meta in spans)))

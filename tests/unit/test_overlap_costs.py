@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
+import spanwise
 from spanwise import _compat
-from spanwise.cost import CPU_HOST, Hardware, Link
+from spanwise.cost import CPU_HOST, Hardware, Link, attention_flops
 from spanwise.overlap.capture import CaptureConfig, capture
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.flops import node_flops
 from spanwise.overlap.graph import to_dag
+from tests.unit.test_overlap_capture import attention_of, causal_plan
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 HOST = 8
@@ -99,6 +102,59 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
     assert captured.dag.nodes[0].ms == pytest.approx(1e3 * flops / 1e12)
     node.meta["custom"] = {"sparsity_hint": 0.5}
     assert node_flops(node) == flops / 2
+
+
+def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
+    from spanwise.kernels.sdpa import sdpa
+
+    mask = spanwise.SpanMask.sliding_window(40, 7)
+    area = int(mask.area().sum())
+    rows = [torch.tensor(x) for x in (mask.start, mask.end)]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, n, 40, d, requires_grad=True) for n, d in ((4, 16), (2, 16), (2, 8)))
+    counted = [3 * attention_flops(area, 4, 16, 8, backward=backward) for backward in (False, True)]
+    with FlopCounterMode(display=False) as mode:
+        out, _ = sdpa(q, k, v, *rows, scale=0.25)
+    assert mode.get_total_flops() == counted[0]
+    with FlopCounterMode(display=False) as mode:
+        out.sum().backward()
+    assert mode.get_total_flops() == counted[1]
+
+    ops = torch.ops.spanwise
+    graph = fx.Graph()
+    x = {name: graph.placeholder(name) for name in ("q", "k", "v", "start", "end", "out", "lse")}
+    with _compat.fake_mode():
+        for name, shape in zip(
+            x, (q.shape, k.shape, v.shape, *(r.shape for r in rows), out.shape, (3, 4, 40)), strict=True
+        ):
+            x[name].meta["val"] = torch.empty(shape, dtype=torch.int32 if name in ("start", "end") else torch.bfloat16)
+    spans = x["start"], x["end"]
+    forward = graph.call_function(ops.sdpa.default, (x["q"], x["k"], x["v"], *spans, 0.25))
+    backward = graph.call_function(
+        ops.sdpa_backward.default, (x["out"], x["lse"], x["q"], x["k"], x["v"], None, x["lse"], *spans, 0.25)
+    )
+    forward.meta["val"] = (x["out"].meta["val"], x["lse"].meta["val"])
+    backward.meta["val"] = tuple(x[name].meta["val"] for name in "qkv")
+    bounds = [n * 40 * 40 / area for n in counted]  # all pairs of the shapes, where the spans are not known
+    assert [node_flops(forward), node_flops(backward)] == pytest.approx(bounds)
+    fast = CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15))
+    assert [fast(forward), fast(backward)] == pytest.approx([1e3 * bounds[0] / 1e12, 1e3 * bounds[1] / 5e11])
+    backward.meta["custom"] = forward.meta["custom"] = {"sparsity_hint": 0.25}
+    assert [node_flops(forward), node_flops(backward)] == pytest.approx([n * 0.75 for n in bounds])
+    x["start"].meta["known"], x["end"].meta["known"] = rows
+    assert [node_flops(forward), node_flops(backward)] == counted
+
+
+def test_captured_attention_costs_what_the_plan_says() -> None:
+    config = dataclasses.replace(STEP, layers=1, cp=2, tp=1, dtype=torch.bfloat16)
+    plan = causal_plan(config)
+    assert plan is not None
+    for rank, area in enumerate(plan.work()):
+        graphs = capture(dataclasses.replace(config, rank=rank), attention_of(plan, []))
+        for module, backward in ((graphs.forward, False), (graphs.backward, True)):
+            flops = sum(node_flops(n) for n in module.graph.nodes if "spanwise" in str(n.target))
+            expected = config.batch * attention_flops(area, config.heads, 8, 8, backward=backward)
+            assert flops == expected
 
 
 def test_the_roofline_is_the_larger_of_two() -> None:
@@ -306,20 +362,13 @@ def test_groups_of_this_process_are_known_and_others_are_not() -> None:
         to_dag(gm, CostModel(HARDWARE))
 
 
+STEP = CaptureConfig(
+    layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, dp=2, tp=2, device="cpu", dtype=torch.float32
+)
+
+
 def test_flops_and_collectives_of_a_step() -> None:
-    config = CaptureConfig(
-        layers=2,
-        dim=32,
-        heads=4,
-        kv_heads=2,
-        ffn=48,
-        seq_len=16,
-        batch=2,
-        dp=2,
-        tp=2,
-        device="cpu",
-        dtype=torch.float32,
-    )
+    config = STEP
     graphs = capture(config)
     tokens, weights = 2 * 16, 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
     products = 2 * tokens * weights * config.layers // 2  # tp halves them
