@@ -1,4 +1,4 @@
-"""The command line: ``spanwise train``, ``plan``, ``verify``, ``calibrate`` and ``bench``.
+"""The command line: ``spanwise train``, ``plan``, ``verify``, ``calibrate``, ``overlap`` and ``bench``.
 
 Options are parsed here and nothing else happens here; torch is imported by what a command starts, so that ``--help``
 answers at once.
@@ -298,6 +298,57 @@ def calibrate(
     except RankFailure as error:
         _fail(str(error), 1)
     raise typer.Exit(status)
+
+
+@app.command()
+def overlap(
+    layers: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 8,
+    dim: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 4096,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 32,
+    kv_heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 8,
+    ffn: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 14336,
+    vocab: Annotated[
+        int, typer.Option(help="0: layers alone, without embedding and loss.", rich_help_panel=_MODEL)
+    ] = 128_256,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", rich_help_panel=_MODEL)] = 8192,
+    batch: Annotated[int, typer.Option(help="Sequences of a data-parallel rank.", rich_help_panel=_MODEL)] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks; parameters are sharded over dp and cp.")] = 8,
+    cp: Annotated[int, typer.Option(help="Ranks that share a sequence: K/V are exchanged.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks, neighbours of one another.")] = 8,
+    exchange: Annotated[str, typer.Option(help="Of K/V over cp: needed or all_gather.")] = "needed",
+    device: Annotated[str, typer.Option(help="Whose operators the graph has: cuda or cpu. None is needed.")] = "cuda",
+    graph: Annotated[str, typer.Option(help="forward, backward or both; with --load, the name of a graph.")] = "both",
+    load: Annotated[
+        str | None,
+        typer.Option(help="File of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured."),
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=RANKS", help="Ranks of a process group that --load does not know: 1=0-7 or 2=0,8."),
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Most that a graph may hold. Default: its own peak and 1 GiB or 5 % more."),
+    ] = None,
+    bucket: Annotated[bool, typer.Option("--bucket/--no-bucket", help="Merge collectives where that gains.")] = True,
+    multiplier: Annotated[
+        float, typer.Option(help="Schedule as if collectives took so many times as long; costs are guesses.")
+    ] = 1.0,
+    torch: Annotated[bool, typer.Option("--torch", help="Run PyTorch's own overlap pass beside.")] = False,
+    trace: Annotated[str | None, typer.Option(help="File for Chrome's trace events, for ui.perfetto.dev.")] = None,
+    html: Annotated[str | None, typer.Option(help="File for the report: timelines and figures, one page.")] = None,
+    json: Annotated[str | None, typer.Option(help="File for all figures.")] = None,
+    save: Annotated[str | None, typer.Option(help="File for the graphs; --load takes it.")] = None,
+) -> None:
+    """Hide the communication of a training step: schedule a captured graph, and say what is exposed and why."""
+    options = {**locals(), "group": tuple(group or ())}
+    from spanwise import overlap_command
+
+    try:
+        overlap_command.run(overlap_command.OverlapOptions(**options))
+    except ValueError as error:
+        _fail(str(error), 2)
 
 
 bench = typer.Typer(help="Measure, print a table, and write JSON.", rich_markup_mode=None)

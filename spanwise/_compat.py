@@ -408,7 +408,8 @@ def load_graph(data: bytes) -> torch.fx.GraphModule:
     """What `dump_graph` wrote; its tensors are fake."""
     from torch.fx._graph_pickler import GraphPickler
 
-    return GraphPickler.loads(data, fake_mode())
+    found: Any = GraphPickler.loads(data, fake_mode())
+    return found
 
 
 def torch_overlap_pass(

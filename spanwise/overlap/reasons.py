@@ -59,9 +59,10 @@ class Reason:
         return max(self.parts, key=lambda why: self.parts[why])
 
     def __str__(self) -> str:
-        if len(self.parts) == 1:
-            return self.main.value
         ranked = sorted(self.parts.items(), key=lambda part: -part[1])
+        ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # the others are not worth a word
+        if len(ranked) == 1:
+            return self.main.value
         return ", ".join(f"{why.value} ({ms:.3g} ms)" for why, ms in ranked)
 
 

@@ -1,0 +1,362 @@
+"""What ``spanwise overlap`` runs: captured or saved graphs -> orders that hide their collectives -> text, HTML, JSON.
+
+Graphs are captured on fake process groups and fake tensors; costs are computed, not measured. It lies outside `overlap`
+because the exchange of K/V in a context-parallel graph is planned by the other half of the package.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _compat
+from spanwise.attention import context_parallel_attention
+from spanwise.cost import Hardware
+from spanwise.mask import SpanMask
+from spanwise.overlap import operators
+from spanwise.overlap.capture import Attention, CaptureConfig, capture, relabel
+from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.graph import to_dag
+from spanwise.overlap.graph_file import SavedGraphs, load_graphs, save_graphs
+from spanwise.overlap.operators import tensors_of
+from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.report import OrderFigures, arithmetic, figures, order_figures
+from spanwise.overlap.simulate import Timeline, simulate
+from spanwise.overlap.trace import trace_events
+from spanwise.plan_command import load_hardware
+from spanwise.planner import make_plan
+from spanwise.report import overlap as pages
+from spanwise.report import text
+
+#: Nodes of a graph that are captured at most; beyond, capturing alone takes minutes.
+_LAYERS_LIMIT = 256
+
+#: Sizes of the captured model; none of them says anything of a graph that is loaded.
+_MODEL = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "seq_len", "batch", "dp", "cp", "tp", "exchange")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapOptions:
+    """The options of ``spanwise overlap``, by the names they have there.
+
+    Attributes:
+        layers, dim, heads, kv_heads, ffn, seq_len, batch, dp, cp, tp: see `CaptureConfig`; vocab 0: layers alone.
+        exchange: of K/V over cp: "needed" or "all_gather".
+        device: whose operators the graph has, "cuda" or "cpu".
+        graph: "forward", "backward" or "both"; of a loaded file also the name of one of its graphs.
+        load: file of graphs, see `graph_file`; nothing is captured then.
+        group: ranks of process groups that the file does not know, "NAME=RANKS" each.
+        hardware: name of a preset, or a file of ``spanwise calibrate``.
+        budget: bytes that a graph may hold at most.
+        bucket: whether collectives may be merged.
+        multiplier: collectives are scheduled as if they took so many times as long.
+        torch: whether PyTorch's own pass is run beside.
+        trace, html, json, save: files to write.
+    """
+
+    layers: int = 8
+    dim: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    vocab: int = 128_256
+    seq_len: int = 8192
+    batch: int = 1
+    dp: int = 8
+    cp: int = 1
+    tp: int = 8
+    exchange: str = "needed"
+    device: str = "cuda"
+    graph: str = "both"
+    load: str | None = None
+    group: tuple[str, ...] = ()
+    hardware: str = "h100"
+    budget: int | None = None
+    bucket: bool = True
+    multiplier: float = 1.0
+    torch: bool = False
+    trace: str | None = None
+    html: str | None = None
+    json: str | None = None
+    save: str | None = None
+
+    def command(self) -> str:
+        """The command line that gives these options, for a shell; what is written where is left out."""
+        words = ["spanwise", "overlap"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("trace", "html", "json", "save") or value == field.default:
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            if field.name == "bucket":
+                words.append("--no-bucket")
+            elif value is True:
+                words.append(flag)
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    words += [flag, str(one)]
+        return shlex.join(words)
+
+
+def run(options: OverlapOptions) -> list[pages.GraphFigures]:
+    """Capture or load, schedule, print the report, write what was asked for.
+
+    Raises:
+        ValueError: an option or an input file is wrong, an output cannot be written, or a graph cannot be scheduled.
+    """
+    for path in (options.trace, options.html, options.json, options.save):
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
+    hardware = load_hardware(options.hardware)
+    source, what = _graphs(options, hardware)
+    ranks = {**source.ranks, **parse_groups(options.group)}
+    chosen = _chosen(options, source)
+    model = _Priced(hardware, VECTOR_UNITS if options.device == "cpu" else TENSOR_CORES, ranks)
+    found = [_figures(name, gm, model, source.labels, options) for name, gm in chosen.items()]
+    page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
+    pages.show(page)
+    writers: tuple[tuple[str | None, Callable[[Path], object]], ...] = (
+        (options.json, lambda path: path.write_text(json.dumps(page.as_dict(), indent=1) + "\n", encoding="utf-8")),
+        (options.trace, lambda path: path.write_text(_trace(found), encoding="utf-8")),
+        (options.html, lambda path: path.write_text(pages.render(page), encoding="utf-8")),
+        (options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels)),
+    )
+    for path, write in writers:
+        if path is not None:
+            try:
+                write(Path(path))
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
+            text.wrote(path)
+    return found
+
+
+def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Ranks by the names of groups, of "NAME=0,8,16", "NAME=0-7" or "NAME=0-56:8" (every eighth)."""
+    found = {}
+    for one in given:
+        name, _, listed = one.partition("=")
+        ranks: list[int] = []
+        try:
+            for part in listed.split(","):
+                first, _, rest = part.partition("-")
+                last, _, step = rest.partition(":")
+                ranks += range(int(first), int(last or first) + 1, int(step or 1))
+        except ValueError:
+            ranks = []
+        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            raise ValueError(f"--group takes NAME=RANKS such as 1=0-7, 2=0,8,16 or 2=0-56:8, got {one!r}")
+        found[name] = tuple(sorted(ranks))
+    return found
+
+
+def plan_attention(
+    config: CaptureConfig, hardware: Hardware, exchange: str
+) -> Callable[[DeviceMesh], tuple[Attention, Any]]:
+    """Causal attention of shards of the sequence, for `capture`: K/V are exchanged over cp as a plan says."""
+    plan = make_plan(
+        SpanMask.causal(config.seq_len),
+        config.cp,
+        exchange=exchange,
+        num_q_heads=config.heads // config.tp,
+        num_kv_heads=config.kv_heads // config.tp,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        hardware=hardware,
+    )
+
+    def make(mesh: DeviceMesh) -> tuple[Attention, Any]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Any) -> torch.Tensor:
+            return context_parallel_attention(q, k, v, local, mesh, kernel="sdpa")
+
+        return attend, plan.local(mesh, "cpu", kernel="sdpa")
+
+    return make
+
+
+def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, str]:
+    """The graphs to schedule, and what they are in words."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    if options.load is not None:
+        given = [name for name in _MODEL if getattr(options, name) != defaults[name]]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
+        with text.working(f"loading {options.load}"):
+            try:
+                return load_graphs(options.load), f"graphs of {options.load}"
+            except OSError as error:
+                raise ValueError(f"cannot read --load {options.load}: {error.strerror or error}") from error
+    if not 1 <= options.layers <= _LAYERS_LIMIT:
+        raise ValueError(f"--layers must be between 1 and {_LAYERS_LIMIT}, got {options.layers}")
+    if options.vocab < 0:
+        raise ValueError(f"--vocab must be 0, for layers alone, or more, got {options.vocab}")
+    if options.exchange not in ("needed", "all_gather"):
+        raise ValueError(f"--exchange must be needed or all_gather, got {options.exchange!r}")
+    sizes = {name: getattr(options, name) for name in _MODEL if name != "exchange"}
+    config = CaptureConfig(**{**sizes, "vocab": options.vocab or None}, device=options.device)
+    what = (
+        f"Llama-like, {config.layers} layers of dim {config.dim:,}, {config.heads} heads ({config.kv_heads} of K/V), "
+        f"FFN {config.ffn:,}, {f'vocabulary {config.vocab:,}' if config.vocab else 'no embedding and no loss'}; "
+        f"{config.batch} x {config.seq_len:,} tokens; {config.num_ranks} ranks = {config.dp} data x {config.cp} "
+        f"context x {config.tp} tensor parallel"
+    )
+    with text.working(f"capturing {config.layers} layers of {config.num_ranks} ranks"):
+        attention = plan_attention(config, hardware, options.exchange) if config.cp > 1 else None
+        graphs = capture(config, attention)
+    axes = {name: axis for name, axis in graphs.axes.items() if axis.name}
+    return SavedGraphs(
+        {"forward": graphs.forward, "backward": graphs.backward},
+        {axis.name: axis.ranks for axis in axes.values()},
+        {axis.name: name for name, axis in axes.items()},
+    ), what
+
+
+def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.GraphModule]:
+    if options.graph == "both":
+        return source.graphs
+    if options.graph not in source.graphs:
+        raise ValueError(f"--graph must be both or one of {', '.join(source.graphs)}, got {options.graph!r}")
+    return {options.graph: source.graphs[options.graph]}
+
+
+class _Priced:
+    """`CostModel` that remembers, so that a pass is timed without its costs; an unknown group says what would help."""
+
+    def __init__(
+        self, hardware: Hardware, rates: Mapping[torch.dtype, float], ranks: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.model, self.table = CostModel(hardware, rates=rates, ranks=ranks), dict[str, float]()
+
+    def __call__(self, node: fx.Node) -> float:
+        known = self.table.get(node.name)
+        if known is None:
+            known = self.table[node.name] = self.model(node)
+        return known
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.model.merged(nodes)
+
+    def latency(self, node: fx.Node) -> float:
+        """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
+        members = self.model.ranks[operators.group_of(node)]
+        for link in self.model.hardware.links:
+            if not link.ranks or len({rank // link.ranks for rank in members}) == 1:
+                return 1e3 * link.latency
+        return 1e3 * self.model.hardware.links[-1].latency
+
+
+def _figures(
+    name: str, gm: fx.GraphModule, model: _Priced, labels: Mapping[str, str], options: OverlapOptions
+) -> pages.GraphFigures:
+    model.table.clear()
+    try:
+        with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
+            to_dag(gm, model)
+            began = time.perf_counter()
+            result = optimize(
+                gm, model, memory_budget=options.budget, bucket=options.bucket, multiplier=options.multiplier
+            )
+            seconds = time.perf_counter() - began
+    except GraphError as error:
+        hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
+        raise ValueError(f"{name}: {error}{hint}") from error
+    found = figures(result, labels)
+    found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
+    peers, note = _torch_orders(name, gm, model, result, labels) if options.torch else ((), "")
+    return pages.GraphFigures(name, len(gm.graph.nodes), result, found, peers, note)
+
+
+def _torch_orders(
+    name: str, gm: fx.GraphModule, model: _Priced, result: Result, labels: Mapping[str, str]
+) -> tuple[tuple[OrderFigures, ...], str]:
+    """Orders of PyTorch's own pass at the same costs; and why there are none."""
+    found: list[OrderFigures] = []
+    heavy = arithmetic(gm)
+    for bucket in (False, True):
+        what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
+        with text.working(f"{what}: {name}"), _quiet():
+            try:
+                timeline, seconds = _torch_order(gm, model, bucket)
+            except Exception as error:  # of its own graph code: whatever it raises, ours goes on
+                return tuple(found), f"{what} cannot run here: {type(error).__name__}: {error}"
+        found.append(order_figures(what, timeline, heavy, names=labels, budget=result.budget, seconds=seconds))
+    return tuple(found), ""
+
+
+def _torch_order(gm: fx.GraphModule, model: _Priced, bucket: bool) -> tuple[Timeline, float]:
+    """The timeline of a copy of `gm` after PyTorch's pass, and the seconds that the pass took."""
+    ours = copy.deepcopy(gm)
+    values = [value for node in gm.graph.nodes for value in tensors_of(node)]
+    devices = sorted({value.device for value in values}, key=str)
+    # Its buckets are traced, which needs a torch that has the device.
+    move = len(devices) == 1 and devices[0].type == "cuda" and not torch.cuda.is_available()
+
+    def estimate(node: fx.Node, size: int | None) -> float:
+        return model(node) if size is None else model.latency(node)
+
+    try:
+        if move:
+            relabel(ours, torch.device("cpu"))
+        with _world(model.model.ranks):
+            began = time.perf_counter()
+            done = _compat.torch_overlap_pass(ours, estimate, bucket=bucket)
+            seconds = time.perf_counter() - began
+    finally:
+        if move:  # the values are shared
+            relabel(gm, devices[0])
+    return simulate(to_dag(done, model).dag), seconds
+
+
+@contextmanager
+def _world(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Fake process groups of these names and ranks, as far as torch gives them those names."""
+    members = [set(of_group) for of_group in ranks.values()]
+    shared = set.intersection(*members) if members else {0}
+    if not shared:
+        raise ValueError(f"no rank is in all of the groups {', '.join(ranks)}")
+    size = max((max(of_group) for of_group in members), default=0) + 1
+    dist.init_process_group("fake", rank=min(shared), world_size=size, store=_compat.fake_store())
+    try:
+        for name in sorted(ranks, key=lambda name: (len(name), name)):
+            made = _compat.group_name(dist.new_group(list(ranks[name])))
+            if made != name:
+                raise ValueError(f"its groups are looked up by name, and torch calls {name!r} {made!r} here")
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch's pass tells of its buckets."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _trace(found: Sequence[pages.GraphFigures]) -> str:
+    """Chrome's trace events of all graphs, before and after; see `trace`."""
+    events: list[dict[str, Any]] = []
+    for one in found:
+        for name, timeline in (("as given", one.result.before), ("spanwise", one.result.timeline)):
+            process = len({event["pid"] for event in events})
+            events += trace_events(timeline, f"{one.name}, {name}", process, budget=one.result.budget)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
