@@ -248,6 +248,16 @@ def relabel(x: torch.Tensor, device: torch.device) -> None:
     x.fake_device = device  # type: ignore[attr-defined]
 
 
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> torch.fx.GraphModule:
+    """Module of `graph` with the attributes of `root` that it names.
+
+    Its code is generated when it is first run or read, which a compiler never does: of 17,000 nodes that takes seconds.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name)
+
+
 def joint_graph(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:

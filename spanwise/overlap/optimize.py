@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from spanwise import _compat
 from spanwise.cost import Hardware
 from spanwise.overlap import emit as emission
 from spanwise.overlap.bounds import Bounds, lower_bounds
@@ -96,7 +97,7 @@ def optimize(
         inputs=tuple(map(copied.__getitem__, captured.inputs)),
     )
     emission.emit(ours, found.order, members)
-    made = fx.GraphModule(gm, graph, type(gm).__name__)
+    made = _compat.graph_module(gm, graph, type(gm).__name__)
     made.meta = dict(gm.meta)
     return Result(made, found.timeline, found.before, found.bounds, members, found.budget)
 
