@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from spanwise import _compat
-from spanwise.cost import Hardware
+from spanwise.cost import Hardware, Link
 from spanwise.overlap import operators
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.flops import is_attention, is_attention_backward, node_flops
@@ -90,8 +90,6 @@ _UNREAD = frozenset(
         _aten.zeros_like,
     }
 )
-# Counted once for the same shapes.
-_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 # What travels in a collective, as `Hardware.wire` names it.
 _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
@@ -223,8 +221,6 @@ class CostModel:
         self.rates = dict(rates)
         self.ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
         self.fuse = fuse
-        self._shares: dict[tuple[int, ...], list[tuple[float, int]]] = {}  # by ranks
-        self._flops: dict[Any, float] = {}  # by operator and arguments
 
     def __call__(self, node: fx.Node) -> float:
         target = node.target
@@ -239,14 +235,7 @@ class CostModel:
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def _flop_seconds(self, node: fx.Node) -> float:
-        if node.target in _PRODUCTS:  # of which a model has many of the same shapes
-            shapes = (arg.meta["val"].shape if isinstance(arg, fx.Node) else arg for arg in node.args)
-            key = (node.target, *shapes)
-            if key not in self._flops:
-                self._flops[key] = node_flops(node)
-            flops = self._flops[key]
-        else:
-            flops = node_flops(node)
+        flops = node_flops(node)
         if not flops:
             return 0.0
         rate = self.hardware.matmul_flops
@@ -308,40 +297,37 @@ class CostModel:
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(self.ranks)}") from error
 
-    def _levels(self, ranks: tuple[int, ...]) -> list[tuple[float, int]]:
-        """Of each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
-
-        A level joins parts of the group, how many ranks each level inside does; a block's parts share, by their ranks,
-        what comes from outside them.
-        """
-        if ranks not in self._shares:
-            levels: list[tuple[float, int]] = []
-            inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
-            for link in self.hardware.links:
-                joined: dict[int, list[tuple[int, ...]]] = {}
-                for part in inside:
-                    joined.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
-                blocks = [[len(part) for part in parts] for parts in joined.values()]
-                outside = [sum(block) - min(block) for block in blocks]
-                shards = (
-                    out / min(block) * len(ranks) / sum(block) for out, block in zip(outside, blocks, strict=True)
-                )
-                levels.append((max(shards), max(outside)))
-                inside = [tuple(rank for part in parts for rank in part) for parts in joined.values()]
-            self._shares[ranks] = levels
-        return self._shares[ranks]
-
     def _ring_seconds(self, shard_bytes: float, ranks: tuple[int, ...], collective: str) -> float:
         """`Hardware.all_gather_seconds` for any ranks."""
-        return self._seconds([shards * shard_bytes for shards, _ in self._levels(ranks)], collective)
+        return self._seconds([shards * shard_bytes for shards, _ in _levels(self.hardware.links, ranks)], collective)
 
     def _all_to_all_seconds(self, pair_bytes: float, ranks: tuple[int, ...]) -> float:
-        return self._seconds([pairs * pair_bytes for _, pairs in self._levels(ranks)], "all_to_all")
+        return self._seconds([pairs * pair_bytes for _, pairs in _levels(self.hardware.links, ranks)], "all_to_all")
 
     def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
         wire = dict(self.hardware.wire).get(collective, 1.0)
         pairs = zip(self.hardware.links, num_bytes, strict=True)
         return max((link.latency + moved * wire / link.bandwidth for link, moved in pairs if moved), default=0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float, int]]:
+    """Of each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
+
+    A level joins parts of the group, how many ranks each level inside does; a block's parts share, by their ranks,
+    what comes from outside them.
+    """
+    levels: list[tuple[float, int]] = []
+    inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
+    for link in links:
+        joined: dict[int, list[tuple[int, ...]]] = {}
+        for part in inside:
+            joined.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
+        blocks = [[len(part) for part in parts] for parts in joined.values()]
+        shards = max((sum(block) - min(block)) / min(block) * len(ranks) / sum(block) for block in blocks)
+        levels.append((shards, max(sum(block) - min(block) for block in blocks)))
+        inside = [tuple(rank for part in parts for rank in part) for parts in joined.values()]
+    return levels
 
 
 def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:

@@ -5,6 +5,7 @@ Formulas are found by operator; those that others register with torch (``registe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ _CPU_ATTENTION: dict[Any, Callable[..., float]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
 }
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
 _ATTENTION = frozenset(
     {
         _aten._scaled_dot_product_flash_attention,
@@ -76,6 +78,10 @@ def node_flops(node: fx.Node) -> float:
         given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
         shapes = given[first : first + 3]
         flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
+    elif packet in _PRODUCTS and not node.kwargs:
+        shapes = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
+        symbolic = any(type(size) is not int for shape in shapes for size in shape)
+        flops = (_product_flops.__wrapped__ if symbolic else _product_flops)(packet, *shapes)
     elif packet in flop_registry:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
         if isinstance(packet, _compat.HigherOrderOperator):
@@ -92,6 +98,12 @@ def node_flops(node: fx.Node) -> float:
             seen = min(q_len, kv_len)
             flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
     return flops
+
+
+@functools.lru_cache(maxsize=4096)
+def _product_flops(packet: Any, *shapes: torch.Size) -> float:
+    """A model has many products of the same shapes."""
+    return float(flop_registry[packet](*shapes))
 
 
 def _spans_are_known(node: fx.Node) -> bool:
