@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -246,6 +247,17 @@ def drop_assertions(graph: torch.fx.Graph) -> None:
 def relabel(x: torch.Tensor, device: torch.device) -> None:
     """Let a fake tensor name another device, in place; what shares its storage goes on sharing it."""
     x.fake_device = device  # type: ignore[attr-defined]
+
+
+def copy_graph(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
+    """A graph of the same nodes, names, metadata and calling convention, and the new nodes by the old ones."""
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    new = torch.fx.Graph(tracer_cls=graph._tracer_cls)
+    new.graph_copy(graph, copied)
+    new.set_codegen(copy.copy(graph._codegen))
+    for output in graph.find_nodes(op="output"):
+        copied[output] = new.node_copy(output, copied.__getitem__)
+    return new, copied
 
 
 def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> torch.fx.GraphModule:

@@ -7,7 +7,6 @@ What users call. A graph that is handed in is never changed.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -89,8 +88,7 @@ def optimize(
     captured = _captured(gm, as_cost(cost))
     found = schedule(captured.dag, budget=memory_budget, multiplier=multiplier)
     members = tuple((i,) for i in range(len(captured.dag)))
-    graph = copy.deepcopy(gm.graph)  # copies no tensors
-    copied = dict(zip(gm.graph.nodes, graph.nodes, strict=True))
+    graph, copied = _compat.copy_graph(gm.graph)
     ours = dataclasses.replace(
         captured,
         nodes=tuple(map(copied.__getitem__, captured.nodes)),
