@@ -52,7 +52,7 @@ def backend(
         cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs hold
             graphs whose cost is a `Hardware`, a `CostModel`, a table, or a function with a method ``uuid() -> str``
             that changes when its results do; graphs of other functions compile anew in every process.
-        dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or by an exchange that changes
+        dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or an exchange that changes
             from plan to plan. The same on all ranks, whatever sizes they happen to see first.
         on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
             from a cache are not scheduled again.

@@ -1,0 +1,331 @@
+"""The overlap backend on real gloo ranks: results of eager code; one decision on all ranks, or an error on each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel as Colwise
+from torch.distributed.tensor.parallel import RowwiseParallel as Rowwise
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
+
+import spanwise
+from spanwise import SpanMask, _compat
+from spanwise.overlap import operators
+from spanwise.overlap.backend import backend
+from spanwise.overlap.costs import node_flops
+from spanwise.overlap.dag import Kind
+from spanwise.overlap.optimize import Result
+from tests.oracle import relative_error
+from tests.ranks.gloo import GlooPool
+
+BATCH, DIM = 8, 16
+
+
+class Cost:
+    """A collective takes `ratio` of a matrix product, one with `slow` columns 10 of them, all else nearly nothing."""
+
+    def __init__(self, ratio: float = 0.6, slow: int = 0) -> None:
+        self.ratio, self.slow = ratio, slow
+
+    def uuid(self) -> str:
+        return f"ratio {self.ratio}, slow {self.slow}"
+
+    def __call__(self, node: fx.Node) -> float:
+        if node.target in operators.STARTS:
+            return self.ratio
+        if not node_flops(node):
+            return 0.01
+        return 10.0 if operators.tensors_of(node)[0].shape[-1] == self.slow else 1.0
+
+
+class Gathered(torch.autograd.Function):
+    """A parameter of its shards, whose gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.group = mesh.get_group()
+        return _compat.wait(_compat.start_all_gather(shard, mesh.size(), _compat.group_name(ctx.group)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _compat.wait(_compat.start_reduce_scatter(grad, ctx.group.size(), _compat.group_name(ctx.group))), None
+
+
+class Sharded(nn.Module):
+    """Layers whose parameters are gathered when they are used, FSDP2's way; two branches of `widths` side by side."""
+
+    def __init__(
+        self, mesh: DeviceMesh, widths: tuple[int, int] = (48, 80), dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.mesh, rank, size = mesh, mesh.get_local_rank(), mesh.size()
+
+        def shard(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).chunk(size)[rank].to(dtype) / 8)
+
+        self.up = nn.ParameterList([shard(width, DIM) for width in widths])
+        self.down = nn.ParameterList([shard(DIM, width) for width in widths])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            branches = []
+            for up, down in zip(self.up, self.down, strict=True):
+                h = F.silu(x @ Gathered.apply(up, self.mesh).t())
+                branches.append(h @ Gathered.apply(down, self.mesh).t())
+            x = x + branches[0] * branches[1]
+        return x
+
+
+def data(rank: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's input, and the gradient of its output."""
+    draw = torch.Generator().manual_seed(7 + rank)
+    x, grad = torch.randn(2, BATCH, DIM, generator=draw, dtype=torch.float64).to(dtype)
+    return x.requires_grad_(), grad
+
+
+def step(
+    run: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """Output, gradient of the input, gradients of the parameters."""
+    x.grad = None
+    module.zero_grad()
+    out = run(x)
+    out.backward(grad)
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
+    return [out.detach(), x.grad, *(g.clone() for g in grads)]
+
+
+def sharded_step(rank: int, mesh: DeviceMesh, name: str, bucket: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Three compiled steps beside one in float64 that is not compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    results: list[Result] = []
+    eager = Sharded(mesh)
+    expected = step(eager, eager, *data(rank))
+    module = Sharded(mesh, dtype=dtype)
+    run = torch.compile(module, backend=backend(name, cost=Cost(), bucket=bucket, on_result=results.append))
+    for _ in range(3):
+        got = step(run, module, *data(rank, dtype))
+    return {
+        "expected": expected,
+        "got": got,
+        "gain": [r.timeline.makespan / r.before.makespan for r in results],
+        "launches": [len(r.timeline.dag.starts) for r in results],
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ranks: int) -> None:
+    for answer in gloo_pool.run(num_ranks, sharded_step, "aot_eager", False, torch.float64):
+        for x, y in zip(answer["got"], answer["expected"], strict=True):
+            assert torch.equal(x, y)
+        assert answer["graphs"] == 1
+        assert min(answer["gain"]) < 0.9 and max(answer["gain"]) <= 1
+
+
+def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool]) -> tuple[str, float, float]:
+    """What a rank is told whose peers schedule by other costs, after how many seconds; and what it can do next."""
+    torch._dynamo.reset()
+    module = Sharded(mesh)
+    run = torch.compile(module, backend=backend("aot_eager", cost=costs[rank], bucket=buckets[rank]))
+    said, began = "", time.monotonic()
+    try:
+        step(run, module, *data(rank))
+    except ValueError as error:
+        said = str(error)
+    seconds = time.monotonic() - began
+    one = torch.ones(())
+    dist.all_reduce(one)
+    return said, seconds, one.item()
+
+
+def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: GlooPool) -> None:
+    """Before any collective of the graph: afterwards the group works as if nothing had been."""
+    other = Cost(slow=48)  # the branch that takes longer is gathered first
+    for said, seconds, ranks in gloo_pool.run(4, compare, [Cost(slow=80), other, Cost(slow=80), other], [False] * 4):
+        assert re.search(
+            r"ranks of the process group of ranks \[0, 1, 2, 3\] .* differently: of 4 collectives number 0 .*: "
+            r"ranks \[0, 2\] start .*all_gather_into_tensor.* float64\[\d+, 16\]; "
+            r"ranks \[1, 3\] start .*all_gather_into_tensor.* float64\[\d+, 16\]\. .*"
+            r"costs is ratio 0.6, slow 80 / ratio 0.6, slow 48",
+            said,
+        ), said
+        assert seconds < 20 and ranks == 4
+
+
+def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: GlooPool) -> None:
+    for said, _, ranks in gloo_pool.run(2, compare, [Cost(0.5), Cost(0.6)], [False] * 2):
+        assert (said, ranks) == ("", 2)
+
+
+def linear(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+    """Matrix products alone: Inductor has nothing to generate C++ for."""
+    out = x
+    for shard in shards:
+        out = out @ Gathered.apply(shard, mesh).t()
+    return out
+
+
+def through_caches(rank: int, mesh: DeviceMesh, folder: str, cost: Cost) -> dict[str, Any]:
+    """A step by Inductor with its caches in `folder`: results, hits and misses, or what was raised."""
+    torch._dynamo.reset()
+    counters.clear()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    try:
+        draw = torch.Generator().manual_seed(0)
+        wide = [torch.randn(DIM, DIM, generator=draw).requires_grad_() for _ in range(2)]
+        shards = [w.detach().chunk(mesh.size())[rank].clone().requires_grad_() for w in wide]
+        x = torch.randn(BATCH, DIM, generator=draw)
+        expected = x @ wide[0].t() @ wide[1].t()
+        expected.backward(torch.full_like(expected, mesh.size()))
+        out = torch.compile(linear, backend=backend("inductor", cost=cost))(x, shards, mesh)
+        out.backward(torch.ones_like(out))
+        errors = [relative_error(out.detach(), expected.detach())]
+        errors += [relative_error(s.grad, w.grad.chunk(mesh.size())[rank]) for s, w in zip(shards, wide, strict=True)]
+        inductor = counters["inductor"]
+        return {"errors": errors, "hits": inductor["fxgraph_cache_hit"], "misses": inductor["fxgraph_cache_miss"]}
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def through_own_caches(rank: int, mesh: DeviceMesh, folders: list[str], costs: list[Cost]) -> dict[str, Any]:
+    try:
+        return through_caches(rank, mesh, folders[rank], costs[rank])
+    except ValueError as error:
+        return {"said": str(error)}
+
+
+def test_a_rank_with_a_warm_cache_and_one_without_agree(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    cold = [str(tmp_path / name) for name in ("first", "second", "third")]
+    same = [Cost(), Cost()]
+    answers = gloo_pool.run(2, through_own_caches, cold[:2], same)
+    assert [(a["hits"], a["misses"]) for a in answers] == [(0, 2), (0, 2)]
+    answers = gloo_pool.run(2, through_own_caches, [cold[0], cold[2]], same)
+    assert [(a["hits"], a["misses"]) for a in answers] == [(2, 0), (0, 2)]
+    assert max(max(a["errors"]) for a in answers) < 1e-6
+    # Other costs are another entry: nothing that was scheduled by the first ones is found.
+    answers = gloo_pool.run(2, through_own_caches, cold[:2], [Cost(0.3), Cost(0.3)])
+    assert [(a["hits"], a["misses"]) for a in answers] == [(0, 2), (0, 2)]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 48, bias=False), nn.Linear(48, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+def mlps() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(MLP(), MLP()).double()
+
+
+def beside_eager(
+    rank: int, module: Callable[[], nn.Module], name: str, seed: int, cost: Cost
+) -> tuple[list[bool], list[Result]]:
+    """Whether results and gradients of a compiled module are the eager ones bit for bit; its schedules."""
+    torch._dynamo.reset()
+    counters.clear()
+    results: list[Result] = []
+    eager, module_ = module(), module()
+    expected = step(eager, eager, *data(seed))
+    got = step(torch.compile(module_, backend=backend(name, cost=cost, on_result=results.append)), module_, *data(seed))
+    return [torch.equal(x, y) for x, y in zip(got, expected, strict=True)], results
+
+
+def collectives(result: Result) -> list[str]:
+    nodes = [result.timeline.dag.nodes[i] for i in result.timeline.order.tolist()]
+    return [re.sub(r"_\d+$", "", node.name) for node in nodes if node.kind == Kind.START]
+
+
+def tensor_parallel(rank: int, mesh: DeviceMesh) -> tuple[list[bool], list[list[str]], float]:
+    plan = {f"{i}.{name}": style() for i in range(2) for name, style in (("up", Colwise), ("down", Rowwise))}
+    equal, results = beside_eager(rank, lambda: parallelize_module(mlps(), mesh, plan), "aot_eager", 0, Cost())
+    backward = results[1]
+    return equal, list(map(collectives, results)), backward.timeline.exposed_ms / backward.before.exposed_ms
+
+
+def test_tensor_parallel_module(gloo_pool: GlooPool) -> None:
+    """By DTensor: its collectives are nodes of the graph; gradients of weights hide those of inputs."""
+    for equal, starts, left in gloo_pool.run(2, tensor_parallel, mesh_dim_names=("tp",)):
+        assert all(equal)
+        assert starts == [["all_reduce"] * 2] * 2
+        assert left < 0.6
+
+
+def fully_sharded(rank: int, mesh: DeviceMesh) -> tuple[list[bool], int, int]:
+    def module() -> nn.Module:
+        made = mlps()
+        for layer in made:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(made, mesh=mesh)
+
+    equal, results = beside_eager(rank, module, "aot_eager", rank, Cost())
+    return equal, len(results), counters["stats"]["unique_graphs"]
+
+
+def test_fsdp2_communicates_outside_of_the_graphs(gloo_pool: GlooPool) -> None:
+    """Its hooks break the graph and run uncompiled: what is between them compiles, and has no collectives."""
+    for equal, scheduled, graphs in gloo_pool.run(2, fully_sharded, mesh_dim_names=("dp",)):
+        assert all(equal)
+        assert scheduled == 0 < graphs
+
+
+class Attention(nn.Module):
+    """Projections of a rank's tokens ``[B, S, D]`` around attention to all tokens."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=False).double() for _ in range(4))
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attended = spanwise.context_parallel_attention(q, k, v, plan, self.mesh)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def context_parallel(rank: int, mesh: DeviceMesh) -> tuple[float, list[list[str]]]:
+    """A step for each of three plans by one compiled module: largest relative error, collectives of each schedule."""
+    torch._dynamo.reset()
+    results: list[Result] = []
+    module = Attention(mesh)
+    use = backend("aot_eager", cost=Cost(), on_result=results.append)
+    run = torch.compile(module, backend=use, fullgraph=True)
+    errors = []
+    for cut in (20, 33, 41):
+        plan = spanwise.make_plan(SpanMask.documents([0, cut, 64]), mesh.size(), exchange="needed", block_size=4)
+        whole = torch.randn(1, 64, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(cut))
+        x = spanwise.shard(plan, mesh, whole, dim=1).requires_grad_()
+        grad = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(rank))
+        got, expected = (
+            step(functools.partial(attend, plan=plan.local(mesh)), module, x, grad) for attend in (run, module)
+        )
+        errors += [relative_error(a, b) for a, b in zip(got, expected, strict=True)]
+    return max(errors), list(map(collectives, results))
+
+
+def test_context_parallel_exchange_is_scheduled(gloo_pool: GlooPool) -> None:
+    """How many tokens travel is open in the graph, and the same graph serves every plan."""
+    for error, starts in gloo_pool.run(2, context_parallel):
+        assert error < 1e-12
+        assert starts == [["all_to_all_single"]] * 2
