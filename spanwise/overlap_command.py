@@ -122,10 +122,12 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise ValueError(f"cannot write {path}: name a file in a folder that exists")
     hardware = load_hardware(options.hardware)
+    given = parse_groups(options.group)
     source, what = _graphs(options, hardware)
-    ranks = {**source.ranks, **parse_groups(options.group)}
+    ranks = {**source.ranks, **given}
     chosen = _chosen(options, source)
-    model = _Priced(hardware, VECTOR_UNITS if options.device == "cpu" else TENSOR_CORES, ranks)
+    on_cpu = "cpu" in (options.device, options.hardware.lower())
+    model = _Priced(hardware, VECTOR_UNITS if on_cpu else TENSOR_CORES, ranks)
     found = [_figures(name, gm, model, source.labels, options) for name, gm in chosen.items()]
     page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
     pages.show(page)
@@ -222,7 +224,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
     return SavedGraphs(
         {"forward": graphs.forward, "backward": graphs.backward},
         {axis.name: axis.ranks for axis in axes.values()},
-        {axis.name: name for name, axis in axes.items()},
+        {axis.name: "cp, K/V" if name == "cp" else name for name, axis in axes.items()},
     ), what
 
 
@@ -332,7 +334,11 @@ def _world(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
     size = max((max(of_group) for of_group in members), default=0) + 1
     dist.init_process_group("fake", rank=min(shared), world_size=size, store=_compat.fake_store())
     try:
+        assert dist.group.WORLD is not None
+        whole = _compat.group_name(dist.group.WORLD)
         for name in sorted(ranks, key=lambda name: (len(name), name)):
+            if name == whole and len(ranks[name]) == size:
+                continue
             made = _compat.group_name(dist.new_group(list(ranks[name])))
             if made != name:
                 raise ValueError(f"its groups are looked up by name, and torch calls {name!r} {made!r} here")
