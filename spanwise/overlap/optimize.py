@@ -117,24 +117,24 @@ def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float])
 
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
-    """`to_dag` of a graph that is in order and has values."""
-    seen: set[fx.Node] = set()
-    calls, values = [], 0
+    """`to_dag` of a graph that is in order; says more of missing metadata."""
+    seen: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         for arg in node.all_input_nodes:
-            if arg not in seen:
+            if arg.name not in seen:
                 raise GraphError(
                     node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
                 )
-        seen.add(node)
-        if node.op.startswith("call_"):
-            calls.append(node)
-            values += "val" in node.meta
-    if calls and not values:
-        raise GraphError(
-            calls[0].name,
-            'neither it nor any other has meta["val"], of which sizes and aliases are read. Graphs lose it when they '
-            'are saved, and ShapeProp makes "tensor_meta" only; FakeTensorProp(gm).propagate(*inputs) of '
-            "torch.fx.passes.fake_tensor_prop makes it",
+        seen[node.name] = node
+    try:
+        return to_dag(gm, cost)
+    except GraphError as error:
+        if "val" in seen[error.node].meta:
+            raise
+        text = (
+            'it has no meta["val"], of which sizes and aliases are read. Graphs lose it when they are saved, ShapeProp '
+            'makes "tensor_meta" only, and torch.export leaves it out of what it adds: '
+            "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True))"
+            ".propagate(*inputs) makes it"
         )
-    return to_dag(gm, cost)
+        raise GraphError(error.node, text) from error
