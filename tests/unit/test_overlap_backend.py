@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from spanwise import _compat
@@ -20,6 +22,7 @@ from spanwise.overlap import operators
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs import node_flops
 from spanwise.overlap.optimize import Result
+from spanwise.overlap.sizes import assumed
 
 RANKS, BATCH = 2, 16
 DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
@@ -148,3 +151,94 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     for ours, theirs, result in zip(codes, plain, results, strict=True):
         assert sorted(called(theirs)) == sorted(called(ours)) != called(theirs) != scheduled(result)
         assert 0 < kernels(ours) <= kernels(theirs)
+
+
+def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: str) -> None:
+    def misses_and_hits(**options: Any) -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        compiled(group, backend("inductor", **options))
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    first = {"cost": Cost(0.55)}
+    assert misses_and_hits(**first) == (2, 0)
+    assert misses_and_hits(**first) == (0, 2)
+    assert misses_and_hits(cost=Cost(0.5)) == (2, 0)
+    assert misses_and_hits(**first, multiplier=1.5) == (2, 0)
+    assert misses_and_hits(**first, dynamic_size=128) == (2, 0)
+    assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # of which nobody knows when it is another one
+
+
+def test_mode_and_options_go_on_to_inductor(group: str) -> None:
+    use = backend("inductor", cost=Cost(), bucket=False)
+    assert all("assert_size_stride(" in code for code in compiled(group, use))
+    codes = compiled(group, use, options={"size-asserts": False})
+    assert not any("assert_size_stride(" in code for code in codes)
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
+        compiled(group, use, mode="fastest")
+    with pytest.raises(Exception, match='"aot_eager" takes no mode and no options, got mode=None, options={'):
+        compiled(group, backend("aot_eager", cost=Cost()), options={"max_fusion_size": 1})
+
+
+def test_graphs_without_collectives_are_inductors_own(group: str) -> None:
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x @ x.t()).mean()
+
+    codes = []
+    for use in (backend("inductor", cost=Cost(), on_result=lambda result: pytest.fail("scheduled")), "inductor"):
+        torch._dynamo.reset()
+        codes.append(run_and_get_code(torch.compile(mean, backend=use), torch.randn(8, 8))[1])
+    ours, theirs = ([code.split("\n", 1)[1] for code in each] for each in codes)  # the first line counts graphs
+    assert ours == theirs
+
+
+def test_passes_that_are_configured_run_before(group: str) -> None:
+    seen: list[int] = []
+
+    def earlier(graph: fx.Graph) -> None:
+        seen.append(len(graph.find_nodes(op="call_function", target=torch.ops.spanwise.agree.default)))
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=earlier):
+        codes = compiled(group, backend("inductor", cost=Cost()))
+    assert seen == [0, 0]
+    assert all("spanwise.agree" in code for code in codes)
+
+
+def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) -> None:
+    for name in ("aot_eager", "inductor"):
+        with pytest.raises(Exception, match="GraphError: node '.*': its cost must be finite and not negative, got nan"):
+            compiled(group, backend(name, cost=lambda node: float("nan")))
+    with pytest.raises(ValueError, match='must be "inductor" or "aot_eager", got \'eager\''):
+        backend("eager", cost=Cost())
+    with pytest.raises(ValueError, match="dynamic_size must be at least 1, got 0"):
+        backend(cost=Cost(), dynamic_size=0)
+
+
+def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterwards() -> None:
+    def views(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.cat([x, y])
+        return wide[1:].t(), wide.view(torch.int32), wide.new_zeros(3, 5), wide.sum(0)
+
+    gm = make_fx(views, tracing_mode="symbolic")(torch.randn(6, 4), torch.randn(7, 4))
+    before = [node.meta.get("val") for node in gm.graph.nodes]
+    whole, views_, fixed = (
+        [n for n in gm.graph.nodes if n.name.startswith(name)] for name in ("cat", ("t", "view"), "new_zeros")
+    )
+    with assumed(gm, 16):
+        assert whole[0].meta["val"].shape == (32, 16)
+        (storage,) = {operators.storage_of(n.meta["val"]) for n in (*whole, *views_)}
+        assert views_[0].meta["val"].untyped_storage().nbytes() == 32 * 16 * 4
+        assert {tuple(n.meta["val"].shape) for n in views_} == {(16, 31), (32, 16)}
+        assert operators.storage_of(fixed[0].meta["val"]) != storage
+        assert all(type(size) is int for n in gm.graph.nodes for t in operators.tensors_of(n) for size in t.shape)
+    assert all(node.meta.get("val") is value for node, value in zip(gm.graph.nodes, before, strict=True))
+
+
+def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:
+    results: list[Result] = []
+    x, shards = inputs()
+    step = torch.compile(layers, backend=backend("inductor", cost=Cost(), on_result=results.append), dynamic=True)
+    _, codes = run_and_get_code(lambda: step(x, shards, group).backward())
+    assert all(re.search(r"empty_strided_cpu\(\(s\d+,", code) for code in codes)
+    (mm, *_) = (n for n in results[0].graph_module.graph.nodes if n.target is torch.ops.aten.mm.default)
+    assert mm.meta["val"].shape == (4096, 2 * 4096)  # gathered from two ranks
