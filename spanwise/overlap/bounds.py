@@ -55,6 +55,11 @@ def lower_bounds(dag: Dag) -> Bounds:
     return Bounds(dag.compute_ms, path, streams)
 
 
+def heads_and_rest(dag: Dag) -> tuple[list[float], list[float]]:
+    """The longest paths to where each node is issued, and from there to the end of all; milliseconds by node."""
+    return _heads(dag).tolist(), _rest(dag)[0].tolist()
+
+
 def remaining(dag: Dag) -> list[float]:
     """The longest path from when each node is issued to the end of all, milliseconds; a priority for schedules."""
     return _rest(dag)[0].tolist()

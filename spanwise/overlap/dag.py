@@ -138,13 +138,31 @@ class Dag:
         return tuple(dict.fromkeys(self.nodes[i].group for i in self.starts))
 
     @functools.cached_property
+    def unique_deps(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, the nodes that it depends on, each once."""
+        return tuple(n.deps if len(n.deps) < 2 else tuple(dict.fromkeys(n.deps)) for n in self.nodes)
+
+    @functools.cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """Of each node, the nodes that depend on it, ascending."""
         found: list[list[int]] = [[] for _ in self.nodes]
-        for i, node in enumerate(self.nodes):
-            for dep in sorted(set(node.deps)):
+        for i, deps in enumerate(self.unique_deps):
+            for dep in deps:
                 found[dep].append(i)
         return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Dependencies: what comes first, and what follows it."""
+        following = np.repeat(np.arange(len(self)), [len(deps) for deps in self.unique_deps])
+        return np.array([dep for deps in self.unique_deps for dep in deps], np.int64), following
+
+    @functools.cached_property
+    def _storage_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Users of all storages one after another, each one's maker first, and where each one's begin."""
+        users = [(storage.maker, *storage.users) for storage in self.storages]
+        begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
+        return np.array([user for of_one in users for user in of_one], np.int64), begins
 
     @functools.cached_property
     def compute_ms(self) -> float:
@@ -153,26 +171,31 @@ class Dag:
 
     def check_order(self, order: Sequence[int]) -> None:
         """``GraphError`` unless `order` has every node once, after all that it depends on."""
-        place = np.full(len(self), -1, np.int64)
-        place[list(order)] = np.arange(len(order))
-        if len(order) != len(self) or (place < 0).any():
+        numbers = np.asarray(order, np.int64)
+        if not np.array_equal(np.sort(numbers), np.arange(len(self))):
             raise ValueError(f"an order of {len(self)} nodes has each of them once, got {len(order)} numbers")
-        for i, node in enumerate(self.nodes):
-            for dep in node.deps:
-                if place[dep] > place[i]:
-                    raise GraphError(node.name, f"it comes before {self.nodes[dep].name!r}, on which it depends")
+        place = np.empty(len(self), np.int64)
+        place[numbers] = np.arange(len(self))
+        deps, following = self._edges
+        wrong = np.flatnonzero(place[deps] > place[following])
+        if len(wrong):
+            node, dep = self.nodes[following[wrong[0]]], self.nodes[deps[wrong[0]]]
+            raise GraphError(node.name, f"it comes before {dep.name!r}, on which it depends")
 
     def peak_bytes(self, order: Sequence[int] | None = None) -> int:
         """Most bytes of the storages alive at once, in the given order or the graph's own.
 
         What a node allocates is there beside what it frees. Storages without a user are free at once, kept ones never.
         """
+        if not self.storages:
+            return 0
         place = np.arange(len(self))
         if order is not None:
-            place[list(order)] = np.arange(len(order))
+            place[np.asarray(order, np.int64)] = np.arange(len(order))
+        users, begins = self._storage_users
+        num_bytes = np.array([storage.num_bytes for storage in self.storages], np.int64)
+        freed = np.array([not storage.kept for storage in self.storages])
         change = np.zeros(len(self) + 1, np.int64)
-        for storage in self.storages:
-            change[place[storage.maker]] += storage.num_bytes
-            if not storage.kept:
-                change[max(place[user] for user in (storage.maker, *storage.users)) + 1] -= storage.num_bytes
+        np.add.at(change, place[users[begins]], num_bytes)
+        np.subtract.at(change, np.maximum.reduceat(place[users], begins)[freed] + 1, num_bytes[freed])
         return int(change.cumsum().max(initial=0))

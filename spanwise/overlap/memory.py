@@ -1,107 +1,157 @@
-"""Guard of a memory budget while an order is made node by node.
+"""Guard of a limit on memory while an order is made node by node.
 
-The state that is kept safe: if all nodes that are left ran in the graph's own order from here, the budget would hold.
-The own order holds it from the start, or the budget is refused; the next node of that order can always run and leaves
-the state safe; so whatever else is run in between, the order that results never exceeds the budget. (E. W. Dijkstra's
-banker's algorithm, with the graph's own order as the way out.) Pure.
+The state that is kept safe: if all nodes that are left ran in one order that is known to hold the limit (the graph's
+own, as a rule) from here, it would hold. That order holds it from the start, or the limit is refused; its next node can
+always run and leaves the state safe; so whatever else is run in between, the order that results never exceeds the
+limit. (E. W. Dijkstra's banker's algorithm, with a known order as the way out.) Pure.
+
+What is limited need not be memory: whatever one node takes and the last of some others gives back will do, as
+collectives under way.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import numpy as np
 
-from spanwise.overlap.dag import Dag
+from spanwise.overlap.dag import Dag, Storage
+
+_GONE = int(np.iinfo(np.int64).min) // 2  # below whatever is added to what has run
 
 
 class Guard:
     """Memory of a partly issued `dag`, and whether a node may be issued next.
 
     Args:
-        budget: bytes of `dag`'s storages at most.
+        budget: bytes of the storages at most.
+        order: the way out; default: the graph's own order.
+        storages: what is limited; default: those of the graph.
 
     Attributes:
-        alive: bytes of the storages that are alive.
+        alive: bytes of the storages that are alive; peak: the most so far.
+        takes: of each node, the bytes that it allocates.
 
     Raises:
-        ValueError: the graph's own order needs more.
+        ValueError: the way out needs more than the budget.
     """
 
-    def __init__(self, dag: Dag, budget: int) -> None:
-        self._dag, self.budget, self.alive = dag, budget, 0
+    def __init__(
+        self, dag: Dag, budget: int, *, order: Sequence[int] | None = None, storages: Sequence[Storage] | None = None
+    ) -> None:
         count = len(dag)
-        self._made: list[list[int]] = [[] for _ in range(count)]
+        storages = dag.storages if storages is None else storages
+        self.budget, self.alive, self.peak = budget, 0, 0
+        self._order = range(count) if order is None else order
+        place = list(self._order)  # of each node in the way out
+        for at, node in enumerate(self._order):
+            place[node] = at
+        self._place = place
+        self._bytes = [storage.num_bytes for storage in storages]
+        self._kept = [storage.kept for storage in storages]
+        self.takes = [0] * count
         self._used: list[list[int]] = [[] for _ in range(count)]
-        self._left: list[list[int]] = []  # users that have not run, ascending; the maker is one, too
-        change = np.zeros(count + 1, np.int64)
-        for s, storage in enumerate(dag.storages):
-            users = sorted({storage.maker, *storage.users})
-            self._made[storage.maker].append(s)
+        self._left: list[list[int]] = []  # places of users that have not run, ascending; the maker's, too
+        for s, storage in enumerate(storages):
+            self.takes[storage.maker] += storage.num_bytes
+            users = {storage.maker, *storage.users}
             for user in users:
                 self._used[user].append(s)
-            self._left.append(users)
-            change[storage.maker] += storage.num_bytes
-            if not storage.kept:
-                change[users[-1] + 1] -= storage.num_bytes
+            self._left.append(sorted(place[user] for user in users))
+        # Memory is at its most where a node allocates: only these places are looked at.
+        takes = [self.takes[node] > 0 for node in self._order]
+        self._row = np.concatenate([[0], np.cumsum(takes, dtype=np.int64)]).tolist()  # of each place, rows before it
+        change = np.zeros(self._row[-1] + 1, np.int64)
+        for storage, left in zip(storages, self._left, strict=True):
+            if storage.num_bytes:
+                change[self._row[left[0]]] += storage.num_bytes
+                if not storage.kept:
+                    change[self._row[left[-1] + 1]] -= storage.num_bytes
         # Memory at each node that is left, were these to run next in their own order.
         self._profile = change[:-1].cumsum()
-        self._has_run = bytearray(count)
+        self._highest = int(self._profile.max(initial=0))  # at least what any node that is left needs
+        self._has_run = bytearray(count)  # by place
         self._next = 0
-        peak = int(self._profile.max(initial=0))
-        if peak > budget:
+        if self._highest > budget:
             raise ValueError(
-                f"the graph's own order needs {peak:,} bytes at its peak, more than the budget of {budget:,}: allow as "
-                f"many"
+                f"the graph's own order needs {self._highest:,} bytes at its peak, more than the budget of "
+                f"{budget:,}: allow as many"
             )
 
-    def copy(self) -> Guard:
-        """A guard in the same state; what is issued to one is nothing to the other."""
+    def copy(self, budget: int | None = None) -> Guard:
+        """A guard in the same state; what is issued to one is nothing to the other.
+
+        Args:
+            budget: another one, at least what the way out needs.
+        """
         other = copy.copy(self)
-        other._left, other._profile = [list(users) for users in self._left], self._profile.copy()
+        other.budget = self.budget if budget is None else budget
+        other._left, other._profile = [places.copy() for places in self._left], self._profile.copy()
         other._has_run = self._has_run.copy()
         return other
 
     @property
     def next_in_order(self) -> int:
-        """The first node that is left, which is always safe."""
-        return self._next
-
-    def allocated(self, node: int) -> int:
-        """Bytes that a node allocates."""
-        return sum(self._dag.storages[s].num_bytes for s in self._made[node])
+        """The first node of the way out that is left, which is always safe."""
+        return self._order[self._next]
 
     def is_safe(self, node: int) -> bool:
         """Whether `node`, all of whose dependencies have run, may be issued now."""
-        if node == self._next:
+        new = self.takes[node]
+        if new == 0 or self._highest + new <= self.budget:
             return True
-        new = self.allocated(node)
-        if new == 0:
+        place = self._place[node]
+        if place == self._next:
             return True
         if self.alive + new > self.budget:
             return False
+        first = self._row[self._next]
+        self._highest = int(self._profile[first:].max(initial=0))
         # What it frees by running early is not counted in its favour.
-        return int(self._profile[self._next : node].max()) + new <= self.budget
+        return int(self._profile[first : self._row[place]].max(initial=0)) + new <= self.budget
 
     def run(self, node: int) -> None:
         """Issue `node`."""
-        storages, first = self._dag.storages, self._next
-        for s in self._made[node]:
-            self.alive += storages[s].num_bytes
-            self._profile[first:node] += storages[s].num_bytes
-        self._has_run[node] = True
+        place, first, row = self._place[node], self._next, self._row
+        self._has_run[place] = True
+        new = self.takes[node]
+        if new:
+            self.alive += new
+            self.peak = max(self.peak, self.alive)
+            if row[first] < row[place]:
+                self._profile[row[first] : row[place]] += new
+                self._highest += new
+            self._profile[row[place]] = _GONE
         for s in self._used[node]:
             left = self._left[s]
-            if left[-1] != node:
+            if left[-1] != place:
                 continue
             while left and self._has_run[left[-1]]:
                 left.pop()
-            if storages[s].kept:
+            if self._kept[s]:
                 continue
-            after = max(left[-1] + 1, first) if left else first
-            self._profile[after : node + 1] -= storages[s].num_bytes
+            after = row[max(left[-1] + 1, first) if left else first]
+            if after < row[place]:
+                self._profile[after : row[place]] -= self._bytes[s]
             if not left:
-                self.alive -= storages[s].num_bytes
-        self._profile[node] = np.iinfo(np.int64).min // 2
-        while self._next < len(self._dag) and self._has_run[self._next]:
-            self._next += 1
+                self.alive -= self._bytes[s]
+        while first < len(self._has_run) and self._has_run[first]:
+            first += 1
+        self._next = first
+
+
+class AllOf:
+    """Several guards with the same way out, as one."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._guards = tuple(guards)
+
+    def is_safe(self, node: int) -> bool:
+        """Whether all of them let `node` be issued now."""
+        return all(guard.is_safe(node) for guard in self._guards)
+
+    def run(self, node: int) -> None:
+        """Issue `node` to all."""
+        for guard in self._guards:
+            guard.run(node)

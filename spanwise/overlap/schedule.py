@@ -1,32 +1,40 @@
-"""Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget.
+"""Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
-A list scheduler (R. L. Graham's, by longest remaining path) on the model of `simulate`: whenever the compute stream is
-free it takes the ready node with the most work after it; a collective is started when the stream of its group would
-otherwise stand still; a wait is taken when its collective has ended, or nothing else is ready; what is ready long
-before it is needed is put off, for it only fills memory. A few variants of these rules are simulated, and the best
-order is kept; the graph's own is among them, so that no schedule is worse. Pure and deterministic.
+Several list schedules (`listed`) are made, by due dates that keep more or less close to the graph's own order, and then
+by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its makespan to a
+thousandth and then by its peak of memory; the graph's own order is among them, so that no schedule is worse. Pure and
+deterministic.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import functools
 import math
+import random
+from collections.abc import Iterator, Sequence
 
-from spanwise.overlap.bounds import Bounds, lower_bounds, needed_at, remaining
-from spanwise.overlap.dag import Dag, Kind
+from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.dag import Dag, Kind, Storage
+from spanwise.overlap.listed import Listed, Problem, forward, latest, paced, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
 
 GIB = 2**30
-# How many ready nodes are looked at when the first ones do not fit the budget.
-_LOOK = 8
-# What is tried. Of a ready node's milliseconds, for what share the compute stream rather waits for a collective on a
-# longer path; and how far ahead of the longest path that is left a node may run, as a share of the whole path.
-_VARIANTS = (
-    (0.1, 1 / 16), (0.25, 1 / 32), (0.0, 1 / 256), (0.0, 1 / 16), (0.0, 1 / 64), (0.25, 1 / 64), (0.0, math.inf)
+EFFORT = 8
+# Makespans are told apart by thousandths of what the longest path or the busiest stream takes at least.
+_STEPS = 1000
+# Due dates that keep to the known order: by how much of the longest path others lag behind it, how far ahead of what is
+# due first a node that takes memory may run, as a share of the same; and patience (see `forward`). The best of the
+# first few is what is improved first.
+_PACED = (
+    (1 / 32, 1 / 16, 0.25), (1 / 32, 1 / 16, 0.0), (1 / 16, 1 / 16, 0.0), (math.inf, math.inf, 0.0),
+    (1 / 8, 1 / 8, 0.5), (1 / 4, 1 / 4, 0.0), (1 / 64, 1 / 64, 0.0), (1, 1 / 4, 0.25), (1 / 64, 1 / 32, 0.25),
 )  # fmt: skip
-_CLOSE = 1.001  # of the bound: no further variant is tried
+_FIRST = 3
+_ROUNDS = 3
+_NARROW, _WIDE = 1 / 16, 1 / 4  # how far ahead, where due dates are read off a schedule
+_TINY = 1e-4  # of the longest path: what may come right before whoever needs it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +43,12 @@ class Schedule:
 
     Attributes:
         timeline: of that order, with the costs as they were given.
-        before: of the graph's own order.
-        bounds: what no order can beat.
+        before: of the order that was there: the graph's own, or the fallback.
         budget: bytes that the order was allowed.
     """
 
     timeline: Timeline
     before: Timeline
-    bounds: Bounds
     budget: int
 
     @property
@@ -50,37 +56,152 @@ class Schedule:
         """Nodes as they are to be issued."""
         return self.timeline.order.tolist()
 
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """What no order can beat, memory and limits in flight aside."""
+        return lower_bounds(self.timeline.dag)
 
-def default_budget(dag: Dag) -> int:
-    """The peak of the graph's own order, and 1 GiB or a twentieth of it more, whichever is larger; bytes."""
-    peak = dag.peak_bytes()
+
+def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
+    """The peak of an order (default: the graph's own), and the larger of 1 GiB and a twentieth of it more; bytes."""
+    peak = dag.peak_bytes(order)
     return peak + max(GIB, peak // 20)
 
 
-def schedule(dag: Dag, *, budget: int | None = None, multiplier: float = 1.0) -> Schedule:
+def schedule(
+    dag: Dag,
+    *,
+    budget: int | None = None,
+    multiplier: float = 1.0,
+    in_flight: int | None = None,
+    in_flight_bytes: int | None = None,
+    effort: int = EFFORT,
+    fallback: Sequence[int] | None = None,
+) -> Schedule:
     """Look for the order of the shortest makespan.
 
     Args:
         budget: bytes of the dag's storages at most; default: `default_budget`.
         multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
+        in_flight: collectives of each group at most that have been started and not yet waited for. Where the order
+            that is there has more of a group, its most is that group's limit. A collective without a wait is not
+            counted.
+        in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
+        effort: how many orders are tried, besides the one that is there. With more, the makespan is no longer, to
+            within a thousandth, and the peak of memory no higher where the makespan is as long.
+        fallback: an order that is there instead of the graph's own: one within the budget, where the own one is not.
+            The schedule is no worse than it.
 
     Raises:
-        ValueError: the graph's own order exceeds the budget, or the multiplier is not positive and finite.
+        ValueError: the order that is there exceeds the budget or is none, the multiplier is not positive and finite, or
+            a limit or the effort is too small.
     """
     if not (math.isfinite(multiplier) and multiplier > 0):
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
-    budget = default_budget(dag) if budget is None else budget
+    for name, limit, least in (("in_flight", in_flight, 1), ("in_flight_bytes", in_flight_bytes, 0)):
+        if limit is not None and limit < least:
+            raise ValueError(f"{name} must be at least {least}, got {limit}")
+    if effort < 0:
+        raise ValueError(f"effort must not be negative, got {effort}")
+    before = simulate(dag, fallback)
+    order = before.order.tolist()
+    budget = default_budget(dag, order) if budget is None else budget
+    guards = [Guard(dag, budget, order=order), *_flight_guards(dag, order, in_flight, in_flight_bytes)]
     assumed = dag if multiplier == 1.0 else _slower(dag, multiplier)
-    rules = _Rules(assumed, budget)
-    best = before = simulate(dag)
-    bounds = lower_bounds(dag)
-    for patience, ahead in _VARIANTS:
-        if best.makespan <= _CLOSE * bounds.makespan:
-            break
-        timeline = simulate(dag, _listed(rules, patience, ahead))
-        if timeline.makespan < best.makespan:
-            best = timeline
-    return Schedule(best, before, bounds, budget)
+    problem = Problem(assumed, order, guards)
+    search = _Search(dag, problem, before, budget)
+    search.run(effort)
+    return Schedule(before if search.order == order else simulate(dag, search.order), before, budget)
+
+
+class _Search:
+    """Schedules one after another, and the best so far; a shorter search is the beginning of a longer one.
+
+    Args:
+        dag: with the costs as they were given; `problem` has them as they are assumed.
+    """
+
+    def __init__(self, dag: Dag, problem: Problem, before: Timeline, budget: int) -> None:
+        self.dag, self.problem, self.before, self.budget = dag, problem, before, budget
+        self.same_costs = problem.dag is dag
+        busiest = max([dag.compute_ms, *_stream_ms(dag).values()], default=0.0)
+        self.floor = max(busiest, problem.longest if self.same_costs else 0.0)
+        self.scale = max(problem.longest, self.floor)
+        self.tries = 0
+        self.order = before.order.tolist()
+        self.key = self._key(before.makespan, before.peak_bytes)
+
+    def _key(self, makespan: float, peak: int) -> tuple[int, int, float]:
+        """Smaller is better."""
+        return int(makespan / self.floor * _STEPS) if self.floor else 0, peak, makespan
+
+    def _simulated(self, order: list[int]) -> float:
+        return simulate(self.dag, order).makespan
+
+    def _offer(self, order: list[int], makespan: float, peak: int) -> bool:
+        key = self._key(makespan, peak)
+        if makespan > self.before.makespan or key >= self.key:
+            return False
+        self.order, self.key = order, key
+        return True
+
+    def run(self, effort: int) -> None:
+        """Try `effort` orders, or fewer where the best cannot get better."""
+        moves = self._moves()
+        while self.tries < effort and not self._done():
+            self.tries += 1
+            found = next(moves)
+            makespan = found.makespan if self.same_costs else self._simulated(found.order)
+            if self._offer(found.order, makespan, found.peak):
+                order = sunk(self.problem, found.order, _TINY * self.scale)
+                peak = self.dag.peak_bytes(order)
+                if peak < found.peak:
+                    self._offer(order, self._simulated(order), peak)
+
+    def _done(self) -> bool:
+        return self.key[0] <= _STEPS and self.key[1] <= self.before.peak_bytes
+
+    def _moves(self) -> Iterator[Listed]:
+        """Schedules without end."""
+        problem, scale = self.problem, self.scale
+
+        def value(found: Listed) -> tuple[int, int, float]:
+            return self._key(found.makespan, found.peak)
+
+        best: Listed | None = None
+        widest = _WIDE
+        for lead, ahead, patience in _PACED[:_FIRST]:
+            found = forward(problem, paced(problem, lead * scale), ahead * scale, patience)
+            yield found
+            if best is None or value(found) < value(best):
+                best = found
+        assert best is not None
+        number = _FIRST
+        draw = random.Random(0)
+        while True:
+            # From the end backward, and forward again, as long as that helps.
+            current = best
+            for _ in range(_ROUNDS):
+                due = latest(problem, current).begin
+                found = forward(problem, due, _NARROW * scale)
+                yield found
+                wide = forward(problem, due, widest * scale)
+                yield wide
+                found = min(found, wide, key=value)
+                gained = found.makespan < current.makespan
+                current = min(found, current, key=value)
+                if not gained:
+                    break
+            best = min(current, best, key=value)
+            if number < len(_PACED):
+                lead, ahead, patience = _PACED[number]
+                number += 1
+                widest = max(_WIDE, ahead)
+                best = forward(problem, paced(problem, lead * scale), ahead * scale, patience)
+            else:
+                due = [b + scale / 16 * draw.random() for b in best.begin]
+                best = forward(problem, due, scale / 16)
+            yield best
 
 
 def _slower(dag: Dag, multiplier: float) -> Dag:
@@ -88,122 +209,27 @@ def _slower(dag: Dag, multiplier: float) -> Dag:
     return Dag(tuple(nodes), dag.storages)
 
 
-class _Rules:
-    """What all variants go by, worked out once; refuses a budget that the own order exceeds.
-
-    Attributes:
-        rest: `bounds.remaining`; `needed`: `bounds.needed_at`.
-        longest: nodes, the longest paths first; the first one that is left says how far the whole has come.
-        missing: of each node, how many others it depends on.
-        guard: of memory before anything has run.
-    """
-
-    def __init__(self, dag: Dag, budget: int) -> None:
-        self.dag, self.guard = dag, Guard(dag, budget)
-        self.rest, self.needed = remaining(dag), needed_at(dag)
-        self.longest = sorted(range(len(dag)), key=lambda i: (-self.rest[i], i))
-        self.missing = [len(set(node.deps)) for node in dag.nodes]
+def _stream_ms(dag: Dag) -> dict[str, float]:
+    found = dict.fromkeys(dag.groups, 0.0)
+    for i in dag.starts:
+        found[dag.nodes[i].group] += dag.nodes[i].ms
+    return found
 
 
-def _listed(rules: _Rules, patience: float, ahead: float) -> list[int]:
-    """One order by the rules."""
-    dag, rest, needed, longest = rules.dag, rules.rest, rules.needed, rules.longest
-    window = ahead * max(rest, default=0.0) if ahead < math.inf else math.inf
-    front, reach = 0, 0.0
-    early: list[tuple[float, int]] = []  # ready, and not needed for long
-    guard, missing = rules.guard.copy(), rules.missing.copy()
-    # By the longest remaining path, then in the graph's own order.
-    ready: list[tuple[float, int]] = []
-    starts: dict[str, list[tuple[float, int]]] = {group: [] for group in dag.groups}
-    waits: list[tuple[float, int]] = []  # by the end of the collective
-    free = dict.fromkeys(dag.groups, 0.0)
-    end: dict[int, float] = {}
-    order: list[int] = []
-    has_run = bytearray(len(dag))
-    now = 0.0
-
-    def becomes_ready(i: int) -> None:
-        node = dag.nodes[i]
-        if node.kind == Kind.WAIT:
-            heapq.heappush(waits, (end[node.start], i))
-        elif needed[i] > reach:
-            heapq.heappush(early, (needed[i], i))
-        else:
-            heapq.heappush(starts[node.group] if node.kind == Kind.START else ready, (-rest[i], i))
-
-    def issue(i: int) -> None:
-        nonlocal now
-        node = dag.nodes[i]
-        guard.run(i)
-        has_run[i] = True
-        order.append(i)
-        if node.kind == Kind.START:
-            end[i] = free[node.group] = max(now, free[node.group]) + node.ms
-        elif node.kind == Kind.WAIT:
-            now = max(now, end[node.start])
-        else:
-            now += node.ms
-        for user in dag.users[i]:
-            missing[user] -= 1
-            if missing[user] == 0:
-                becomes_ready(user)
-
-    def take(heap: list[tuple[float, int]]) -> int | None:
-        """Remove and return the first node of the heap that fits the budget."""
-        kept: list[tuple[float, int]] = []
-        found = None
-        while heap and len(kept) < _LOOK:
-            entry = heapq.heappop(heap)
-            if has_run[entry[1]]:
-                continue
-            if guard.is_safe(entry[1]):
-                found = entry[1]
-                break
-            kept.append(entry)
-        for entry in kept:
-            heapq.heappush(heap, entry)
-        return found
-
-    for i in range(len(dag)):
-        if missing[i] == 0:
-            becomes_ready(i)
-    while len(order) < len(dag):
-        while waits and (has_run[waits[0][1]] or (waits[0][0] <= now and guard.is_safe(waits[0][1]))):
-            wait = heapq.heappop(waits)[1]
-            if not has_run[wait]:
-                issue(wait)
-        if len(order) == len(dag):
-            break
-        while has_run[longest[front]]:
-            front += 1
-        reach = max(reach, needed[longest[front]] + window)
-        while early and early[0][0] <= reach:
-            becomes_ready(heapq.heappop(early)[1])
-        chosen = take(ready)
-        if chosen is not None and waits and patience:
-            until, wait = waits[0]
-            if until - now < patience * dag.nodes[chosen].ms and rest[wait] > rest[chosen]:
-                heapq.heappush(ready, (-rest[chosen], chosen))
-                chosen = None
-        until = math.inf if chosen is None else now + dag.nodes[chosen].ms
-        started = False
-        for group, heap in starts.items():
-            while heap and free[group] <= (now if chosen is None else until):
-                start = take(heap)
-                if start is None:
-                    break
-                issue(start)
-                started = True
-                if chosen is None:
-                    break
-        if chosen is not None:
-            # What was started may have taken the room that there was.
-            if has_run[chosen] or not guard.is_safe(chosen):
-                heapq.heappush(ready, (-rest[chosen], chosen))
-                chosen = None
-            else:
-                issue(chosen)
-        if chosen is None and not started:
-            soonest = waits[0][1] if waits else guard.next_in_order
-            issue(soonest if guard.is_safe(soonest) else guard.next_in_order)
-    return order
+def _flight_guards(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[Guard]:
+    """Guards of what is in flight: taken by a start, and given back by its wait."""
+    if most is None and most_bytes is None:
+        return
+    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+    touched = dict.fromkeys(waits, 0)
+    for storage in dag.storages:
+        for user in {storage.maker, *storage.users}:
+            if user in touched:
+                touched[user] += storage.num_bytes
+    for group in dag.groups:
+        starts = [i for i in dag.starts if i in waits and dag.nodes[i].group == group]
+        for limit, takes in ((most, dict.fromkeys(starts, 1)), (most_bytes, touched)):
+            if limit is not None:
+                flights = tuple(Storage(takes[i], i, (waits[i],)) for i in starts)
+                own = Dag(dag.nodes, flights).peak_bytes(order)
+                yield Guard(dag, max(limit, own), order=order, storages=flights)

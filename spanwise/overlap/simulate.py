@@ -91,8 +91,8 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
         raise ValueError(f"contention must be at least 1, got {contention}")
     if order is not None:
         dag.check_order(order)
-    places = range(len(dag)) if order is None else order
-    begin, end, issued = np.zeros((3, len(dag)))
+    places = list(range(len(dag)) if order is None else map(int, order))
+    begin, end, issued = ([0.0] * len(dag) for _ in range(3))
     now = 0.0
     free = dict.fromkeys(dag.groups, 0.0)
     for i in places:
@@ -103,13 +103,13 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
             end[i] = free[node.group] = begin[i] + node.ms
             continue
         if node.kind == Kind.WAIT:
-            now = max(now, float(end[node.start]))
+            now = max(now, end[node.start])
         elif contention == 1.0:
             now += node.ms
         else:
             now += _stretched(node.ms, max(free.values(), default=0.0) - now, contention)
         end[i] = now
-    return Timeline(dag, np.array(places, np.int64), begin, end, issued)
+    return Timeline(dag, np.array(places, np.int64), *map(np.array, (begin, end, issued)))
 
 
 def _stretched(ms: float, busy: float, contention: float) -> float:
