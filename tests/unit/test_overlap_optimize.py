@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,3 +329,47 @@ def test_programs_of_torch_export() -> None:
     values = [n.meta["val"] for n in flat.graph.nodes if n.op == "placeholder"]
     inputs = [[torch.randn(v.shape) + r for v in values] for r in range(4)]
     same(run(overlap.optimize(flat, Priced(0)).graph_module, inputs), run(flat, inputs))
+
+
+def test_nothing_crosses_a_barrier_and_what_is_dead_stays() -> None:
+    def function(x: torch.Tensor) -> Any:
+        parts = []
+        for _ in range(3):
+            whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp"))
+            parts += [whole.sum(), x.sin(), x.cos()]
+            ATEN._assert_async.msg((x > -1).all(), "must hold")
+        return parts[:-1]
+
+    gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
+
+    def halves(gm: fx.GraphModule) -> list[set[str]]:
+        found: list[set[str]] = [set()]
+        for node in gm.graph.nodes:
+            found[-1].add(node.name)
+            if node.target == ATEN._assert_async.msg:
+                found.append(set())
+        return found
+
+    result = overlap.optimize(gm, costs)
+    assert result.timeline.makespan < result.before.makespan
+    assert len(halves(gm)) == 4 and halves(result.graph_module) == halves(gm)
+
+
+def test_functions_of_the_package_stay_functions() -> None:
+    import spanwise.overlap.backend
+    import spanwise.overlap.optimize
+    import spanwise.overlap.simulate  # noqa: F401
+
+    assert callable(overlap.backend) and callable(overlap.optimize) and callable(overlap.simulate)
+    assert all(getattr(overlap, name) is not None for name in overlap.__all__)
+
+
+def test_a_result_reports_and_is_drawn(tmp_path: Path) -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    result = overlap.optimize(gm, costs)
+    assert "makespan" in result.report()
+    result.save_chrome_trace(tmp_path / "both.json")
+    result.timeline.save_chrome_trace(tmp_path / "one.json")
+    for name, processes in (("both", {"as given", "optimized"}), ("one", {"step"})):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == processes
