@@ -347,7 +347,7 @@ def overlap(
 
     try:
         overlap_command.run(overlap_command.OverlapOptions(**options))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         _fail(str(error), 2)
 
 

@@ -200,7 +200,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
             raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
         with text.working(f"loading {options.load}"):
             try:
-                return load_graphs(options.load), f"graphs of {options.load}"
+                return load_graphs(options.load), f"Graphs of {options.load}"
             except OSError as error:
                 raise ValueError(f"cannot read --load {options.load}: {error.strerror or error}") from error
     if not 1 <= options.layers <= _LAYERS_LIMIT:
@@ -224,7 +224,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
     return SavedGraphs(
         {"forward": graphs.forward, "backward": graphs.backward},
         {axis.name: axis.ranks for axis in axes.values()},
-        {axis.name: "cp, K/V" if name == "cp" else name for name, axis in axes.items()},
+        {axis.name: "cp (K/V)" if name == "cp" else name for name, axis in axes.items()},
     ), what
 
 

@@ -95,7 +95,8 @@ class OrderFigures:
     @property
     def left(self) -> float:
         """Milliseconds that are left to gain at most."""
-        return max(0.0, self.makespan - self.bound)
+        left = self.makespan - self.bound
+        return left if left > 1e-9 * self.makespan else 0.0  # less is rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 // Draws parts of timelines closer, and says what the pointer is on. Without this script the page shows all of them.
 document.documentElement.classList.add("js");
-const LEFT = 96, RIGHT = 8, WIDTH = 1030, LANE = 30, BAR = 20, AXIS = 24, KINDS = ["local", "exchange", "waited"];
+const LEFT = 96, RIGHT = 22, WIDTH = 1030, LANE = 30, BAR = 20, AXIS = 24, KINDS = ["local", "exchange", "waited"];
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => "&#" + c.charCodeAt(0) + ";");
 const spoken = (ms) => ms >= 999.5 ? (ms / 1e3).toPrecision(3) + " s" : ms >= 0.9995 ? ms.toPrecision(3) + " ms" : (ms * 1e3).toPrecision(3) + " µs";
 
@@ -31,8 +31,8 @@ for (const figure of document.querySelectorAll(".timeline")) {
       const more = bar.count > 1 ? ` and ${bar.count - 1} more` : "";
       const tip = escaped(`${bar.name}${more}: ${spoken(bar.end - bar.begin)}, from ${bar.begin.toFixed(3)} ms`);
       const x = LEFT + (from - low) * scale;
-      const shown = width > 46 && bar.kind < 2 ? `<text class="tiny in-local" x="${x + 4}" y="${y + 14}" pointer-events="none">${escaped(bar.name.slice(0, Math.floor((width - 8) / 6)))}</text>` : "";
-      return `<rect class="bar ${KINDS[bar.kind]}" x="${x.toFixed(2)}" y="${y}" width="${width.toFixed(2)}" height="${BAR}"><title>${tip}</title></rect>${shown}`;
+      const shown = width > 46 ? `<text class="tiny in-local" x="${x + 4}" y="${y + 14}" pointer-events="none">${escaped(bar.name.slice(0, Math.floor((width - 8) / 6)))}</text>` : "";
+      return `<rect class="bar ${KINDS[bar.kind]}${width > 5 ? " apart" : ""}" x="${x.toFixed(2)}" y="${y}" width="${width.toFixed(2)}" height="${BAR}"><title>${tip}</title></rect>${shown}`;
     });
     return `<text x="${LEFT - 8}" y="${y + BAR / 2 + 4}" class="small" text-anchor="end">${escaped(label)}</text>` +
       `<line class="grid" x1="${LEFT}" x2="${WIDTH - RIGHT}" y1="${y + BAR}" y2="${y + BAR}"/>` + rects.join("");

@@ -14,7 +14,7 @@ from spanwise.report import units
 from spanwise.report.svg import Drawing, number, ticks
 
 # CSS pixels.
-WIDTH, LEFT, RIGHT = 1030, 96, 8
+WIDTH, LEFT, RIGHT = 1030, 96, 22
 LANE, BAR, AXIS = 30, 20, 24
 #: Bars of fewer pixels are drawn together with the next ones of their kind.
 THIN = 1.0
@@ -111,7 +111,8 @@ def draw(key: str, title: str, lanes: list[Lane], most: float) -> Drawing:
         drawing.line(LEFT, y + BAR, WIDTH - RIGHT, y + BAR, "grid")
         for bar, count in merged(lane.bars, 1 / scale if scale else 0.0):
             x, width = LEFT + bar.begin * scale, max((bar.end - bar.begin) * scale, 0.5)
-            drawing.rect(x, y, width, BAR, f"bar {KINDS[bar.kind]}", _tip(bar, count))
+            apart = " apart" if width > 5 else ""
+            drawing.rect(x, y, width, BAR, f"bar {KINDS[bar.kind]}{apart}", _tip(bar, count))
     return drawing
 
 

@@ -29,12 +29,13 @@ from spanwise.overlap.graph_file import load_graphs, save_graphs
 from spanwise.overlap.optimize import optimize
 from spanwise.overlap.simulate import simulate
 from spanwise.overlap_command import OverlapOptions, parse_groups
-from spanwise.report.overlap_drawing import KINDS, Bar, lanes, merged
+from spanwise.report.overlap_drawing import KINDS, LEFT, RIGHT, WIDTH, Bar, lanes, merged
 
 SMALL = [
     "overlap", "--layers", "2", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
     "--seq-len", "512", "--dp", "2", "--tp", "2",
 ]  # fmt: skip
+PLOT = WIDTH - LEFT - RIGHT
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -136,13 +137,13 @@ def test_the_page_has_both_timelines_to_scale(written: tuple[Path, str], figures
             labels = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "small"]
             assert labels[0] == "compute" and set(labels) == {"compute", "dp", "tp"}
             bars = [rect for rect in svg.iter(f"{SVG}rect")]
-            ends.append(max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) - 96)
+            ends.append(max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) - LEFT)
             waited = sum(
                 float(bar.get("width", 0)) for bar in bars if "waited" in bar.get("class", "") and bar.get("y") == "5"
             )
-            shown = (1030 - 96 - 8) * order["exposed"] / of["before"]["makespan"]
+            shown = PLOT * order["exposed"] / of["before"]["makespan"]
             assert waited == pytest.approx(shown, rel=0.05)
-        assert ends[0] == pytest.approx(1030 - 96 - 8, abs=1)
+        assert ends[0] == pytest.approx(PLOT, abs=1)
         assert ends[1] / ends[0] == pytest.approx(of["after"]["makespan"] / of["before"]["makespan"], rel=5e-3)
 
 
@@ -200,12 +201,12 @@ def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path
     result = run(*SMALL, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "o.json").read_text())
-    assert found["groups"]["cp, K/V"] == [0, 2]
+    assert found["groups"]["cp (K/V)"] == [0, 2]
     for graph in found["graphs"].values():
-        of_cp = [one for one in graph["collectives"] if one["group"] == "cp, K/V"]
+        of_cp = [one for one in graph["collectives"] if one["group"] == "cp (K/V)"]
         assert len(of_cp) == 2  # of two layers
         assert sum(one["exposed"] for one in of_cp) < sum(one["ms"] for one in of_cp)
-    assert "cp, K/V" in result.output
+    assert "cp (K/V)" in result.output
 
 
 # ---------------------------------------------------------------- graph files
