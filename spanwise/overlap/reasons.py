@@ -185,7 +185,7 @@ class _Looked:
         self.peak = _Peak(dag)
         self.made = np.zeros(len(dag), np.int64)
         np.add.at(self.made, self.peak.maker, self.peak.num_bytes)
-        self.slack = None if budget is None else budget - self.peak(self.place)
+        self.own_peak = self.peak(self.place)
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
         parts = dict.fromkeys(Why, 0.0)
@@ -252,13 +252,16 @@ class _Looked:
         """Whether the budget keeps `moved`, in this order, from standing before what is at place `first`."""
         nodes = np.fromiter(moved, np.int64)
         # Whatever else is alive at any time was alive before.
-        if self.slack is None or int(self.made[nodes].sum()) <= self.slack:
+        if self.budget is None or int(self.made[nodes].sum()) <= self.budget - self.own_peak:
             return Why.ORDER
-        rest = np.delete(self.order, self.place[nodes])
         place = np.empty(len(self.order), np.int64)
-        place[np.concatenate([rest[:first], nodes, rest[first:]])] = np.arange(len(place))
-        assert self.budget is not None
+        place[self.with_moved(nodes, first)] = np.arange(len(place))
         return Why.MEMORY if self.peak(place) > self.budget else Why.ORDER
+
+    def with_moved(self, nodes: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+        """The order with `nodes`, all of which come later, before what is at place `first`."""
+        rest = np.delete(self.order, self.place[nodes])
+        return np.concatenate([rest[:first], nodes, rest[first:]])
 
 
 class _Peak:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.reasons import Why, hidden_counts, hideable, independent_compute, reasons
+from spanwise.overlap.reasons import Why, _Looked, hidden_counts, hideable, independent_compute, reasons
 from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline, simulate
 from tests.unit.test_overlap_simulate import dags, orders
@@ -273,6 +274,29 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
                 low, high = of_order.begin[start], of_order.end[start]
                 busy = [(of_order.begin[i], of_order.end[i]) for i, node in enumerate(dag.nodes) if node.kind == C]
                 assert not any(min(high, stop) - max(low, first) > 0 for first, stop in busy)
+
+
+@settings(deadline=None, max_examples=300)
+@given(dags(), st.data())
+def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
+    """The moves of which `ORDER` and `MEMORY` speak are legal orders, in which they gain what they are said to."""
+    some = list(itertools.islice(orders(dag), 40))
+    timeline = simulate(dag, data.draw(st.sampled_from(some)))
+    looked = _Looked(timeline, None)
+    assert all(looked.ready[i] <= timeline.issued[i] for i in range(len(dag)) if dag.nodes[i].kind != W)
+    for start, exposed in timeline.exposed.items():
+        if not exposed:
+            continue
+        gained, moved, first = looked.earlier(start, exposed)
+        assert 0 <= gained <= exposed
+        if gained:
+            again = simulate(dag, looked.with_moved(np.array(moved), first).tolist())
+            assert again.issued[start] <= timeline.issued[start] - gained
+        wait = looked.wait[start]
+        gained, moved = looked.behind(wait, exposed)
+        if gained:
+            again = simulate(dag, looked.with_moved(np.array(moved), int(looked.place[wait])).tolist())
+            assert again.exposed[start] == exposed - gained
 
 
 @settings(deadline=None, max_examples=100)
