@@ -7,6 +7,7 @@ that, a table of node names, or any function. Nothing here is measured.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -222,6 +223,10 @@ class CostModel:
         self.ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
         self.fuse = fuse
 
+    def uuid(self) -> str:
+        """The same for models that price alike, in every process; other models have another."""
+        return hashlib.sha256(repr(sorted(vars(self).items(), key=str)).encode()).hexdigest()
+
     def __call__(self, node: fx.Node) -> float:
         target = node.target
         if target in _KINDS:
@@ -275,7 +280,7 @@ class CostModel:
             inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
             sent += sum(t.nbytes for n in inputs for t in tensors_of(n))
             received += sum(t.nbytes for t in tensors_of(node))
-        ranks = self._ranks_of(group_of(nodes[0]))
+        ranks = ranks_of(group_of(nodes[0]), self.ranks)
         size, kind = len(ranks), _KINDS[nodes[0].target]
         if size == 1:
             return 0.0
@@ -289,14 +294,6 @@ class CostModel:
             return self._ring_seconds(sent / (size - 1), ranks, kind)
         return self._all_to_all_seconds(max(sent, received) / size, ranks)
 
-    def _ranks_of(self, group: str) -> tuple[int, ...]:
-        if group in self.ranks:
-            return self.ranks[group]
-        try:
-            return tuple(torch.distributed.get_process_group_ranks(_compat.find_group(group)))
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(self.ranks)}") from error
-
     def _ring_seconds(self, shard_bytes: float, ranks: tuple[int, ...], collective: str) -> float:
         """`Hardware.all_gather_seconds` for any ranks."""
         return self._seconds([shards * shard_bytes for shards, _ in _levels(self.hardware.links, ranks)], collective)
@@ -308,6 +305,16 @@ class CostModel:
         wire = dict(self.hardware.wire).get(collective, 1.0)
         pairs = zip(self.hardware.links, num_bytes, strict=True)
         return max((link.latency + moved * wire / link.bandwidth for link, moved in pairs if moved), default=0.0)
+
+
+def ranks_of(group: str, given: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """Global ranks of a group: those that are given, or what torch.distributed knows; ``ValueError`` for others."""
+    if group in given:
+        return tuple(given[group])
+    try:
+        return tuple(torch.distributed.get_process_group_ranks(_compat.find_group(group)))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(given)}") from error
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ ALL_TO_ALL = frozenset({_ops.all_to_all_single.default, _autograd.all_to_all_sin
 BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
 STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
 WAIT = _ops.wait_tensor.default
+
+# Of the coalesced ones that return new tensors, the one that does the same to one tensor.
+COALESCED: Mapping[_compat.OpOverload, _compat.OpOverload] = MappingProxyType(
+    {
+        _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
+        _ops.reduce_scatter_tensor_coalesced.default: _ops.reduce_scatter_tensor.default,
+        _ops.all_reduce_coalesced.default: _ops.all_reduce.default,
+    }
+)
 
 # Operators of these namespaces talk to other ranks, by groups or by pointers, if they are none of the above.
 _TALKING = frozenset(
