@@ -55,7 +55,7 @@ STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
 WAIT = _ops.wait_tensor.default
 
 # Of the coalesced ones that return new tensors, the one that does the same to one tensor.
-COALESCED: Mapping[_compat.OpOverload, _compat.OpOverload] = MappingProxyType(
+COALESCED: Mapping[Any, Any] = MappingProxyType(
     {
         _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
         _ops.reduce_scatter_tensor_coalesced.default: _ops.reduce_scatter_tensor.default,
