@@ -327,6 +327,13 @@ def overlap(
         typer.Option(metavar="NAME=RANKS", help="Ranks of a process group that --load does not know: 1=0-7 or 2=0,8."),
     ] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
+    costs: Annotated[
+        str,
+        typer.Option(help="Of operators: roofline, of --hardware, or measured, on --device; collectives: --hardware."),
+    ] = "roofline",
+    measurements: Annotated[
+        str | None, typer.Option(help="File of what --costs measured has measured, read first and added to.")
+    ] = None,
     budget: Annotated[
         int | None,
         typer.Option(metavar="BYTES", help="Most that a graph may hold. Default: its own peak and 1 GiB or 5 % more."),

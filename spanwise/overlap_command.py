@@ -32,6 +32,7 @@ from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.graph_file import SavedGraphs, load_graphs, save_graphs
+from spanwise.overlap.measure import Measured, measure
 from spanwise.overlap.operators import tensors_of
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.report import OrderFigures, arithmetic, figures, order_figures
@@ -61,6 +62,8 @@ class OverlapOptions:
         load: file of graphs, see `graph_file`; nothing is captured then.
         group: ranks of process groups that the file does not know, "NAME=RANKS" each.
         hardware: name of a preset, or a file of ``spanwise calibrate``.
+        costs: "roofline" of the hardware, or "measured": operators run on `device`, collectives are the hardware's.
+        measurements: file of what was measured, which is read first and added to.
         budget: bytes that a graph may hold at most.
         bucket: whether collectives may be merged.
         multiplier: collectives are scheduled as if they took so many times as long.
@@ -85,6 +88,8 @@ class OverlapOptions:
     load: str | None = None
     group: tuple[str, ...] = ()
     hardware: str = "h100"
+    costs: str = "roofline"
+    measurements: str | None = None
     budget: int | None = None
     bucket: bool = True
     multiplier: float = 1.0
@@ -122,12 +127,18 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise ValueError(f"cannot write {path}: name a file in a folder that exists")
     hardware = load_hardware(options.hardware)
+    if options.costs not in ("roofline", "measured"):
+        raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
+    if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
+    if options.measurements is not None and options.costs != "measured":
+        raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
     given = parse_groups(options.group)
     source, what = _graphs(options, hardware)
     ranks = {**source.ranks, **given}
     chosen = _chosen(options, source)
     on_cpu = "cpu" in (options.device, options.hardware.lower())
-    model = _Priced(hardware, VECTOR_UNITS if on_cpu else TENSOR_CORES, ranks)
+    model = CostModel(hardware, rates=VECTOR_UNITS if on_cpu else TENSOR_CORES, ranks=ranks)
     found = [_figures(name, gm, model, source.labels, options) for name, gm in chosen.items()]
     page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
     pages.show(page)
@@ -237,21 +248,24 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 
 
 class _Priced:
-    """`CostModel` that remembers, so that a pass is timed without its costs; an unknown group says what would help."""
+    """Costs of the nodes of one graph, which are remembered, so that a pass is timed without them.
 
-    def __init__(
-        self, hardware: Hardware, rates: Mapping[torch.dtype, float], ranks: Mapping[str, Sequence[int]]
-    ) -> None:
-        self.model, self.table = CostModel(hardware, rates=rates, ranks=ranks), dict[str, float]()
+    Args:
+        costs: what they are.
+        model: of the network.
+    """
+
+    def __init__(self, costs: CostModel | Measured, model: CostModel) -> None:
+        self.costs, self.model, self.table = costs, model, dict[str, float]()
 
     def __call__(self, node: fx.Node) -> float:
         known = self.table.get(node.name)
         if known is None:
-            known = self.table[node.name] = self.model(node)
+            known = self.table[node.name] = self.costs(node)
         return known
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
-        return self.model.merged(nodes)
+        return self.costs.merged(nodes)
 
     def latency(self, node: fx.Node) -> float:
         """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
@@ -262,16 +276,30 @@ class _Priced:
         return 1e3 * self.model.hardware.links[-1].latency
 
 
+def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
+    """Costs, and what there is to say of them."""
+    if options.costs == "roofline":
+        return _Priced(model, model), ""
+    with text.working(f"measuring the operators of the {name}"):
+        costs = measure(gm, device=options.device, fallback=model, cache=options.measurements)
+    priced = sum(node.target not in operators.STARTS for node in gm.graph.nodes if node.name in costs.left_out)
+    rest = f"; {priced:,} nodes could not be run and are priced by it, too" if priced else ""
+    return _Priced(costs, model), (
+        f"{len(costs.table):,} kinds of operators measured on this {options.device}, {costs.timed:,} of them now; "
+        f"collectives are priced by {model.hardware.name}{rest}"
+    )
+
+
 def _figures(
-    name: str, gm: fx.GraphModule, model: _Priced, labels: Mapping[str, str], options: OverlapOptions
+    name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
 ) -> pages.GraphFigures:
-    model.table.clear()
     try:
+        cost, measured = _priced(name, gm, model, options)
         with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
-            to_dag(gm, model)
+            to_dag(gm, cost)
             began = time.perf_counter()
             result = optimize(
-                gm, model, memory_budget=options.budget, bucket=options.bucket, multiplier=options.multiplier
+                gm, cost, memory_budget=options.budget, bucket=options.bucket, multiplier=options.multiplier
             )
             seconds = time.perf_counter() - began
     except GraphError as error:
@@ -279,12 +307,14 @@ def _figures(
         raise ValueError(f"{name}: {error}{hint}") from error
     found = figures(result, labels)
     found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
-    peers, note = _torch_orders(name, gm, model, result, labels) if options.torch else ((), "")
-    return pages.GraphFigures(name, len(gm.graph.nodes), result, found, peers, note)
+    peers, note = _torch_orders(name, gm, cost, result, labels) if options.torch else ((), "")
+    return pages.GraphFigures(
+        name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note)))
+    )
 
 
 def _torch_orders(
-    name: str, gm: fx.GraphModule, model: _Priced, result: Result, labels: Mapping[str, str]
+    name: str, gm: fx.GraphModule, cost: _Priced, result: Result, labels: Mapping[str, str]
 ) -> tuple[tuple[OrderFigures, ...], str]:
     """Orders of PyTorch's own pass at the same costs; and why there are none."""
     found: list[OrderFigures] = []
@@ -293,14 +323,14 @@ def _torch_orders(
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
         with text.working(f"{what}: {name}"), _quiet():
             try:
-                timeline, seconds = _torch_order(gm, model, bucket)
+                timeline, seconds = _torch_order(gm, cost, bucket)
             except Exception as error:  # of its own graph code: whatever it raises, ours goes on
                 return tuple(found), f"{what} cannot run here: {type(error).__name__}: {error}"
         found.append(order_figures(what, timeline, heavy, names=labels, budget=result.budget, seconds=seconds))
     return tuple(found), ""
 
 
-def _torch_order(gm: fx.GraphModule, model: _Priced, bucket: bool) -> tuple[Timeline, float]:
+def _torch_order(gm: fx.GraphModule, cost: _Priced, bucket: bool) -> tuple[Timeline, float]:
     """The timeline of a copy of `gm` after PyTorch's pass, and the seconds that the pass took."""
     ours = copy.deepcopy(gm)
     values = [value for node in gm.graph.nodes for value in tensors_of(node)]
@@ -309,19 +339,19 @@ def _torch_order(gm: fx.GraphModule, model: _Priced, bucket: bool) -> tuple[Time
     move = len(devices) == 1 and devices[0].type == "cuda" and not torch.cuda.is_available()
 
     def estimate(node: fx.Node, size: int | None) -> float:
-        return model(node) if size is None else model.latency(node)
+        return cost(node) if size is None else cost.latency(node)
 
     try:
         if move:
             relabel(ours, torch.device("cpu"))
-        with _world(model.model.ranks):
+        with _world(cost.model.ranks):
             began = time.perf_counter()
             done = _compat.torch_overlap_pass(ours, estimate, bucket=bucket)
             seconds = time.perf_counter() - began
     finally:
         if move:  # the values are shared
             relabel(gm, devices[0])
-    return simulate(to_dag(done, model).dag), seconds
+    return simulate(to_dag(done, cost).dag), seconds
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,13 +286,20 @@ class _Peak:
         return int(change.cumsum().max())
 
 
-def hidden_counts(timeline: Timeline, among: Iterable[int] | None = None) -> dict[str, int]:
+def hidden_counts(
+    timeline: Timeline, among: Iterable[int] | None = None, members: Sequence[Sequence[int]] | None = None
+) -> dict[str, int]:
     """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time, as `Timeline.counts` has it.
 
     Args:
         among: starts to count, those that take no time left out; default: `hideable`.
+        members: of each node, the nodes of another dag that it stands for; `among` are starts of that dag then, and
+            each is what the one that it became part of is.
     """
     chosen = hideable(timeline.dag) if among is None else among
+    if members is not None:
+        became = {i: start for start in timeline.dag.starts for i in members[start]}
+        chosen = [became[i] for i in chosen]
     found, tiny = {"hidden": 0, "partly": 0, "exposed": 0}, _tiny(timeline.makespan)
     for start in chosen:
         ms = timeline.exposed[start]

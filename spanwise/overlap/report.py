@@ -69,7 +69,8 @@ class OrderFigures:
         name: what made it.
         compute: all work of the compute stream.
         bound: what no order of these nodes can beat; `bound_by`: which bound that is.
-        counts: of the hideable collectives, how many are "hidden", "partly", "exposed".
+        counts: of the hideable collectives, how many are "hidden", "partly", "exposed". Of a `Result`'s new graph those
+            of the given graph are counted: each is what the one that it became part of is.
         launches: collectives that are started.
         why: exposed milliseconds by reason, the most first.
         seconds: that it took to find; None where that is not known.
@@ -141,9 +142,14 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     issued = [i for i in result.timeline.order.tolist() if result.timeline.dag.nodes[i].kind == Kind.START]
     nodes = dict(zip(issued, starts, strict=True))
     why = reasons(result.timeline, budget=result.budget)
+    given = result.before.dag
+    among = hideable(given, [i for i, node in enumerate(given.nodes) if node.name in heavy])
+    counts = hidden_counts(result.timeline, among, result.members)
     return Figures(
         before=order_figures("as given", result.before, heavy, names=names, budget=result.budget),
-        after=order_figures("spanwise", result.timeline, heavy, names=names, bounds=result.bounds, why=why),
+        after=order_figures(
+            "spanwise", result.timeline, heavy, names=names, bounds=result.bounds, why=why, counts=counts
+        ),
         collectives=tuple(
             _collective(result.timeline, i, nodes[i], len(result.members[i]), names, why.get(i)) for i in issued
         ),
@@ -167,6 +173,7 @@ def order_figures(
     names: Mapping[str, str] | None = None,
     bounds: Bounds | None = None,
     why: Mapping[int, Reason] | None = None,
+    counts: dict[str, int] | None = None,
     budget: int | None = None,
     seconds: float | None = None,
 ) -> OrderFigures:
@@ -175,7 +182,7 @@ def order_figures(
     Args:
         heavy: names of the nodes that count as compute which hides.
         names: as `figures` has it.
-        bounds, why: where they are known; `budget` is for `reasons`.
+        bounds, why, counts: where they are known; `budget` is for `reasons`.
     """
     dag, chosen = timeline.dag, frozenset(heavy)
     bounds = lower_bounds(dag) if bounds is None else bounds
@@ -184,7 +191,9 @@ def order_figures(
     for reason in why.values():
         for one, ms in reason.parts.items():
             parts[one.value] = parts.get(one.value, 0.0) + ms
-    among = hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
+    if counts is None:
+        among = hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
+        counts = hidden_counts(timeline, among)
     return OrderFigures(
         name=name,
         makespan=timeline.makespan,
@@ -192,7 +201,7 @@ def order_figures(
         compute=dag.compute_ms,
         bound=bounds.makespan,
         bound_by=bound_by(bounds, names or {}),
-        counts=hidden_counts(timeline, among),
+        counts=counts,
         launches=len(dag.starts),
         peak_bytes=timeline.peak_bytes,
         why=dict(sorted(parts.items(), key=lambda part: -part[1])),
@@ -256,7 +265,8 @@ def summary(found: Figures) -> dict[str, str]:
         f"left to gain at most",
         "compute": f"{after.compute:,.2f} ms",
         "exposed": f"{after.exposed:,.2f} ms, was {before.exposed:,.2f} ms",
-        "hideable": f"{_counted(after)}; were {_counted(before)}",
+        "hideable": f"{before.hideable:,} of {before.launches:,} collectives: {_counted(after)}; were "
+        f"{_counted(before)}",
         "launches": f"{after.launches:,}, were {before.launches:,} before bucketing",
         "peak memory": f"{_bytes(after.peak_bytes)}, was {_bytes(before.peak_bytes)}; budget {_bytes(found.budget)}",
     }
@@ -267,10 +277,7 @@ def summary(found: Figures) -> dict[str, str]:
 
 def _counted(order: OrderFigures) -> str:
     counts = order.counts
-    return (
-        f"{order.hideable:,} of {order.launches:,} collectives: {counts['hidden']:,} hidden, {counts['partly']:,} "
-        f"partly, {counts['exposed']:,} exposed"
-    )
+    return f"{counts['hidden']:,} hidden, {counts['partly']:,} partly, {counts['exposed']:,} exposed"
 
 
 def _times(before: float, after: float) -> str:

@@ -209,6 +209,25 @@ def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path
     assert "cp (K/V)" in result.output
 
 
+# ---------------------------------------------------------------- measured costs
+
+
+def test_costs_are_measured_once(tmp_path: Path) -> None:
+    sizes = "--layers 1 --dim 64 --heads 4 --kv-heads 2 --ffn 128 --vocab 64 --seq-len 64 --dp 2 --tp 2".split()
+    given = [*sizes, "--device", "cpu", "--hardware", "cpu", "--costs", "measured", "--graph", "forward"]
+    results = []
+    for name in ("first", "second"):
+        flags = ["--measurements", tmp_path / "ms.json", "--json", tmp_path / name]
+        result = run("overlap", *given, *flags)
+        assert result.exit_code == 0, result.output
+        graph = json.loads((tmp_path / name).read_text())["graphs"]["forward"]
+        (kinds, now) = re.findall(r"(\d+) kinds of operators measured on this cpu, (\d+) of them now", graph["note"])[0]
+        results.append((int(kinds), int(now), graph["before"]["makespan"]))
+    (kinds, now, makespan), again = results
+    assert kinds == now > 10 and again == (kinds, 0, makespan)
+    assert "collectives are priced by CPU host" in graph["note"]
+
+
 # ---------------------------------------------------------------- graph files
 
 
@@ -320,6 +339,8 @@ def test_files_that_hold_no_graphs(tmp_path: Path) -> None:
         (["--device", "tpu"], 'device must be "cuda" or "cpu", got \'tpu\''),
         (["--exchange", "ring", "--cp", 2], "--exchange must be needed or all_gather, got 'ring'"),
         (["--hardware", "abacus"], "cannot read --hardware 'abacus'"),
+        (["--costs", "guessed"], "--costs must be roofline or measured, got 'guessed'"),
+        (["--measurements", "ms.json"], "--measurements ms.json is a file for --costs measured"),
         (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
         (["--load", "x", "--dp", 4], "--dp say what model to capture"),
         (["--html", "/no/such/folder/o.html"], "cannot write /no/such/folder/o.html"),

@@ -198,6 +198,9 @@ def test_independent_compute_that_another_has_used() -> None:
     assert hideable(dag) == {0, 3}
     assert hidden_counts(simulate(dag)) == {"hidden": 1, "partly": 0, "exposed": 1}
     assert hidden_counts(simulate(dag), among=[3]) == {"hidden": 0, "partly": 0, "exposed": 1}
+    # Were these what nodes of another graph have become, three collectives of it the first, these would count.
+    members = ((0, 1, 2), (3,), (4, 5, 6), (7, 8), (9, 10))
+    assert hidden_counts(simulate(dag), [0, 2, 8], members) == {"hidden": 2, "partly": 0, "exposed": 1}
 
 
 def test_only_some_compute_counts() -> None:

@@ -120,6 +120,7 @@ def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, st
     result = optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=True)
     found, plain = figures(result), figures(optimized[0])
     assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
+    assert found.after.launches < found.before.launches and found.after.hideable == found.before.hideable
     assert sum(one.num_bytes or 0 for one in found.collectives) == sum(one.num_bytes or 0 for one in plain.collectives)
     assert len(to_dag(result.graph_module, lambda node: 1.0).dag.starts) == found.after.launches
     assert isinstance(result.graph_module, torch.fx.GraphModule)
