@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -229,6 +229,17 @@ def fake_mode() -> Any:
 def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
     """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
     return mode.from_tensor(x, static_shapes=True)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Lets ``torch.compiler.is_compiling()`` say yes to code that is traced without torch.compile."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def is_fake(x: torch.Tensor) -> bool:

@@ -185,7 +185,7 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
             return attend(q, k, v, _compat.tree_unflatten(tree, spec))
 
         mode = _compat.fake_mode()
-        with mode:
+        with mode, _compat.compiling():
             inputs = _inputs(config) + [_compat.to_fake(mode, x) for x in real]
             joint = _compat.joint_graph(_Model(config, axes, attend_with), inputs)
     placeholders = joint.graph.find_nodes(op="placeholder")

@@ -113,13 +113,19 @@ def cut_over_tp(config: CaptureConfig) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{}, {"dp": 2, "tp": 2, "layers": 1}, {"dp": 2, "tp": 2, "layers": 1, "vocab": 24}, {"cp": 2, "layers": 1}],
+    ("sizes", "exchange"),
+    [
+        ({}, ""),
+        ({"dp": 2, "tp": 2, "layers": 1}, ""),
+        ({"dp": 2, "tp": 2, "layers": 1, "vocab": 24}, ""),
+        ({"cp": 2, "layers": 1}, "needed"),
+        ({"cp": 4, "layers": 1}, "ring"),
+    ],
     ids=str,
 )
-def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, int]) -> None:
+def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, int], exchange: str) -> None:
     config = dataclasses.replace(TINY, dtype=torch.float64, **sizes)
-    plan = causal_plan(config)
+    plan = causal_plan(config, exchange) if exchange else None
     torch.manual_seed(0)
     whole = [(config.dim,), *shapes(dataclasses.replace(config, tp=1))][1:] * config.layers
     if config.vocab is not None:
@@ -158,7 +164,8 @@ def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, 
         tangents.append(cotangent if config.vocab else own(cotangent))
         if plan is not None:  # K/V travel in the open, and their gradients back
             for module in (graph.forward, graph.backward):
-                assert collectives(module, graph.axes)["all_to_all_single", "cp"] == config.layers
+                rounds = config.cp - 1 if exchange == "ring" else 1
+                assert collectives(module, graph.axes)["all_to_all_single", "cp"] == rounds * config.layers
     axes = [g.axes for g in graphs]
     results = Lockstep([g.forward for g in graphs], axes).run(inputs)
     for graph in graphs:
@@ -181,13 +188,11 @@ def test_all_ranks_together_compute_the_gradients_of_the_model(sizes: dict[str, 
             torch.testing.assert_close(shard, _shard(mean, cut, graphs[rank].axes))
 
 
-def causal_plan(config: CaptureConfig) -> spanwise.Plan | None:
-    if config.cp == 1:
-        return None
+def causal_plan(config: CaptureConfig, exchange: str = "needed") -> spanwise.Plan:
     heads = {"num_q_heads": config.heads // config.tp, "num_kv_heads": config.kv_heads // config.tp}
     return spanwise.make_plan(
-        spanwise.SpanMask.causal(config.seq_len), config.cp, exchange="needed", balancer="head_tail", block_size=4,
-        head_dim=config.head_dim, dtype=config.dtype, **heads,
+        spanwise.SpanMask.causal(config.seq_len), config.cp, exchange=exchange, balancer="head_tail", block_size=2,
+        head_dim=config.head_dim, dtype=config.dtype, keep_kv=True, **heads,
     )  # fmt: skip
 
 
@@ -241,6 +246,14 @@ def test_no_groups_are_left_and_none_are_touched() -> None:
     assert not dist.is_initialized()
     with fake_world(dataclasses.replace(TINY, dp=2)), pytest.raises(RuntimeError, match="destroy_process_group"):
         capture(TINY)
+
+
+def test_pieces_that_are_fetched_again_are_not_captured() -> None:
+    config = dataclasses.replace(TINY, cp=2, layers=1)
+    plan = dataclasses.replace(causal_plan(config, "ring"), keep_kv=False)
+    with pytest.raises(ValueError, match="make the plan with keep_kv=True"):
+        capture(config, attention_of(plan, []))
+    assert not torch.compiler.is_compiling() and not dist.is_initialized()
 
 
 def test_group_names_and_ranks() -> None:
