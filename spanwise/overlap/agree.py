@@ -8,20 +8,23 @@ made while compiling. It is an operator in the graph, which survives the caches 
 process group, ranks exchange a digest through the group's store, and later ones look it up in a set. No collective
 takes part, so that a rank which runs something else is an error as well.
 
-What has to agree is the order of the starts, over all groups, with operators, dtypes and shapes: with one order of
-starts on all ranks none can wait for a collective that another one has not reached (of the collectives that somebody
-waits for, nobody is held up before the first in that order). Compute and waits may be placed differently.
+The ranks of a group have to agree on the operators, dtypes and shapes of its collectives, and on their places in the
+order of all starts, those of other groups counted. Then nothing waits for ever: of the collectives that have not ended
+take one of the foremost place. A rank of it that has not started it yet waits for one that it started before, in a
+place further in front, which has ended. Compute and waits may be placed differently.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import functools
 import hashlib
 import json
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,11 +42,11 @@ from spanwise.overlap.operators import (
     traits,
 )
 
-# Digests on which the ranks of a group have agreed in this process; goes with the group.
+# On what the ranks of a group have agreed in this process: digests of all groups of a graph. Goes with the group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
-_library.define("agree(str digest, str record, str groups) -> ()")
+_library.define("agree(str groups, str digests, str records) -> ()")
 
 
 def insert(graph: fx.Graph, facts: Mapping[str, str]) -> fx.Node | None:
@@ -55,14 +58,15 @@ def insert(graph: fx.Graph, facts: Mapping[str, str]) -> fx.Node | None:
     talking = [(node, known) for node in graph.nodes if (known := _talks(node)) is not None]
     if not talking:
         return None
-    labels: dict[str, str] = {}
-    lines = [_line(node, known, labels) for node, known in talking]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    record = json.dumps({"facts": dict(facts), "starts": lines})
-    packed = base64.b85encode(zlib.compress(record.encode(), 9)).decode()
+    starts: dict[str, list[str]] = {}
+    for place, (node, known) in enumerate(talking, 1):
+        starts.setdefault(group_of(node), []).append(f"{place}. {_described(node, known)}")
+    digests = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in starts.values()]
+    records = [json.dumps({"facts": dict(facts), "starts": lines}) for lines in starts.values()]
+    packed = [base64.b85encode(zlib.compress(record.encode(), 9)).decode() for record in records]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
-        node = graph.call_function(torch.ops.spanwise.agree.default, (digest, packed, ",".join(labels)))
+        node = graph.call_function(torch.ops.spanwise.agree.default, tuple(map(" ".join, (starts, digests, packed))))
     node.meta["val"] = None
     return node
 
@@ -70,22 +74,16 @@ def insert(graph: fx.Graph, facts: Mapping[str, str]) -> fx.Node | None:
 def _talks(node: fx.Node) -> Traits | None:
     """Traits of a node that starts a collective, or talks to a named group in a way that is not known."""
     known = traits(node)
-    return known if node.target in STARTS or (known.talks and _groups_of(node, known)) else None
+    named = known.talks and isinstance(dict(arguments(node, known)).get("group_name"), str)
+    return known if named or node.target in STARTS else None
 
 
-def _groups_of(node: fx.Node, known: Traits) -> list[str]:
-    given = dict(arguments(node, known))
-    return [given[name] for name in ("group_name",) if isinstance(given.get(name), str)]
-
-
-def _line(node: fx.Node, known: Traits, labels: dict[str, str]) -> str:
-    """A collective in words; groups by the order in which they appear, for ranks know them by different names."""
-    group = group_of(node)
-    label = labels.setdefault(group, f"group {len(labels)}")
+def _described(node: fx.Node, known: Traits) -> str:
     uneven = node.target in ALL_TO_ALL  # ranks send and receive different numbers of rows
     given = [_shape(t, uneven) for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
-    ways = [value for name, value in arguments(node, known) if name in ("reduce_op", "group_size", "src")]
-    return " ".join([str(node.target), label, *map(str, ways), *given])
+    ways = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
+    name = str(node.target).split(".")[1]
+    return " ".join([name, *ways, *given])
 
 
 def _shape(tensor: torch.Tensor, uneven: bool) -> str:
@@ -96,80 +94,136 @@ def _shape(tensor: torch.Tensor, uneven: bool) -> str:
 
 
 @torch.library.impl(_library, "agree", "CompositeExplicitAutograd")
-def _agree(digest: str, record: str, groups: str) -> None:
-    new = []
-    for name in groups.split(","):
-        group = _compat.find_group(name)
-        if digest not in _agreed.setdefault(group, set()):
-            new.append(group)
-    # All groups hear of it before any is waited for: ranks may know their groups in another order.
-    for group, rounds in [(group, _publish(group, digest, record)) for group in new]:
-        _compare(group, rounds, digest)
-        _agreed[group].add(digest)
-
-
-def _publish(group: dist.ProcessGroup, digest: str, record: str) -> str:
-    """Say what this rank decided; the prefix of the keys of this comparison."""
-    if group.size() == 1 or _compat.is_simulated(group):
-        return ""
-    store, rank = _compat.group_store(group), group.rank()
-    number = store.add(f"spanwise/agree/count/{rank}", 1)
-    prefix = f"spanwise/agree/{number}"
-    store.set(f"{prefix}/rank/{rank}", f"{digest} {record}")
-    store.add(f"{prefix}/digest/{digest}", 1)
-    if store.add(f"{prefix}/arrived", 1) == group.size():
-        store.set(f"{prefix}/all", "here")
-    return prefix
-
-
-def _compare(group: dist.ProcessGroup, prefix: str, digest: str) -> None:
-    """Wait for all ranks of `group`, and raise `ValueError` on each of them if they decided differently."""
-    if not prefix:
+def _agree(groups: str, digests: str, records: str) -> None:
+    found = [_compat.find_group(name) for name in groups.split()]
+    # All or nothing: ranks of a group have to take part as often, in as many groups.
+    if all(digests in _agreed.get(group, ()) for group in found):
         return
-    store, size = _compat.group_store(group), group.size()
-    timeout = _compat.group_timeout(group)
-    try:
-        store.wait([f"{prefix}/all"], timeout)
-    except dist.DistError as error:
-        late = [rank for rank in range(size) if not store.check([f"{prefix}/rank/{rank}"])]
-        raise ValueError(
-            f"ranks {late} of {_named(group)} did not come to compare a compiled graph within {timeout}: they run "
-            f"something else, or are gone; their own errors say more"
-        ) from error
-    if store.add(f"{prefix}/digest/{digest}", 0) != size:
-        records = [store.get(f"{prefix}/rank/{rank}").decode().split(" ") for rank in range(size)]
-        raise ValueError(_difference(group, records))
+    told = [_Told(*each) for each in zip(found, digests.split(), records.split(), strict=True)]
+    _compare([one for one in told if one.group.size() > 1 and not _compat.is_simulated(one.group)])
+    for group in found:
+        _agreed.setdefault(group, set()).add(digests)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What this rank tells those of one group; what it hears from them, through the group's store."""
+
+    group: dist.ProcessGroup
+    digest: str
+    record: str
+
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        return _compat.group_store(self.group)
+
+    @functools.cached_property
+    def prefix(self) -> str:
+        """Of the keys of this comparison: each rank counts its own, and comes to the same number."""
+        return f"spanwise/agree/{self.store.add(f'spanwise/agree/count/{self.group.rank()}', 1)}"
+
+    def tell(self) -> None:
+        self.store.set(f"{self.prefix}/rank/{self.group.rank()}", f"{self.digest} {self.record}")
+        self.store.add(f"{self.prefix}/digest/{self.digest}", 1)
+
+    def arrive(self, hop: int) -> None:
+        if self.store.add(f"{self.prefix}/arrived/{hop}", 1) == self.group.size():
+            self.store.set(f"{self.prefix}/all/{hop}", "here")
+
+    def is_complete(self, hop: int) -> bool:
+        return self.store.check([f"{self.prefix}/all/{hop}"])
+
+    def fail(self, text: str) -> None:
+        self.store.set(f"{self.prefix}/failed", text)
+
+    def failure(self) -> str:
+        """What a rank of the group has found; empty if nothing."""
+        key = f"{self.prefix}/failed"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def difference(self) -> str:
+        """How the ranks' decisions differ, once all have arrived; empty if they do not."""
+        size = self.group.size()
+        if self.store.add(f"{self.prefix}/digest/{self.digest}", 0) == size:
+            return ""
+        told = [self.store.get(f"{self.prefix}/rank/{rank}").decode().split() for rank in range(size)]
+        return _difference(self.group, [(digest, record) for digest, record in told])
+
+    def lateness(self) -> str:
+        """Who has not come at all."""
+        ranks = enumerate(dist.get_process_group_ranks(self.group))
+        late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/rank/{r}"])]
+        return (
+            f"ranks {late} of {_named(self.group)} did not come to compare a compiled graph within "
+            f"{_compat.group_timeout(self.group)}: they run something else, or are gone; their own errors say more"
+        )
+
+
+def _compare(all_of: Sequence[_Told]) -> None:
+    """Wait for the ranks of all groups; ``ValueError`` on each of them if some decided differently or did not come.
+
+    Ranks of other groups have to hear of it too, or they would wait for these in the first collective: whoever finds or
+    hears of a failure says so in all its groups, and all wait for one another as many times as there are groups, after
+    which it has come from any rank of a mesh to any other, along one axis at a time.
+    """
+    for one in all_of:
+        one.tell()
+    for hop in range(len(all_of)):
+        for one in all_of:
+            one.arrive(hop)
+        for one in all_of:
+            text = _wait(one, hop, all_of) or (one.difference() if hop == 0 else "")
+            if text:
+                for other in all_of:
+                    other.fail(text)
+                raise ValueError(text)
+
+
+def _wait(one: _Told, hop: int, all_of: Sequence[_Told]) -> str:
+    """Wait until all ranks of a group have arrived, or one has failed in any group; what it said."""
+    until, pause = time.monotonic() + _compat.group_timeout(one.group).total_seconds(), 1e-3
+    while not one.is_complete(hop):
+        for other in all_of:
+            if text := other.failure():
+                return text
+        if time.monotonic() > until:
+            return one.lateness()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)  # ranks may compile for minutes
+    return ""
 
 
 def _named(group: dist.ProcessGroup) -> str:
     return f"the process group of ranks {dist.get_process_group_ranks(group)}"
 
 
-def _difference(group: dist.ProcessGroup, records: Sequence[Sequence[str]]) -> str:
+def _difference(group: dist.ProcessGroup, records: Sequence[tuple[str, str]]) -> str:
     """What differs between ranks: by digest, who has it, where the orders part, and which facts are not the same."""
     camps: dict[str, list[int]] = {}
-    for rank, (digest, _) in enumerate(records):
+    for rank, (digest, _) in zip(dist.get_process_group_ranks(group), records, strict=True):
         camps.setdefault(digest, []).append(rank)
-    unpacked = [json.loads(zlib.decompress(base64.b85decode(records[ranks[0]][1]))) for ranks in camps.values()]
+    packed = dict(records)
+    unpacked = [json.loads(zlib.decompress(base64.b85decode(packed[digest]))) for digest in camps]
     starts = [record["starts"] for record in unpacked]
     at = next(i for i in range(max(map(len, starts)) + 1) if len({tuple(lines[i : i + 1]) for lines in starts}) > 1)
     parts = [
-        f"ranks {ranks} start {lines[at] if at < len(lines) else 'nothing more'}"
+        f"ranks {ranks} start {lines[at] if at < len(lines) else 'nothing more here'}"
         for ranks, lines in zip(camps.values(), starts, strict=True)
     ]
-    causes = [f"{name} is {' / '.join(values)}" for name, values in _differing(record["facts"] for record in unpacked)]
+    causes = [
+        f"{name} is {' / '.join(values)}" for name, values in _differing([record["facts"] for record in unpacked])
+    ]
     return (
-        f"ranks of {_named(group)} scheduled the collectives of a graph differently: of {len(starts[0])} collectives "
-        f"number {at} is the first that differs: {'; '.join(parts)}. "
+        f"ranks of {_named(group)} scheduled the collectives of a graph differently, by their places among all that it "
+        f"starts: {'; '.join(parts)}. "
         + (f"Of what they went by, {'; '.join(causes)}. " if causes else "They went by the same options and costs. ")
         + "Compile the same model with the same costs, options and versions on every rank"
     )
 
 
-def _differing(facts: Iterator[dict[str, str]] | Any) -> Iterator[tuple[str, list[str]]]:
-    every = list(facts)
-    for name in every[0]:
-        values = [one.get(name, "not known") for one in every]
+def _differing(facts: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    for name in facts[0]:
+        values = [one.get(name, "not known") for one in facts]
         if len(set(values)) > 1:
             yield name, values
 
@@ -178,5 +232,5 @@ _compat.mark_effectful(torch.ops.spanwise.agree.default)
 
 
 @torch.library.register_fake("spanwise::agree", lib=_library)
-def _(digest: str, record: str, groups: str) -> None:
+def _(groups: str, digests: str, records: str) -> None:
     return None

@@ -21,7 +21,7 @@ from torch import fx
 from spanwise import _compat
 from spanwise.cost import Hardware
 from spanwise.overlap import agree
-from spanwise.overlap.costs import CostModel, as_cost, node_flops
+from spanwise.overlap.costs import as_cost, node_flops
 from spanwise.overlap.emit import emit
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.operators import STARTS, WAIT, Cost, traits
@@ -49,9 +49,9 @@ def backend(
     Args:
         name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
             ``torch.compile`` go on to Inductor.
-        cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs hold
-            graphs whose cost is a `Hardware`, a `CostModel`, a table, or a function with a method ``uuid() -> str``
-            that changes when its results do; graphs of other functions compile anew in every process.
+        cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs
+            hold those whose cost is a `Hardware`, a table, or has a method ``uuid() -> str`` that changes when what it
+            returns does, as `CostModel` and `Measured` have; graphs of other functions compile anew in every process.
         dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or an exchange that changes
             from plan to plan. The same on all ranks, whatever sizes they happen to see first.
         on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
@@ -179,13 +179,9 @@ def _groups() -> list[dist.ProcessGroup]:
 
 def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
     """The same text for costs that are the same in every process; None if that cannot be said."""
-    if isinstance(cost, Hardware):
-        return repr(cost)
     if isinstance(cost, Mapping):
-        return repr(sorted(cost.items()))
-    if type(cost) is CostModel:
-        return repr(sorted((name, value) for name, value in vars(cost).items()))
-    uuid = getattr(cost, "uuid", None)
+        return hashlib.sha256(repr(sorted(cost.items())).encode()).hexdigest()
+    uuid = getattr(as_cost(cost), "uuid", None)
     return None if uuid is None else str(uuid())
 
 
