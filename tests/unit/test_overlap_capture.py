@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import spanwise
-from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, shapes
+from spanwise.overlap.capture import CaptureConfig, capture, fake_world
+from spanwise.overlap.decoder import Axis, shapes
 from tests.lockstep import Lockstep
 
 TINY = CaptureConfig(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, device="cpu")
