@@ -59,19 +59,17 @@ def figures(written: tuple[Path, str]) -> dict[str, Any]:
     return found
 
 
-def test_figures_are_those_of_optimize(figures: dict[str, Any]) -> None:
-    config = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, vocab=512, seq_len=512, batch=1, dp=2, tp=2)
-    graphs = capture(config)
-    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
+def test_figures_are_those_of_optimize(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    graphs = load_graphs(written[0] / "o.save")
     assert figures["groups"] == {"dp": [0, 2], "tp": [0, 1]}
     for name in ("forward", "backward"):
-        result = optimize(getattr(graphs, name), CostModel(H100, ranks=ranks))
+        result = optimize(graphs.graphs[name], CostModel(H100, ranks=graphs.ranks))
         found = figures["graphs"][name]
         assert found["after"]["makespan"] == pytest.approx(result.timeline.makespan)
         assert found["before"]["makespan"] == pytest.approx(result.before.makespan)
         assert found["after"]["bound"] == pytest.approx(result.bounds.makespan)
         assert found["after"]["peak_bytes"] == result.timeline.peak_bytes <= found["budget_bytes"] == result.budget
-        assert found["nodes"] == len(getattr(graphs, name).graph.nodes)
+        assert found["nodes"] == len(graphs.graphs[name].graph.nodes)
 
 
 def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> None:
@@ -198,13 +196,13 @@ def test_thin_bars_are_drawn_together() -> None:
 
 @pytest.mark.parametrize("exchange", ["needed", "all_gather"])
 def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path) -> None:
-    result = run(*SMALL, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
+    result = run(*SMALL, "--layers", 1, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["groups"]["cp (K/V)"] == [0, 2]
     for graph in found["graphs"].values():
         of_cp = [one for one in graph["collectives"] if one["group"] == "cp (K/V)"]
-        assert len(of_cp) == 2  # of two layers
+        assert len(of_cp) == 1  # of one layer
         assert sum(one["exposed"] for one in of_cp) < sum(one["ms"] for one in of_cp)
     assert "cp (K/V)" in result.output
 
@@ -213,8 +211,19 @@ def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path
 
 
 def test_costs_are_measured_once(tmp_path: Path) -> None:
-    sizes = "--layers 1 --dim 64 --heads 4 --kv-heads 2 --ffn 128 --vocab 64 --seq-len 64 --dp 2 --tp 2".split()
-    given = [*sizes, "--device", "cpu", "--hardware", "cpu", "--costs", "measured", "--graph", "forward"]
+    sizes = {
+        "layers": 1,
+        "dim": 64,
+        "heads": 4,
+        "kv-heads": 2,
+        "ffn": 128,
+        "vocab": 64,
+        "seq-len": 64,
+        "dp": 2,
+        "tp": 2,
+    }
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    given = [*flags, "--device", "cpu", "--hardware", "cpu", "--costs", "measured", "--graph", "forward"]
     results = []
     for name in ("first", "second"):
         flags = ["--measurements", tmp_path / "ms.json", "--json", tmp_path / name]
