@@ -3,6 +3,11 @@
 `graph` builds dependencies from it, `costs` prices by it. Operators are recognised by `OpOverload` and by their
 schemas, never by name: what a schema calls ``group_name`` is the group, what it marks as written is written. An
 operator of which that is not enough to know what it does is a barrier.
+
+Point to point, of torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``_c10d_functional``'s ``isend``,
+``irecv`` and ``batch_p2p_ops`` start and are waited for, too, and are barriers all the same, as are ``c10d::send`` and
+``c10d::recv_``: their graphs differ from rank to rank, so that ranks would not reorder them alike, and messages of two
+ranks have to be sent in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
 """
 
 from __future__ import annotations
@@ -97,6 +102,9 @@ _PLAIN_HOPS = frozenset(
         "while_loop",
     }
 )
+# Runs a Triton kernel that may write any tensor it is given (which ones, torch finds out with Triton alone), and that
+# may talk to other ranks if it is given pointers.
+_TRITON = "triton_kernel_wrapper_mutation"
 _RANDOM_HOPS = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
 
 
@@ -192,6 +200,11 @@ def _aliased(info: Any, arguments: Any) -> frozenset[str]:
 
 def _of_higher_order(node: fx.Node, hop: _compat.HigherOrderOperator) -> Traits:
     name = hop.name()
+    if name == _TRITON:
+        given = [tensor.dtype for arg in node.all_input_nodes for tensor in tensors_of(arg)]
+        if torch.int64 in given or torch.uint64 in given:
+            return Traits(Role.BARRIER)
+        return Traits(Role.COMPUTE, names=("kwargs",), writes=frozenset({"kwargs"}))
     if _compat.has_hidden_effects(hop) or name not in _PLAIN_HOPS | _RANDOM_HOPS:
         return Traits(Role.BARRIER)
     inside = [_of_operator(arg) for arg in node.args if isinstance(arg, _compat.OpOverload)]

@@ -466,6 +466,25 @@ def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
     assert captured.barriers == (1, 3, 5, 6) and not captured.dag.starts
 
 
+def test_triton_kernels_write_what_they_are_given_and_nothing_else() -> None:
+    def build(graph: fx.Graph, x: fx.Node, dtype: torch.dtype = torch.float32) -> Any:
+        y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
+        z.meta["val"] = torch.empty(4, dtype=dtype)
+        before, beside = graph.call_function(ATEN.sin.default, (y,)), graph.call_function(ATEN.sin.default, (x,))
+        given = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}}
+        hop = torch.ops.higher_order.triton_kernel_wrapper_mutation
+        graph.call_function(hop, (), {**given, "kwargs": {"in_ptr": y, "out_ptr": z}}).meta["val"] = None
+        return [before, beside, *(graph.call_function(ATEN.cos.default, (t,)) for t in (y, z, x))]
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == ()
+    assert deps(captured, "triton_kernel_wrapper_mutation") == {"clone", "clone_1", "sin"}
+    of_cosines = [deps(captured, name) for name in ("cos", "cos_1", "cos_2")]
+    assert [("triton_kernel_wrapper_mutation" in of) for of in of_cosines] == [True, True, False]
+    pointers = to_dag(by_hand(lambda graph, x: build(graph, x, torch.int64)), one)
+    assert [pointers.nodes[i].name for i in pointers.barriers] == ["triton_kernel_wrapper_mutation"]
+
+
 def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
     def branches(inner: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
         def function(x: torch.Tensor) -> Any:
