@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import tempfile
 import uuid
 from collections import Counter
@@ -32,11 +33,11 @@ from spanwise import _compat
 from spanwise.cost import Hardware
 from spanwise.overlap.costs import as_cost, is_pointwise, node_bytes, ranks_of
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free
+from spanwise.overlap.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of
 from spanwise.overlap.timing import calls, device_of, milliseconds, name_of, smallest, trial, why_not
 
 _FORMAT = "spanwise measured costs 1"
-_LATENCY = "latency of "
+_LATENCY, _OVER = "latency of ", " over +0"
 
 Timer = Callable[[fx.Node, Callable[[], Any]], float]
 """``(node, call) -> milliseconds`` of the call."""
@@ -67,7 +68,7 @@ class Measured:
     timed: int = 0
 
     def __call__(self, node: fx.Node) -> float:
-        if node.target is WAIT or is_free(node):
+        if not _runs(node):
             return 0.0
         ms = self._known([node])
         if ms is None:
@@ -120,6 +121,13 @@ class Measured:
         return max(math.fsum(known) - (len(known) - 1) * latency, *known)
 
 
+def _runs(node: fx.Node) -> bool:
+    """Whether it takes the device any time: it does something, with tensors."""
+    if node.target is WAIT or is_free(node):
+        return False
+    return any(map(tensors_of, (node, *node.all_input_nodes)))
+
+
 def _keys(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> list[str]:
     """In the table: one for a node, one for each member of a coalesced collective."""
     after = f" {_over(ranks_of(group_of(node), ranks))}" if node.target in STARTS else ""
@@ -162,15 +170,16 @@ def measure(
     mean more than indices, sizes that are left open, what torch refuses, and collectives that not all ranks of their
     group have alike or whose group is a simulated one.
 
-    Call it on all ranks of `group` at once, outside of compilation.
+    Call it on all ranks of `group` at once, outside of compilation. What `backend` schedules it hands to ``on_result``;
+    these are the graphs to measure for it, as Inductor's are not those of "aot_eager".
 
     Args:
         gm: an ATen graph with ``meta["val"]``; left as it is.
         device: where operators run; default: where the graph's tensors are.
         group: whose ranks agree; default: all, or this process alone where torch.distributed is not initialised.
         fallback: a model for what cannot be run; without one that is an error.
-        cache: JSON file of what was measured, by device, torch's version and signature; read first, written
-            (atomically) if anything is new. Each rank may have its own, or all one.
+        cache: JSON file of what was measured, by signature, device and torch's version, of collectives by host and
+            backend, too; read first, written (atomically) if anything is new. Each rank may have its own, or all one.
         ranks: global ranks of groups by name, for groups that this process does not have.
         repeats: calls that each time is the median of.
         fuse: price pointwise chains as one kernel.
@@ -189,9 +198,9 @@ def measure(
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
     jobs, left_out = _jobs(gm, known_ranks)
     error = _refusal(left_out) if fallback is None else None
-    place, on_file = name_of(where), {}
+    places, on_file = _places(where, group), {}
     try:
-        on_file = _load(cache).get(place, {}) if cache is not None else {}
+        on_file = _on_file(cache, places) if cache is not None else {}
     except ValueError as refused:
         error = error or ("", str(refused))
     own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
@@ -215,7 +224,7 @@ def measure(
                     text = f"it cannot be measured: {left_out.get(name, 'another rank could not')}; pass fallback="
                     raise GraphError(name, text)
     if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
-        _save(cache, place, table)
+        _save(cache, places, table)
     model = None if fallback is None else as_cost(fallback)
     return Measured(table, model, known_ranks, fuse, left_out, len(timed))
 
@@ -225,7 +234,7 @@ def _jobs(gm: fx.GraphModule, ranks: Mapping[str, Sequence[int]]) -> tuple[dict[
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
     for node in gm.graph.nodes:
-        if not node.op.startswith("call_") or node.target is WAIT or is_free(node):
+        if not node.op.startswith("call_") or not _runs(node):
             continue
         reason = why_not(node)
         members: tuple[int, ...] = ()
@@ -306,6 +315,24 @@ def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
+def _places(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool, str]:
+    """Where operators' times are good for, and (True) collectives': on these hosts only, for networks have no names."""
+    operators = name_of(device)
+    size = 1 if group is None else group.size()
+    backend = "" if group is None else f", {dist.get_backend_config(group)}"
+    return {False: operators, True: f"{operators}, {size} ranks, {socket.gethostname()}{backend}"}
+
+
+def _on_file(path: str | os.PathLike[str], places: Mapping[bool, str]) -> dict[str, float]:
+    content = _load(path)
+    return {
+        key: ms
+        for of_groups, place in places.items()
+        for key, ms in content.get(place, {}).items()
+        if (_OVER in key) == of_groups
+    }
+
+
 def _load(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
     """By device, milliseconds by key; nothing if there is no file."""
     try:
@@ -329,12 +356,13 @@ def _no_cache(path: str | os.PathLike[str], why: str) -> str:
     return f"{os.fspath(path)} is not a file of measured costs ({why}): remove it, or name another"
 
 
-def _save(path: str | os.PathLike[str], place: str, table: Mapping[str, float]) -> None:
+def _save(path: str | os.PathLike[str], places: Mapping[bool, str], table: Mapping[str, float]) -> None:
     """Add to the file, which others may write at the same time: the last one's is what stays, whole."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     everything = _load(target)
-    everything[place] = {**everything.get(place, {}), **table}
+    for key, ms in table.items():
+        everything.setdefault(places[_OVER in key], {})[key] = ms
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
         json.dump({"format": _FORMAT, "ms": everything}, file, indent=1, sort_keys=True)
     os.replace(file.name, target)

@@ -115,6 +115,18 @@ def test_what_cannot_be_run_needs_a_model(function: Callable[..., Any], reason: 
     assert measured(node) == model(node)
 
 
+def test_what_has_no_tensors_takes_no_time() -> None:
+    @torch.library.custom_op("spanwise_test::say", mutates_args=())
+    def say(text: str) -> None: ...
+
+    say.register_fake(lambda text: None)
+    gm = traced(lambda x: x.sin(), torch.rand(4))
+    first = next(n for n in gm.graph.nodes if n.op == "call_function")
+    with gm.graph.inserting_before(first):
+        gm.graph.call_function(torch.ops.spanwise_test.say.default, ("hello",)).meta["val"] = None
+    assert [n.ms for n in to_dag(gm, measure(gm, timer=Clock())).dag.nodes] == [0.0, 1.0]
+
+
 def test_what_torch_refuses_is_left_out_with_its_words() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
