@@ -130,7 +130,8 @@ def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reaso
     4. MEMORY or ORDER: compute from behind its wait for which all is there when the wait is reached.
     5. DEPENDENCY: the rest.
 
-    MEMORY or ORDER is decided by trying: the peak of the order with the nodes of 3 or 4 moved.
+    MEMORY or ORDER is decided by trying: the peak of the order with the nodes of 3 or 4 moved. Compute that could hide
+    several collectives counts for the first of them in the order, so that their sum is what could be hidden in all.
 
     Args:
         timeline: simulated without contention.
@@ -142,7 +143,12 @@ def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reaso
         return {}
     looked = _Looked(timeline, budget)
     independent = independent_compute(dag)
-    return {start: looked.reason(start, ms, independent[start]) for start, ms in sorted(exposed.items())}
+    found = {
+        start: looked.reason(start, exposed[start], independent[start])
+        for start in timeline.order.tolist()
+        if start in exposed
+    }
+    return dict(sorted(found.items()))
 
 
 def _tiny(ms: float) -> float:
@@ -158,6 +164,7 @@ class _Looked:
         ready: when each node could be issued, collectives staying as they are: a wait when its collective has ended,
             all else after the longest path of compute that leads to it. Never later than it was issued.
         idle_since: of each start, when the collective before it on its stream has ended.
+        spare: milliseconds of each node of compute that hide no collective in a reason that was given.
     """
 
     def __init__(self, timeline: Timeline, budget: int | None) -> None:
@@ -167,6 +174,7 @@ class _Looked:
         self.place[order] = np.arange(len(dag))
         self.begin, self.end, self.issued = (x.tolist() for x in (timeline.begin, timeline.end, timeline.issued))
         self.tiny = _tiny(timeline.makespan)
+        self.spare = np.where(dag.kinds == Kind.COMPUTE, timeline.end - timeline.begin, 0.0)
         self.wait = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
         ready = [0.0] * len(dag)
         for i, node in enumerate(dag.nodes):
@@ -205,12 +213,15 @@ class _Looked:
                 idle = max(0.0, min(earlier, self.issued[start] - self.idle_since[start]))
                 if idle > self.tiny:
                     account(self.fits(moved, first), idle)
+                    passed = self.order[first : self.place[start]][::-1]
+                    self.use(passed[~np.isin(passed, moved)], idle)
                 account(Why.STREAM, earlier - idle)
         if left:
             wait = self.wait[start]
             behind, moved = self.behind(wait, left)
             if behind > self.tiny:
                 account(self.fits(moved, int(self.place[wait])), behind)
+                self.use(np.array(moved), behind)
         parts[Why.DEPENDENCY] += left
         return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny}, independent)
 
@@ -229,7 +240,7 @@ class _Looked:
             i = int(self.order[at])
             node = dag.nodes[i]
             if i not in leads:
-                spent = 0.0 if node.kind == Kind.START else self.end[i] - self.begin[i]
+                spent = self.end[i] - self.begin[i] if node.kind == Kind.WAIT else float(self.spare[i])
                 if spent > 0:
                     gained, first = gained + spent, at
                 continue
@@ -244,9 +255,15 @@ class _Looked:
         """Compute after `wait` that could run when it is reached, up to `most`, and what has to move for that."""
         after = self.order[int(self.place[wait]) + 1 :]
         can = after[self.ready[after] <= self.begin[wait] + self.tiny]
-        ms = np.where(self.dag.kinds[can] == Kind.COMPUTE, self.dag.ms[can], 0.0).cumsum()
+        ms = self.spare[can].cumsum()
         count = int(np.searchsorted(ms, most - self.tiny)) + 1
         return (float(min(most, ms[-1])), can[:count].tolist()) if len(ms) else (0.0, [])
+
+    def use(self, nodes: NDArray[np.int64], ms: float) -> None:
+        """Take so many milliseconds of the nodes' spare ones, the first nodes' first."""
+        spare = self.spare[nodes]
+        before = spare.cumsum() - spare
+        self.spare[nodes] = spare - np.clip(ms - before, 0.0, spare)
 
     def fits(self, moved: Iterable[int], first: int) -> Why:
         """Whether the budget keeps `moved`, in this order, from standing before what is at place `first`."""

@@ -215,6 +215,26 @@ def test_only_some_compute_counts() -> None:
     assert hideable(dag, [1]) == hideable(dag, []) == set()
 
 
+def test_compute_that_could_hide_either_counts_once() -> None:
+    b = Build()
+    for name in "st":
+        b.start(name, 2.0)
+        b.wait(name)
+        b.compute(f"after {name}", 5.0, f"w{name}")
+    b.compute("free", 3.0)
+    found = why(simulate(b.dag()))
+    # What follows the first could hide the second, but for this it is there already; what is free hides either.
+    assert found == {"s": {Why.ORDER: 2.0}, "t": {Why.ORDER: 2.0}}
+    b = Build()
+    b.compute("begin", 1.0)
+    b.start("s", 2.0, "begin")
+    b.wait("s")
+    b.start("t", 2.0, "ws")
+    b.wait("t")
+    b.compute("free", 3.0, "begin")
+    assert why(simulate(b.dag())) == {"s": {Why.ORDER: 2.0}, "t": {Why.ORDER: 1.0, Why.DEPENDENCY: 1.0}}
+
+
 def test_a_wait_that_came_late_leaves_room() -> None:
     """Half of what hid the first ran after it had ended; the second could have been issued then."""
     b = Build()
