@@ -175,7 +175,7 @@ def measure(
 
     Args:
         gm: an ATen graph with ``meta["val"]``; left as it is.
-        device: where operators run; default: where the graph's tensors are.
+        device: where operators run, "cuda" being the current one; default: where the graph's tensors are.
         group: whose ranks agree; default: all, or this process alone where torch.distributed is not initialised.
         fallback: a model for what cannot be run; without one that is an error.
         cache: JSON file of what was measured, by signature, device and torch's version, of collectives by host and
@@ -194,15 +194,19 @@ def measure(
     where = torch.device(device) if device is not None else device_of(gm)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
+    if where == torch.device("cuda"):
+        where = torch.device("cuda", torch.cuda.current_device())
     alone = group is None or _compat.is_simulated(group)
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    jobs, left_out = _jobs(gm, known_ranks)
-    error = _refusal(left_out) if fallback is None else None
     places, on_file = _places(where, group), {}
-    try:
+    jobs: dict[str, _Job] = {}
+    left_out: dict[str, str] = {}
+    try:  # the others would wait for a rank that raises here
+        jobs, left_out = _jobs(gm, known_ranks)
+        error = _refusal(left_out) if fallback is None else None
         on_file = _on_file(cache, places) if cache is not None else {}
-    except ValueError as refused:
-        error = error or ("", str(refused))
+    except (OSError, ValueError) as refused:
+        error = "", str(refused)
     own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
     of_ranks = _exchange(None if alone else group, error, own)
     table = _largest([{key: ms for key, (ms, *_) in keys.items()} for keys in of_ranks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import spanwise
 from spanwise import _compat
 from spanwise.cost import CPU_HOST, Hardware, Link, attention_flops
+from spanwise.overlap import operators
 from spanwise.overlap.capture import CaptureConfig, capture
-from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
+from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, is_pointwise, node_bytes
 from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.flops import node_flops
 from spanwise.overlap.graph import to_dag
@@ -230,6 +233,52 @@ def test_pointwise_chains_are_one_kernel() -> None:
     # What writes an argument, writes.
     fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
     assert fused["add_"] == 64 and fused["sin"] == 128
+
+
+def plain_bytes(node: fx.Node) -> int:
+    """`node_bytes` of captured graphs, by its definition and without a short cut."""
+
+    def held(n: fx.Node) -> int:
+        tensors = [t for t in tree_leaves(n.meta["val"]) if isinstance(t, torch.Tensor)]
+        shapes = [[size for size, stride in zip(t.shape, t.stride(), strict=True) if stride] for t in tensors]
+        return sum(math.prod(shape) * t.element_size() for shape, t in zip(shapes, tensors, strict=True))
+
+    def stays_in_registers(n: fx.Node) -> bool:
+        """Everything that reads it, through views, is one pointwise node."""
+        readers = set()
+        queue = [n]
+        while queue:
+            for user in queue.pop().users:
+                (queue.append if operators.is_free(user) else readers.add)(user)
+                if operators.is_free(user) and len(user.users) != 1:
+                    return False
+        return is_pointwise(n) and len(n.users) == 1 and len(readers) == 1 and all(map(is_pointwise, readers))
+
+    def source(n: fx.Node) -> fx.Node:
+        while n.op == "call_function" and operators.is_free(n) and len(n.all_input_nodes) == 1:
+            (n,) = n.all_input_nodes
+        return n
+
+    total = 0 if stays_in_registers(node) else held(node)
+    for arg in node.all_input_nodes:
+        if not (is_pointwise(node) and stays_in_registers(source(arg))):
+            total += held(arg)
+    return total
+
+
+def test_bytes_of_a_step_are_those_of_the_definition() -> None:
+    graphs = capture(dataclasses.replace(STEP, layers=1))
+    seen = 0
+    for module in (graphs.forward, graphs.backward):
+        for n in module.graph.nodes:
+            plain = (
+                n.op == "call_function" and isinstance(n.target, _compat.OpOverload) and n.target.namespace == "aten"
+            )
+            if not plain or operators.is_free(n) or n.name.startswith(("fill", "full", "empty", "zeros", "ones")):
+                continue
+            assert node_bytes(n) == plain_bytes(n), n
+            seen += 1
+    assert seen > 60
 
 
 # Collectives.
