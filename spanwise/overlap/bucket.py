@@ -1,6 +1,7 @@
 """Buckets: several collectives of a `Dag` as one, so that latency is paid once and fewer kernels are launched.
 
-`merge` makes of a dag and the buckets that were chosen the dag of merged collectives, in a legal order.
+`merge` makes of a dag and the buckets that were chosen the dag of merged collectives, in a legal order; `bucket` has a
+schedule's buckets chosen by `replay`, and what is merged scheduled again.
 
     dag, schedule ─► bucket ─► merged dag, its schedule ─► emit
 """
@@ -8,9 +9,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.replay import replay
+from spanwise.overlap.schedule import Schedule, schedule
+from spanwise.overlap.simulate import simulate
+
+# Shares of the time to spare that buckets may use; the next one is tried where a makespan comes out longer.
+_SLACKS = (0.5, 0.1)
+_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +106,73 @@ def merge(
         cost = merged_ms.get(u, node.ms)
         nodes.append(Node(name, node.kind, cost, tuple(sorted(number[dep] for dep in deps[u])), node.group, start))
     return Merged(Dag(tuple(nodes), _storages(dag, unit, number)), tuple(members[u] for u in numbering))
+
+
+def bucket(
+    dag: Dag,
+    found: Schedule,
+    keys: Sequence[Hashable | None],
+    merged_ms: Callable[[list[int]], float],
+    *,
+    multiplier: float = 1.0,
+    in_flight: int | None = None,
+    in_flight_bytes: int | None = None,
+    effort: int | None = None,
+) -> tuple[Merged, Schedule]:
+    """Merge collectives of equal keys where the makespan gains, or stays as it is with fewer launches.
+
+    Args:
+        found: schedule of `dag`; its budget holds for what is returned, and its makespan is not exceeded.
+        keys: by node, what the starts of a bucket must have in common; None for those that must not be merged.
+        merged_ms: milliseconds of the collective that starts, by number, become.
+        multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, of the new schedule. The order that is there
+            is that in which the buckets were found; a bucket is one collective in flight.
+
+    Returns:
+        The merged dag and a schedule of it; without a bucket, `dag` itself and `found`.
+
+    Raises:
+        GraphError: `merged_ms` is negative or not finite; names the first start.
+        ValueError: keys of another dag.
+    """
+    if len(keys) != len(dag):
+        raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
+    options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
+    if effort is not None:
+        options["effort"] = effort
+    limit = found.timeline.makespan * (1 + _ROUNDING)
+    order = found.order
+    in_order = merge(_slower(dag, multiplier), [], [], order).dag
+    timeline = simulate(in_order)
+    for slack in _SLACKS:
+        replayed = replay(
+            in_order,
+            timeline,
+            [keys[i] for i in order],
+            lambda starts: multiplier * merged_ms([order[i] for i in starts]),
+            budget=found.budget,
+            slack=slack,
+        )
+        if not replayed.buckets:
+            break
+        buckets = [[order[i] for i in starts] for starts in replayed.buckets]
+        ms = [cost / multiplier for cost in replayed.ms]
+        merged = merge(dag, buckets, ms, [order[i] for i in replayed.order], late=True)
+        own = simulate(merged.dag)
+        if own.makespan > limit or own.peak_bytes > found.budget:
+            continue
+        again = schedule(merged.dag, budget=found.budget, **options)
+        if again.timeline.makespan > limit:
+            again = dataclasses.replace(again, timeline=own)
+        return merged, again
+    return unmerged(dag), found
+
+
+def _slower(dag: Dag, multiplier: float) -> Dag:
+    if multiplier == 1.0:
+        return dag
+    nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
+    return Dag(tuple(nodes), dag.storages)
 
 
 def _names(dag: Dag, nodes: Sequence[int]) -> str:

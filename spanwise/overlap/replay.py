@@ -1,0 +1,624 @@
+"""A schedule run once more, its collectives taken together where that costs no time and no memory.
+
+    dag, a schedule of it ─► replay ─► buckets, an order ─► bucket.merge
+
+The nodes are issued in the schedule's order on the streams of `simulate`. When a start's turn comes, those of equal key
+that follow it on its stream are started with it if they can be, and it is held back for those that come soon. Two rules
+keep the schedule's makespan. Each node has a time by which it must run so that what follows it in the schedule is in
+time, as in the critical path method (J. E. Kelley and M. R. Walker, 1959), and what is taken together has to end in
+time for all of its readers and for what comes next on the stream. And memory is guarded: results that are made sooner
+and arguments that are given back later must fit. No bucket waits for itself: its members have been started, one after
+another in a legal order, before any of them is waited for. Pure, deterministic, near-linear.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spanwise.overlap.dag import Dag, GraphError, Kind
+from spanwise.overlap.memory import Guard
+from spanwise.overlap.simulate import Timeline
+
+_COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
+_UNTOUCHED, _HELD, _DONE = 0, 1, 2
+# Of a bucket's followers on the stream, how many that cannot join are passed over; of a start that does, how many of
+# other buckets it may overtake; what it still needs, how many cheap nodes at most are run for it.
+_REFUSED, _OVERTAKEN, _EXTRAS = 4, 32, 8
+_LOOK = 16  # starts that are looked at when a stream would stand still
+# Compute is cheap if all that costs no more is at most this share of it.
+_CHEAP = 1 / 16
+_HALVINGS = 14
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Bucket:
+    """Starts of one key that are not issued yet; how long they take together at most, and when they have to end."""
+
+    starts: list[int]
+    ms: float
+    until: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What was taken together.
+
+    Attributes:
+        order: all nodes, as issued.
+        buckets: starts that became one, two or more of each, ascending.
+        ms: what each bucket takes.
+    """
+
+    order: list[int]
+    buckets: list[list[int]]
+    ms: list[float]
+
+
+def replay(
+    dag: Dag,
+    timeline: Timeline,
+    keys: Sequence[Hashable | None],
+    price: Callable[[list[int]], float],
+    *,
+    budget: int,
+    slack: float,
+) -> Replayed:
+    """Run `dag` in its own order, and take starts of equal keys together.
+
+    Args:
+        dag: numbered in the order of the schedule.
+        timeline: of that order.
+        keys: by node; None for what is never taken together.
+        price: milliseconds of a merged collective, by its starts.
+        budget: bytes that the own order keeps, and the result will.
+        slack: share of the time to spare that may be used, between 0 and 1; what is left is for costs that are wrong.
+
+    Raises:
+        GraphError: a price that is negative or not finite.
+        ValueError: the own order exceeds the budget.
+    """
+    return _Replay(dag, timeline, keys, price, budget, slack).run()
+
+
+class _Memory:
+    """Bytes alive at each place of the own order, with room for waits that come later than they did.
+
+    What a wait gives back is counted for some time after its turn, as long as the budget has room for that.
+
+    Attributes:
+        allocated: bytes by node; given_back: of each start, whether something may be before its wait.
+        latest: of each wait that gives back memory, the place by which it has to be done.
+    """
+
+    def __init__(self, dag: Dag, issued: list[float], makespan: float, budget: int) -> None:
+        count, kinds = len(dag), dag.kinds.tolist()
+        self._budget = budget
+        self.allocated, self.given_back = [0] * count, [False] * count
+        change = np.zeros(count + 1, np.int64)
+        waits_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+        given: dict[int, int] = collections.defaultdict(int)
+        for storage in dag.storages:
+            self.allocated[storage.maker] += storage.num_bytes
+            change[storage.maker] += storage.num_bytes
+            if not storage.kept:
+                last = max((storage.maker, *storage.users))
+                change[last + 1] -= storage.num_bytes
+                if kinds[last] == _WAIT:
+                    given[last] += storage.num_bytes
+                for user in {storage.maker, *storage.users}:
+                    if kinds[user] == _START and waits_of.get(user) not in storage.users:
+                        self.given_back[user] = True
+        profile = change[:-1].cumsum()
+        waits = np.array(sorted(given), np.int64)
+        num_bytes = np.array([given[i] for i in waits.tolist()], np.int64)
+        times = np.array(issued)
+        # Half of the room is for them, the other half for results that are made sooner.
+        room = profile + (budget - profile) // 2
+        delay = np.full(len(waits), makespan)
+        for _ in range(_HALVINGS):
+            until = np.maximum(np.minimum(np.searchsorted(times, times[waits] + delay, "right"), count), waits + 1)
+            late = self._between(count, waits, until, num_bytes)
+            full = np.concatenate([[0], (profile + late > room).cumsum()])
+            too_long = full[until] > full[waits]
+            delay[too_long] /= 2
+            if not too_long.any():
+                break
+        else:
+            until[too_long] = waits[too_long] + 1
+            late = self._between(count, waits, until, num_bytes)
+        self._profile = profile + late
+        self.latest = dict(zip(waits.tolist(), until.tolist(), strict=True))
+
+    @staticmethod
+    def _between(
+        count: int, first: NDArray[np.int64], until: NDArray[np.int64], num_bytes: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        change = np.zeros(count + 1, np.int64)
+        np.add.at(change, first, num_bytes)
+        np.add.at(change, until, -num_bytes)
+        return change[:-1].cumsum()
+
+    def fits_at(self, node: int, place: int) -> bool:
+        """Whether `node` may run at a place before its own."""
+        num_bytes = self.allocated[node]
+        return not num_bytes or node <= place or int(self._profile[place:node].max()) + num_bytes <= self._budget
+
+    def move(self, node: int, place: int) -> None:
+        if self.allocated[node] and node > place:
+            self._profile[place:node] += self.allocated[node]
+
+
+class _Latest:
+    """When everything has to run so that the order still ends in time, as far as the slack may be used; milliseconds.
+
+    Attributes:
+        begin: of each start, when what follows on its stream and all else has to find it begun.
+        end: of each start, when its readers need it.
+        reach: by place of the order, when compute has to get there.
+        is_last: nodes that no compute of weight depends on; a list of bools.
+        may_lag: nodes that need not run at their place: waits, what is free, and what is last and cheap.
+    """
+
+    def __init__(self, dag: Dag, timeline: Timeline, memory: _Memory, slack: float) -> None:
+        count, kinds, ms = len(dag), dag.kinds.tolist(), dag.ms.tolist()
+        total = timeline.makespan
+        work = np.sort(dag.ms[dag.kinds == Kind.COMPUTE])
+        few = int(np.searchsorted(work.cumsum(), _CHEAP * work.sum(), "right"))
+        dear = float(work[few]) if few < len(work) else math.inf
+        self.is_last, self.may_lag = [False] * count, [False] * count
+        begin, end, reach, issue = [0.0] * count, [total] * count, [total] * (count + 1), [total] * count
+        chain = last = total  # what is left on the compute stream; of that, what may go to the end
+        stream = dict.fromkeys(dag.groups, total)
+        for i in range(count - 1, -1, -1):
+            node, kind, cost = dag.nodes[i], kinds[i], ms[i]
+            light = kind != _COMPUTE or cost < dear
+            self.is_last[i] = is_last = light and all(self.is_last[user] for user in dag.users[i])
+            self.may_lag[i] = kind == _WAIT or is_last or (kind == _COMPUTE and not cost)
+            if kind == _START:
+                begin[i] = min(end[i] - cost, stream[node.group] - cost, issue[i])
+                stream[node.group] = begin[i]
+                if not is_last:
+                    chain = min(chain, begin[i])
+            elif kind == _WAIT:
+                begin[i] = end[i] = min(end[i], reach[memory.latest.get(i, count)])
+            elif self.may_lag[i]:
+                if cost:
+                    end[i] = min(end[i], last)
+                    last -= cost
+                    chain -= cost
+                begin[i] = end[i] - cost
+            else:
+                end[i] = min(end[i], chain)
+                begin[i] = chain = end[i] - cost
+            reach[i] = chain
+            for dep in node.deps:
+                # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
+                of = issue if kinds[dep] == _START and dep != node.start else end
+                of[dep] = min(of[dep], begin[i])
+
+        def within(real: NDArray[np.float64], latest: list[float]) -> list[float]:
+            return (real + slack * (np.array(latest[:count]) - real)).tolist()
+
+        self.begin, self.end = within(timeline.begin, begin), within(timeline.end, end)
+        self.reach = [*within(timeline.issued, reach), total]
+
+
+class _Replay:
+    """State of the streams, of memory and of the buckets while nodes are issued."""
+
+    def __init__(
+        self,
+        dag: Dag,
+        timeline: Timeline,
+        keys: Sequence[Hashable | None],
+        price: Callable[[list[int]], float],
+        budget: int,
+        slack: float,
+    ) -> None:
+        count = len(dag)
+        self.dag, self.keys, self.price = dag, keys, price
+        self.kinds, self.ms, self.users = dag.kinds.tolist(), dag.ms.tolist(), dag.users
+        self.issued_at = timeline.issued.tolist()
+        self.guard = Guard(dag, budget)
+        self.memory = _Memory(dag, self.issued_at, timeline.makespan, budget)
+        self.late = _Latest(dag, timeline, self.memory, slack)
+        self.tiny = 1e-9 * timeline.makespan
+        self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+        self.missing = [len(set(node.deps)) for node in dag.nodes]
+        self.state = bytearray(count)
+        self.order: list[int] = []
+        self.now, self.place = 0.0, 0  # of the compute stream; in the own order
+        self.free = dict.fromkeys(dag.groups, 0.0)
+        self.ended: dict[int, float] = {}
+        self.bucket_of: dict[int, list[int]] = {}
+        self.buckets: list[list[int]] = []
+        self.prices: list[float] = []
+        self.saved: dict[Hashable, float] = {}  # by taking one more together, by key
+        self.waiting: list[tuple[float, int]] = []  # collectives under way, by their end
+        self.lagging: collections.deque[int] = collections.deque()  # became ready after their turn
+        self.fillers: list[int] = []  # of those, compute that takes time
+        self.held: dict[str, list[_Bucket]] = {group: [] for group in dag.groups}
+        self.open: dict[Hashable, _Bucket] = {}
+        self.stream: dict[str, list[int]] = {group: [] for group in dag.groups}
+        self.alike: dict[Hashable, list[int]] = {}
+        self.first = dict.fromkeys(dag.groups, 0)  # on each stream, who is untouched
+        self.in_stream: dict[int, int] = {}
+        # Starts that found their stream busy begin as soon as it is free; the others were not to begin earlier.
+        self.at_once = [False] * count
+        for i in dag.starts:
+            of_group = self.stream[dag.nodes[i].group]
+            if of_group:
+                self.at_once[i] = bool(timeline.begin[i] <= timeline.end[of_group[-1]] + self.tiny)
+            self.in_stream[i] = len(of_group)
+            of_group.append(i)
+            if keys[i] is not None:
+                self.alike.setdefault(keys[i], []).append(i)
+
+    def run(self) -> Replayed:
+        count = len(self.dag)
+        for i in range(count):
+            self.place = i
+            if self.state[i]:
+                continue
+            kind = self.kinds[i]
+            if self.late.may_lag[i]:
+                if not self.missing[i]:
+                    self.ready(i)
+                    self.catch_up()
+                continue
+            self.run_for(i)
+            if kind == _START:
+                if not self.state[i]:
+                    self.start(i)
+                continue
+            until = self.now + self.ms[i]
+            self.release(until)
+            self.use_streams(until)
+            self.work(i)
+            self.catch_up()
+            self.fill(self.late.reach[i + 1])
+        while len(self.order) < count:
+            self.release(math.inf)
+            self.catch_up()
+            self.fill(math.inf)
+            if self.waiting:
+                self.finish(*heapq.heappop(self.waiting))
+            elif len(self.order) < count:
+                self.force(self.guard.next_in_order)
+        return Replayed(self.order, self.buckets, self.prices)
+
+    # Issuing nodes.
+
+    def issue(self, i: int) -> None:
+        self.guard.run(i)
+        self.state[i] = _DONE
+        self.order.append(i)
+        for user in self.users[i]:
+            self.missing[user] -= 1
+            if not self.missing[user] and user <= self.place and self.late.may_lag[user]:
+                self.lagging.append(user)
+
+    def work(self, i: int) -> None:
+        """Run compute."""
+        self.make_room(i)
+        if not self.state[i]:
+            self.now += self.ms[i]
+            self.issue(i)
+
+    def finish(self, end: float, start: int) -> None:
+        """Wait for a collective and those of its bucket."""
+        self.now = max(self.now, end)
+        for member in self.bucket_of[start]:
+            wait = self.wait_of.get(member)
+            if wait is not None and not self.state[wait]:
+                self.run_for(wait)
+                if not self.state[wait]:
+                    self.issue(wait)
+
+    def stall(self, end: float, start: int) -> None:
+        """Let compute stand still until a collective has ended, after what can be done meanwhile."""
+        if end > self.now:
+            self.release(end)
+            self.use_streams(end)
+            self.fill(end)
+        self.finish(end, start)
+
+    def ready(self, i: int) -> None:
+        """Issue a node that may lag, if that takes no time."""
+        kind = self.kinds[i]
+        if kind == _WAIT:
+            start = self.dag.nodes[i].start
+            if self.ended.get(start, math.inf) <= self.now:
+                self.finish(self.ended[start], start)
+            elif start in self.ended:
+                heapq.heappush(self.waiting, (self.ended[start], start))
+        elif kind == _START:
+            self.start(i)
+        elif self.ms[i] and i != self.place:
+            heapq.heappush(self.fillers, i)
+        else:
+            self.work(i)
+
+    def catch_up(self) -> None:
+        """Waits for what has ended, and all that had been waiting for that."""
+        while True:
+            if self.lagging:
+                i = self.lagging.popleft()
+                if not self.state[i]:
+                    self.ready(i)
+            elif self.waiting and self.waiting[0][0] <= self.now:
+                self.finish(*heapq.heappop(self.waiting))
+            else:
+                return
+
+    def fill(self, until: float) -> None:
+        """Compute that lags, as far as there is time for it."""
+        while self.fillers and (self.state[self.fillers[0]] or self.now + self.ms[self.fillers[0]] <= until):
+            i = heapq.heappop(self.fillers)
+            if not self.state[i]:
+                self.work(i)
+                self.catch_up()
+
+    def run_for(self, i: int) -> None:
+        """Run all that `i` still needs."""
+        path = [i]
+        while path:
+            if self.missing[path[-1]]:
+                path.append(next(dep for dep in self.dag.nodes[path[-1]].deps if self.state[dep] != _DONE))
+                continue
+            last = path.pop()
+            if last != i and self.state[last] != _DONE:
+                self.force(last)
+
+    def force(self, i: int) -> None:
+        """Run `i` now, and before it what it needs."""
+        self.run_for(i)
+        if self.state[i] == _HELD:
+            self.launch(self.open[self.keys[i]])
+        elif self.state[i] == _UNTOUCHED and self.kinds[i] == _START:
+            self.start(i, hold=False)
+        elif self.state[i] == _UNTOUCHED and self.kinds[i] == _WAIT:
+            start = self.dag.nodes[i].start
+            self.stall(self.ended[start], start)
+        elif self.state[i] == _UNTOUCHED:
+            self.work(i)
+
+    def make_room(self, i: int) -> None:
+        """Wait for collectives, or go on in the own order, until there is memory for `i`."""
+        while not self.state[i] and not self.is_safe(i):
+            if self.guard.next_in_order == i:
+                return
+            if self.waiting:
+                self.stall(*heapq.heappop(self.waiting))
+            else:
+                self.force(self.guard.next_in_order)
+
+    def is_safe(self, i: int) -> bool:
+        guard = self.guard
+        now_fits = guard.alive + self.memory.allocated[i] <= guard.budget or guard.next_in_order == i
+        return now_fits and guard.is_safe(i)
+
+    # Buckets.
+
+    def start(self, i: int, *, hold: bool = True) -> None:
+        """Start `i`, with what can be started with it, or hold it back for more."""
+        key, group = self.keys[i], self.dag.nodes[i].group
+        bucket = self.open.get(key) if key is not None else None
+        if bucket is not None and not self.joins(bucket, i):
+            self.launch(bucket)
+            bucket = None
+        if bucket is None:
+            # It goes in front of what is held back, unless that cannot wait.
+            while self.held[group] and not self.in_time(group, self.now, self.held[group], i, self.ms[i]):
+                self.launch(self.most_urgent(group))
+            if self.state[i]:
+                return
+            bucket = _Bucket([i], self.ms[i], self.late.end[i])
+        self.state[i] = _HELD
+        more = self.gather(bucket, i) if self.may_share(i) else None
+        is_open = bucket in self.held[group]
+        if hold and more is not None and self.is_worth_holding(bucket, more):
+            if not is_open:
+                self.held[group].append(bucket)
+                self.open[key] = bucket
+            return
+        self.launch(bucket)
+
+    def may_share(self, i: int) -> bool:
+        """Whether its wait needs nothing else that has not run, which might depend on the bucket, and all is kept till
+        then: what a start gives back would outlive the others' starts."""
+        wait = self.wait_of.get(i)
+        return self.keys[i] is not None and not self.memory.given_back[i] and (wait is None or self.missing[wait] <= 1)
+
+    def gather(self, bucket: _Bucket, i: int) -> int | None:
+        """Add to the bucket what follows `i`; the first that could not be added."""
+        alike = self.alike[self.keys[i]]
+        refused: list[int] = []
+        for at in range(bisect_right(alike, i), len(alike)):
+            other = alike[at]
+            if self.state[other]:
+                continue
+            extras = self.extras(other)
+            if (
+                extras is not None
+                and self.memory.fits_at(other, self.place)
+                and all(self.is_safe(extra) for extra in extras)
+                and self.joins(bucket, other, extras)
+            ):
+                for extra in extras:
+                    self.now += self.ms[extra]
+                    self.issue(extra)
+            else:
+                refused.append(other)
+                if len(refused) == _REFUSED:
+                    break
+        return refused[0] if refused else None
+
+    def extras(self, i: int) -> list[int] | None:
+        """Compute that has to run before `i` can be issued, in a legal order; None if it is much or waits for more."""
+        found: list[int] = []
+        seen: set[int] = set()
+
+        def needs(node: int) -> bool:
+            for dep in self.dag.nodes[node].deps:
+                if self.state[dep] == _DONE or dep in seen:
+                    continue
+                seen.add(dep)
+                if self.kinds[dep] != _COMPUTE or len(seen) > _EXTRAS or not needs(dep):
+                    return False
+                found.append(dep)
+            return True
+
+        return found if not self.missing[i] or needs(i) else None
+
+    def joins(self, bucket: _Bucket, i: int, extras: Sequence[int] = ()) -> bool:
+        """Add `i` to the bucket if all stay in time; `extras` run before it."""
+        if not self.may_share(i):
+            return False
+        ready = self.now + sum(self.ms[extra] for extra in extras)
+        if extras and ready > self.late.reach[self.place] + self.tiny:
+            return False
+        key, group = self.keys[i], self.dag.nodes[i].group
+        if key not in self.saved:
+            pair = [bucket.starts[0], i]
+            self.saved[key] = max(0.0, sum(self.ms[j] for j in pair) - self.checked_price(pair))
+        joint = _Bucket(
+            [*bucket.starts, i],
+            bucket.ms + max(0.0, self.ms[i] - self.saved[key]),
+            min(bucket.until, self.late.end[i]),
+        )
+        others = [other for other in self.held[group] if other is not bucket]
+        if not self.in_time(group, ready, [*others, joint], i):
+            return False
+        bucket.starts, bucket.ms, bucket.until = joint.starts, joint.ms, joint.until
+        self.state[i] = _HELD
+        return True
+
+    def in_time(self, group: str, now: float, buckets: list[_Bucket], new: int, ms: float = 0.0) -> bool:
+        """Whether a stream runs `new` for `ms`, then `buckets`, then what was to run before `new`, all in time."""
+        free = self.free[group]
+        # A stream that is late already may stay as late; its readers, though, are to be in time.
+        first = min((i for bucket in buckets for i in bucket.starts), default=new)
+        lateness = max(0.0, free - self.late.begin[min(first, new)])
+        free = max(now, free) + ms
+        for bucket in sorted(buckets, key=lambda bucket: bucket.until):
+            free += bucket.ms
+            if free > bucket.until + self.tiny:
+                return False
+        stream, at = self.stream[group], self.next_on(group)
+        overtaken = 0
+        while at < len(stream):
+            i = stream[at]
+            at += 1
+            if self.state[i] or i == new:
+                continue
+            if self.in_stream[i] > self.in_stream[new]:
+                return free <= self.late.begin[i] + lateness + self.tiny
+            overtaken += 1
+            free = max(free, self.issued_at[i]) + self.ms[i]
+            if overtaken > _OVERTAKEN or free > self.late.end[i] + self.tiny:
+                return False
+        return True
+
+    def next_on(self, group: str) -> int:
+        """Where the first untouched start of a stream is."""
+        stream, at = self.stream[group], self.first[group]
+        while at < len(stream) and self.state[stream[at]]:
+            at += 1
+        self.first[group] = at
+        return at
+
+    def is_worth_holding(self, bucket: _Bucket, more: int) -> bool:
+        """Whether the start `more` will come in time to join."""
+        comes = self.now + self.issued_at[more] - self.issued_at[self.place]
+        return max(comes, self.free[self.dag.nodes[more].group]) + bucket.ms + self.ms[more] <= bucket.until
+
+    def most_urgent(self, group: str) -> _Bucket:
+        return min(self.held[group], key=lambda bucket: bucket.until)
+
+    def release(self, until: float) -> None:
+        """Launch the buckets that cannot wait until then."""
+        for group, held in self.held.items():
+            while held and not self.in_time(group, until, held, max(i for bucket in held for i in bucket.starts)):
+                self.launch(self.most_urgent(group))
+
+    def use_streams(self, until: float) -> None:
+        """Start what can be, of what was only kept by its stream, where a stream would stand still before `until`."""
+        for group, stream in self.stream.items():
+            while self.free[group] <= until:
+                at = self.next_on(group)
+                chosen = next((i for i in stream[at : at + _LOOK] if self.may_begin(i, is_next=i == stream[at])), None)
+                if chosen is None:
+                    break
+                for extra in self.extras(chosen) or ():
+                    self.now += self.ms[extra]
+                    self.issue(extra)
+                self.start(chosen)
+
+    def may_begin(self, i: int, *, is_next: bool) -> bool:
+        """Whether `i` may be started before its turn."""
+        if self.state[i] or not (self.at_once[i] or (self.late.is_last[i] and not self.missing[i])):
+            return False
+        extras = self.extras(i)
+        if extras is None or not self.memory.fits_at(i, self.place):
+            return False
+        if not all(self.is_safe(node) for node in (*extras, i)):
+            return False
+        if extras and self.now + sum(self.ms[extra] for extra in extras) > self.late.reach[self.place]:
+            return False
+        return is_next or self.in_time(self.dag.nodes[i].group, self.now, [], i, self.ms[i])
+
+    def launch(self, bucket: _Bucket) -> None:
+        """Start the collectives of a bucket as one."""
+        group, key = self.dag.nodes[bucket.starts[0]].group, self.keys[bucket.starts[0]]
+        if bucket in self.held[group]:
+            self.held[group].remove(bucket)
+            del self.open[key]
+        for i in bucket.starts:
+            self.state[i] = _UNTOUCHED
+        taken: list[int] = []
+        left: list[int] = []
+        for i in sorted(bucket.starts):
+            if taken and not self.state[i] and not self.is_safe(i):
+                left.append(i)
+                continue
+            self.make_room(i)
+            if not self.state[i]:  # as it may be, if there had to be made room
+                self.memory.move(i, self.place)
+                self.issue(i)
+                taken.append(i)
+        if not taken:
+            return
+        alone = sum(self.ms[i] for i in taken)
+        price = alone if len(taken) == 1 else self.checked_price(taken)
+        if price > alone + self.tiny:  # not worth it: one after another
+            parts, costs = [[i] for i in taken], [self.ms[i] for i in taken]
+        else:
+            parts, costs = [taken], [price]
+        for part, cost in zip(parts, costs, strict=True):
+            end = self.free[group] = max(self.now, self.free[group]) + cost
+            for i in part:
+                self.ended[i], self.bucket_of[i] = end, part
+            if any(i in self.wait_of for i in part):
+                heapq.heappush(self.waiting, (end, part[0]))
+            if len(part) > 1:
+                self.buckets.append(part)
+                self.prices.append(cost)
+        for i in left:
+            if i <= self.place and not self.state[i]:
+                self.start(i, hold=False)
+
+    def checked_price(self, starts: list[int]) -> float:
+        price = self.price(starts)
+        if not (math.isfinite(price) and price >= 0):
+            names = ", ".join(repr(self.dag.nodes[i].name) for i in starts)
+            raise GraphError(self.dag.nodes[starts[0]].name, f"merged ({names}) it would cost {price} ms")
+        return price
