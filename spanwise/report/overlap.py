@@ -17,6 +17,7 @@ from rich.table import Table
 
 from spanwise.cost import Hardware
 from spanwise.overlap.optimize import Result
+from spanwise.overlap.reasons import reasons
 from spanwise.overlap.report import Collective, Figures, OrderFigures, summary
 from spanwise.report import overlap_drawing, terminal, units
 
@@ -225,8 +226,12 @@ def _drawings(key: str, one: GraphFigures, labels: Mapping[str, str]) -> dict[st
     most = max(before.makespan, after.makespan)
     drawn: list[dict[str, Any]] = []
     data = []
-    for name, timeline in (("as given", before), ("after", after)):
-        lanes = overlap_drawing.lanes(timeline, labels)
+    why = {collective.start: collective.reason for collective in one.figures.collectives if collective.reason}
+    for name, timeline, of in (
+        ("as given", before, reasons(before, budget=one.result.budget)),
+        ("after", after, why),
+    ):
+        lanes = overlap_drawing.lanes(timeline, labels, of)
         svg = overlap_drawing.draw(f"{key}-{len(drawn)}", f"{one.name}, {name}", lanes, most)
         drawn.append({"svg": Markup(str(svg)), "end": timeline.makespan})
         data.append([lane.as_list() for lane in lanes])

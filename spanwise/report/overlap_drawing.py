@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from spanwise.overlap.dag import Kind
+from spanwise.overlap.reasons import Reason
 from spanwise.overlap.simulate import Timeline
 from spanwise.report import units
 from spanwise.report.svg import Drawing, number, ticks
@@ -45,8 +46,13 @@ class Lane:
         return [self.label, [[round(b.begin, 6), round(b.end - b.begin, 6), b.kind, b.name] for b in self.bars]]
 
 
-def lanes(timeline: Timeline, labels: Mapping[str, str]) -> list[Lane]:
-    """Compute, then each group; on each, what is exposed lies over it."""
+def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reason] | None = None) -> list[Lane]:
+    """Compute, then each group; on each, what is exposed lies over it.
+
+    Args:
+        labels: what groups are called, by their names; others keep theirs.
+        why: of collectives by their starts, why they are exposed.
+    """
     dag = timeline.dag
     bars: dict[str, list[Bar]] = {"": [], **{group: [] for group in dag.groups}}
     begin, end = timeline.begin.tolist(), timeline.end.tolist()
@@ -55,10 +61,11 @@ def lanes(timeline: Timeline, labels: Mapping[str, str]) -> list[Lane]:
         if node.kind == Kind.WAIT:
             start = dag.nodes[node.start]
             if end[i] > begin[i]:
-                bars[""].append(
-                    Bar(begin[i], end[i], 2, f"waits for {start.name} ({labels.get(start.group, start.group)})")
-                )
-                bars[start.group].append(Bar(max(begin[i], begin[node.start]), end[i], 2, f"{start.name}, exposed"))
+                reason = f"; {why[node.start]}" if why and node.start in why else ""
+                waits = f"waits for {start.name} ({labels.get(start.group, start.group)}){reason}"
+                bars[""].append(Bar(begin[i], end[i], 2, waits))
+                late = max(begin[i], begin[node.start])
+                bars[start.group].append(Bar(late, end[i], 2, f"{start.name}, exposed{reason}"))
         elif end[i] > begin[i]:
             bars[node.group].append(Bar(begin[i], end[i], int(node.kind == Kind.START), node.name))
     named = {"": "compute", **{group: labels.get(group, group) for group in dag.groups}}

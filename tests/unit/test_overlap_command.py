@@ -27,6 +27,7 @@ from spanwise.overlap.dag import Dag, Kind, Node
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.graph_file import load_graphs, save_graphs
 from spanwise.overlap.optimize import optimize
+from spanwise.overlap.reasons import reasons
 from spanwise.overlap.simulate import simulate
 from spanwise.overlap_command import OverlapOptions, parse_groups
 from spanwise.report.overlap_drawing import KINDS, LEFT, RIGHT, WIDTH, Bar, lanes, merged
@@ -168,7 +169,8 @@ def test_lanes_of_a_timeline() -> None:
         Node("cast", Kind.COMPUTE, 1.0), Node("s", Kind.START, 4.0, (0,), "1"), Node("x", Kind.COMPUTE, 1.0),
         Node("w", Kind.WAIT, 0.0, (1,), start=1), Node("view", Kind.COMPUTE, 0.0, (3,)),
     )  # fmt: skip
-    compute, group = lanes(simulate(Dag(nodes)), {"1": "dp"})
+    timeline = simulate(Dag(nodes))
+    compute, group = lanes(timeline, {"1": "dp"})
     assert (compute.label, group.label) == ("compute", "dp")
     assert [(bar.begin, bar.end, KINDS[bar.kind]) for bar in compute.bars] == [
         (0.0, 1.0, "local"), (1.0, 2.0, "local"), (2.0, 5.0, "waited")
@@ -177,6 +179,9 @@ def test_lanes_of_a_timeline() -> None:
         (1.0, 5.0, "exchange"), (2.0, 5.0, "waited")
     ]  # fmt: skip
     assert compute.bars[2].name == "waits for s (dp)"
+    compute, group = lanes(timeline, {}, reasons(timeline))
+    assert compute.bars[2].name == "waits for s (1); no independent compute"
+    assert group.bars[1].name == "s, exposed; no independent compute"
 
 
 def test_thin_bars_are_drawn_together() -> None:
