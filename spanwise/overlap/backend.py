@@ -9,6 +9,7 @@ between collectives, their waits and heavy compute hold it to the schedule, and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -185,6 +186,7 @@ def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
     return None if uuid is None else str(uuid())
 
 
+@functools.cache
 def _source() -> str:
     """Digest of the source of this package: another version may schedule differently."""
     files = sorted(Path(__file__).parent.glob("*.py"))

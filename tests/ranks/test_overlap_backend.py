@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -238,54 +238,121 @@ def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
     assert nothing == ""
 
 
-def linear(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+def gathered(shard: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    return shard if mesh is None else Gathered.apply(shard, mesh)
+
+
+def linear(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.Tensor:
     """Matrix products alone: Inductor has nothing to generate C++ for."""
-    out = x
     for shard in shards:
-        out = out @ Gathered.apply(shard, mesh).t()
-    return out
+        x = x @ gathered(shard, mesh).t()
+    return x
 
 
-def through_caches(rank: int, mesh: DeviceMesh, folder: str, cost: Cost) -> dict[str, Any]:
-    """A step by Inductor with its caches in `folder`: results, hits and misses, or what was raised."""
+@contextlib.contextmanager
+def caches(folder: str | None) -> Iterator[None]:
+    """Inductor with its caches there, and nothing compiled in this process; None for those of compiled C++ alone."""
     torch._dynamo.reset()
     counters.clear()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    try:
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=folder is not None):
+        if folder is not None:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        yield
+
+
+def by_inductor(
+    rank: int, mesh: DeviceMesh, folder: str | None, cost: Cost, function: Callable[..., torch.Tensor] = linear
+) -> dict[str, Any]:
+    """A step of `function`: errors of results and gradients, hits and misses of the cache of graphs, launches."""
+    results: list[Result] = []
+    with caches(folder):
         draw = torch.Generator().manual_seed(0)
-        wide = [torch.randn(DIM, DIM, generator=draw).requires_grad_() for _ in range(2)]
-        shards = [w.detach().chunk(mesh.size())[rank].clone().requires_grad_() for w in wide]
-        x = torch.randn(BATCH, DIM, generator=draw)
-        expected = x @ wide[0].t() @ wide[1].t()
+        whole = [torch.randn(DIM, DIM, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3)]
+        shards = [w.detach().float().chunk(mesh.size())[rank].clone().requires_grad_() for w in whole]
+        x = torch.randn(BATCH, DIM, generator=draw, dtype=torch.float64)
+        expected = function(x, whole, None)
         expected.backward(torch.full_like(expected, mesh.size()))
-        out = torch.compile(linear, backend=backend("inductor", cost=cost))(x, shards, mesh)
+        run = torch.compile(function, backend=backend("inductor", cost=cost, on_result=results.append))
+        out = run(x.float(), shards, mesh)
         out.backward(torch.ones_like(out))
         errors = [relative_error(out.detach(), expected.detach())]
-        errors += [relative_error(s.grad, w.grad.chunk(mesh.size())[rank]) for s, w in zip(shards, wide, strict=True)]
+        errors += [relative_error(s.grad, w.grad.chunk(mesh.size())[rank]) for s, w in zip(shards, whole, strict=True)]
         inductor = counters["inductor"]
-        return {"errors": errors, "hits": inductor["fxgraph_cache_hit"], "misses": inductor["fxgraph_cache_miss"]}
-    finally:
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    return {
+        "error": max(errors),
+        "found": (inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]),
+        "launches": [len(result.timeline.dag.starts) for result in results],
+    }
 
 
-def through_own_caches(rank: int, mesh: DeviceMesh, folders: list[str], costs: list[Cost]) -> dict[str, Any]:
-    try:
-        return through_caches(rank, mesh, folders[rank], costs[rank])
-    except ValueError as error:
-        return {"said": str(error)}
+def by_inductor_apart(rank: int, mesh: DeviceMesh, folders: list[str], costs: list[Cost]) -> dict[str, Any]:
+    return by_inductor(rank, mesh, folders[rank], costs[rank])
 
 
 def test_a_rank_with_a_warm_cache_and_one_without_agree(gloo_pool: GlooPool, tmp_path: Path) -> None:
     cold = [str(tmp_path / name) for name in ("first", "second", "third")]
     same = [Cost(), Cost()]
-    answers = gloo_pool.run(2, through_own_caches, cold[:2], same)
-    assert [(a["hits"], a["misses"]) for a in answers] == [(0, 2), (0, 2)]
-    answers = gloo_pool.run(2, through_own_caches, [cold[0], cold[2]], same)
-    assert [(a["hits"], a["misses"]) for a in answers] == [(2, 0), (0, 2)]
-    assert max(max(a["errors"]) for a in answers) < 1e-6
+    answers = gloo_pool.run(2, by_inductor_apart, cold[:2], same)
+    assert [answer["found"] for answer in answers] == [(0, 2), (0, 2)]
+    answers = gloo_pool.run(2, by_inductor_apart, [cold[0], cold[2]], same)
+    assert [answer["found"] for answer in answers] == [(2, 0), (0, 2)]
+    assert max(answer["error"] for answer in answers) < 1e-6
     # Other costs are another entry: nothing that was scheduled by the first ones is found.
-    answers = gloo_pool.run(2, through_own_caches, cold[:2], [Cost(0.3), Cost(0.3)])
-    assert [(a["hits"], a["misses"]) for a in answers] == [(0, 2), (0, 2)]
+    answers = gloo_pool.run(2, by_inductor_apart, cold[:2], [Cost(0.3), Cost(0.3)])
+    assert [answer["found"] for answer in answers] == [(0, 2), (0, 2)]
+
+
+def activated(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.Tensor:
+    """Layers of one shape, for which Inductor generates the same two kernels."""
+    for shard in shards:
+        x = F.silu(x @ gathered(shard, mesh).t())
+    return x
+
+
+def test_inductors_step_is_the_eager_one_to_rounding(gloo_pool: GlooPool) -> None:
+    for answer in gloo_pool.run(2, by_inductor, None, Cost(), activated, timeout=120):
+        assert answer["error"] < 1e-6
+        assert len(answer["launches"]) == 2
+
+
+class Branches(nn.Module):
+    """Two tensor-parallel branches; the second, by `num`, more than once."""
+
+    def __init__(self, mesh: DeviceMesh, num: int) -> None:
+        super().__init__()
+        self.num = num
+        self.first, self.second = (nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in "ab")) for _ in range(2))
+        plan = {f"{name}.{i}": style() for name in ("first", "second") for i, style in enumerate((Colwise, Rowwise))}
+        parallelize_module(self, mesh, plan)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.num):
+            x = self.second(x)
+        return x
+
+
+def from_autograds_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[int]) -> tuple[int, str]:
+    """Hits of the cache that holds forward and backward at once, and what a step raised."""
+    with caches(f"{folder}/{rank}"):
+        module = Branches(mesh, nums[rank])
+        said = ""
+        try:
+            run = torch.compile(module, backend=backend("inductor", cost=Cost()))
+            run(torch.ones(BATCH, DIM)).backward(torch.ones(BATCH, DIM))
+        except ValueError as error:
+            said = str(error)
+        return counters["aot_autograd"]["autograd_cache_hit"], said
+
+
+def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """The comparison is part of what the cache holds: a rank that compiles nothing finds out that another differs."""
+    assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(0, ""), (0, "")]
+    assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(1, ""), (1, "")]
+    (hits, said), (missed, told) = gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 2])
+    assert (hits, missed) == (1, 0)
+    assert said == told
+    assert "ranks [0] start nothing more here; ranks [1] start 3. all_reduce sum float32[8, 16]" in said
 
 
 class MLP(nn.Module):
