@@ -56,23 +56,6 @@ VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
 """The same relative to float32, for `cost.CPU_HOST`: half as many float64 as float32 in a vector; VDPBF16PS, which
 Zen 4 has, does two multiply-adds in a float32's place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
 
-# Pointwise, though without torch's tag.
-_UNTAGGED = frozenset(
-    {
-        _aten._to_copy,
-        _aten.clone,
-        _aten.copy,
-        _aten.copy_,
-        _aten.fill,
-        _aten.full,
-        _aten.full_like,
-        _aten.native_dropout,
-        _aten.ones_like,
-        _aten.where,
-        _aten.zeros_like,
-        torch.ops.prims.iota,
-    }
-)
 # Do not read their first argument: they write over it, or want its shape.
 _UNREAD = frozenset(
     {
@@ -107,22 +90,22 @@ _SPARING = _UNREAD | _LOOKUPS
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a compiler runs it in one loop with its pointwise neighbours."""
-    return isinstance(node.target, _compat.OpOverload) and _is_pointwise(node.target)
-
-
-@functools.cache
-def _is_pointwise(op: _compat.OpOverload) -> bool:
-    return torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
+    return traits(node).pointwise
 
 
 def _fused_away(node: fx.Node) -> bool:
     """Whether its result never reaches memory: it writes no argument, and only one node reads it, pointwise too."""
-    if len(node.users) != 1 or not is_pointwise(node) or traits(node).writes:
+    if len(node.users) != 1:
+        return False
+    known = traits(node)
+    if not known.pointwise or known.writes:
         return False
     (user,) = node.users
-    while len(user.users) == 1 and not is_pointwise(user) and is_free(user):  # views are no reason to write
+    known = traits(user)
+    while not known.pointwise and len(user.users) == 1 and is_free(user, known):  # views are no reason to write
         (user,) = user.users
-    return is_pointwise(user)
+        known = traits(user)
+    return known.pointwise
 
 
 def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
@@ -146,7 +129,7 @@ def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
     if known.writes:
         written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
         total += sum(map(_held_by, written))
-    fuse = fuse and is_pointwise(node)
+    fuse = fuse and known.pointwise
     if not known.is_alias and not (fuse and _fused_away(node)):
         total += results
     first = node.args[0] if node.args and packet in _SPARING else None
@@ -164,9 +147,10 @@ def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a view is a view of."""
-    while node.op == "call_function" and len(node.users) == 1 and not is_pointwise(node):
+    while node.op == "call_function" and len(node.users) == 1:
+        known = traits(node)
         given = node.all_input_nodes
-        if len(given) != 1 or not is_free(node):
+        if known.pointwise or len(given) != 1 or not is_free(node, known):
             break
         (node,) = given
     return node

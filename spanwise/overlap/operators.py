@@ -80,6 +80,24 @@ _EMPTY = frozenset(
 # Views that do not say so.
 _UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
 
+# Pointwise, though without torch's tag.
+_UNTAGGED = frozenset(
+    {
+        _aten._to_copy,
+        _aten.clone,
+        _aten.copy,
+        _aten.copy_,
+        _aten.fill,
+        _aten.full,
+        _aten.full_like,
+        _aten.native_dropout,
+        _aten.ones_like,
+        _aten.where,
+        _aten.zeros_like,
+        torch.ops.prims.iota,
+    }
+)
+
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 
@@ -129,6 +147,7 @@ class Traits:
         writes: arguments that it writes.
         aliases: of each result, arguments whose memory it may be.
         surely: whether a result that has aliases is surely one of them, and never a copy.
+        pointwise: whether a compiler runs it in one loop with its pointwise neighbours.
     """
 
     role: Role
@@ -138,6 +157,7 @@ class Traits:
     writes: frozenset[str] = frozenset()
     aliases: tuple[frozenset[str], ...] = ()
     surely: bool = True
+    pointwise: bool = False
 
     @functools.cached_property
     def is_alias(self) -> bool:
@@ -186,7 +206,8 @@ def _of_operator(op: _compat.OpOverload) -> Traits:
     random = torch.Tag.nondeterministic_seeded in op.tags or "generator" in names
     view = bool(aliases) and not writes and all(aliases) and not _compat.decomposes(op)
     free = view or op.overloadpacket in _EMPTY
-    return known(Role.FREE if free else Role.COMPUTE, random=random)
+    pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
+    return known(Role.FREE if free else Role.COMPUTE, random=random, pointwise=pointwise)
 
 
 def _aliased(info: Any, arguments: Any) -> frozenset[str]:
