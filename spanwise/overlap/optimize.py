@@ -8,8 +8,10 @@ What users call. A graph that is handed in is never changed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -17,8 +19,10 @@ from spanwise import _compat
 from spanwise.cost import Hardware
 from spanwise.overlap import emit as emission
 from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.bucket import bucket as into_buckets
+from spanwise.overlap.bucket import unmerged
 from spanwise.overlap.costs import as_cost
-from spanwise.overlap.dag import GraphError
+from spanwise.overlap.dag import Dag, GraphError, Kind, Storage
 from spanwise.overlap.graph import Captured, to_dag
 from spanwise.overlap.operators import Cost
 from spanwise.overlap.schedule import schedule
@@ -69,6 +73,9 @@ def optimize(
     memory_budget: int | None = None,
     bucket: bool = True,
     multiplier: float = 1.0,
+    in_flight: int | None = None,
+    in_flight_bytes: int | None = None,
+    effort: int | None = None,
 ) -> Result:
     """Reorder the nodes of `gm` so that compute hides its collectives, on a copy.
 
@@ -78,26 +85,38 @@ def optimize(
         gm: an ATen graph with ``meta["val"]``: of a forward, a backward, or both.
         cost: milliseconds of a node: a function, a `CostModel`, a `Hardware`, or a table by the nodes' names.
         memory_budget: most bytes of what the graph allocates; default: `schedule.default_budget`.
-        bucket: whether collectives may be merged.
+        bucket: whether collectives may be merged where that costs no time. A cost that has a method ``merged(nodes)``
+            prices what they become, as `CostModel` does; of any other it is the sum of theirs.
         multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
+        in_flight, in_flight_bytes: of each process group, how many collectives at most have been started and not yet
+            waited for, and how many bytes they make, read and write; see `schedule.schedule`.
+        effort: how many orders are tried; default: `schedule.default_effort`.
 
     Raises:
         GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.
-        ValueError: a budget that the graph's own order exceeds, or a multiplier that is not positive and finite.
+        ValueError: a budget that the graph's own order exceeds, or a multiplier, a limit or an effort that is none.
     """
-    captured = _captured(gm, as_cost(cost))
-    found = schedule(captured.dag, budget=memory_budget, multiplier=multiplier)
-    members = tuple((i,) for i in range(len(captured.dag)))
+    cost = as_cost(cost)
+    captured = _captured(gm, cost)
+    options: dict[str, Any] = {"multiplier": multiplier, "effort": effort}
+    options |= {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
+    found = schedule(captured.dag, budget=memory_budget, **options)
+    before, merged = found.before, unmerged(captured.dag)
+    if bucket:
+        keys, price = emission.bucket_keys(captured), _bucket_price(captured, cost)
+        buckets, again = into_buckets(captured.dag, found, keys, price, **options)
+        if _keeps(again.timeline, found.timeline, in_flight, in_flight_bytes):
+            merged, found = buckets, again
     graph, copied = _compat.copy_graph(gm.graph)
     ours = dataclasses.replace(
         captured,
         nodes=tuple(map(copied.__getitem__, captured.nodes)),
         inputs=tuple(map(copied.__getitem__, captured.inputs)),
     )
-    emission.emit(ours, found.order, members)
+    emission.emit(ours, found.order, merged.members)
     made = _compat.graph_module(gm, graph, type(gm).__name__)
     made.meta = dict(gm.meta)
-    return Result(made, found.timeline, found.before, found.bounds, members, found.budget)
+    return Result(made, found.timeline, before, found.bounds, merged.members, found.budget)
 
 
 def simulate(
@@ -114,6 +133,54 @@ def simulate(
 def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:
     """Milliseconds that no order of the nodes of `gm` can beat, memory aside; see `bounds`."""
     return lower_bounds(_captured(gm, as_cost(cost)).dag).makespan
+
+
+def _keeps(timeline: Timeline, without: Timeline, most: int | None, most_bytes: int | None) -> bool:
+    """Whether no group has more in flight than the limits, or than the order without buckets has."""
+    if most is None and most_bytes is None:
+        return True
+    now, before = _in_flight(timeline), _in_flight(without)
+    return all(
+        limit is None or now[group][at] <= max(limit, before[group][at])
+        for group in now
+        for at, limit in enumerate((most, most_bytes))
+    )
+
+
+def _in_flight(timeline: Timeline) -> dict[str, tuple[int, int]]:
+    """Of each group, how many collectives at most are between their start and their wait, and how many bytes."""
+    dag = timeline.dag
+    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+    num_bytes = dict.fromkeys(waits, 0)
+    for storage in dag.storages:
+        for user in {storage.maker, *storage.users} & waits.keys():
+            num_bytes[user] += storage.num_bytes
+    found, order = {}, timeline.order.tolist()
+    for group in dag.groups:
+        starts = [i for i in waits if dag.nodes[i].group == group]
+        takes = ({i: 1 for i in starts}, {i: num_bytes[i] for i in starts})
+        flights = [Dag(dag.nodes, tuple(Storage(of[i], i, (waits[i],)) for i in starts)) for of in takes]
+        found[group] = (flights[0].peak_bytes(order), flights[1].peak_bytes(order))
+    return found
+
+
+def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], float]:
+    """Milliseconds of the collective that starts, by number, become."""
+    merged = getattr(cost, "merged", None)
+
+    def price(starts: Sequence[int]) -> float:
+        if merged is None:
+            return math.fsum(captured.dag.nodes[i].ms for i in starts)
+        nodes = [captured.nodes[i] for i in starts]
+        try:
+            return float(merged(nodes))
+        except GraphError:
+            raise
+        except Exception as error:
+            text = f"the cost of a bucket of {nodes} is not known: {type(error).__name__}: {error}"
+            raise GraphError(nodes[0].name, text) from error
+
+    return price
 
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
