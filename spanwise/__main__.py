@@ -326,6 +326,7 @@ def overlap(
         list[str] | None,
         typer.Option(metavar="NAME=RANKS", help="Ranks of a process group that --load does not know: 1=0-7 or 2=0,8."),
     ] = None,
+    dynamic_size: Annotated[int, typer.Option(help="What a size is taken for that a loaded graph leaves open.")] = 4096,
     hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
     costs: Annotated[
         str,
@@ -342,6 +343,10 @@ def overlap(
     multiplier: Annotated[
         float, typer.Option(help="Schedule as if collectives took so many times as long; costs are guesses.")
     ] = 1.0,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Collectives of a group that may be started and not yet waited for.")
+    ] = None,
+    effort: Annotated[int | None, typer.Option(help="How many orders are tried; more find better ones.")] = None,
     torch: Annotated[bool, typer.Option("--torch", help="Run PyTorch's own overlap pass beside.")] = False,
     trace: Annotated[str | None, typer.Option(help="File for Chrome's trace events, for ui.perfetto.dev.")] = None,
     html: Annotated[str | None, typer.Option(help="File for the report: timelines and figures, one page.")] = None,

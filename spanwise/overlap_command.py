@@ -6,37 +6,32 @@ because the exchange of K/V in a context-parallel graph is planned by the other 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _compat
 from spanwise.attention import context_parallel_attention
 from spanwise.cost import Hardware
 from spanwise.mask import SpanMask
 from spanwise.overlap import operators
-from spanwise.overlap.capture import Attention, CaptureConfig, capture, relabel
+from spanwise.overlap.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.graph_file import SavedGraphs, load_graphs, save_graphs
 from spanwise.overlap.measure import Measured, measure
-from spanwise.overlap.operators import tensors_of
 from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.peers import pytorch_order
 from spanwise.overlap.report import OrderFigures, arithmetic, figures, order_figures
-from spanwise.overlap.simulate import Timeline, simulate
+from spanwise.overlap.sizes import assumed
 from spanwise.overlap.trace import trace_events
 from spanwise.plan_command import load_hardware
 from spanwise.planner import make_plan
@@ -61,12 +56,15 @@ class OverlapOptions:
         graph: "forward", "backward" or "both"; of a loaded file also the name of one of its graphs.
         load: file of graphs, see `graph_file`; nothing is captured then.
         group: ranks of process groups that the file does not know, "NAME=RANKS" each.
+        dynamic_size: what a size is taken for that a loaded graph leaves open.
         hardware: name of a preset, or a file of ``spanwise calibrate``.
         costs: "roofline" of the hardware, or "measured": operators run on `device`, collectives are the hardware's.
         measurements: file of what was measured, which is read first and added to.
         budget: bytes that a graph may hold at most.
         bucket: whether collectives may be merged.
         multiplier: collectives are scheduled as if they took so many times as long.
+        in_flight: collectives of a process group that may have been started and not yet waited for.
+        effort: how many orders are tried.
         torch: whether PyTorch's own pass is run beside.
         trace, html, json, save: files to write.
     """
@@ -87,12 +85,15 @@ class OverlapOptions:
     graph: str = "both"
     load: str | None = None
     group: tuple[str, ...] = ()
+    dynamic_size: int = 4096
     hardware: str = "h100"
     costs: str = "roofline"
     measurements: str | None = None
     budget: int | None = None
     bucket: bool = True
     multiplier: float = 1.0
+    in_flight: int | None = None
+    effort: int | None = None
     torch: bool = False
     trace: str | None = None
     html: str | None = None
@@ -139,7 +140,10 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
     chosen = _chosen(options, source)
     on_cpu = "cpu" in (options.device, options.hardware.lower())
     model = CostModel(hardware, rates=VECTOR_UNITS if on_cpu else TENSOR_CORES, ranks=ranks)
-    found = [_figures(name, gm, model, source.labels, options) for name, gm in chosen.items()]
+    found = []
+    for name, gm in chosen.items():
+        with assumed(gm, options.dynamic_size):
+            found.append(_figures(name, gm, model, source.labels, options))
     page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
     pages.show(page)
     writers: tuple[tuple[str | None, Callable[[Path], object]], ...] = (
@@ -248,21 +252,21 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 
 
 class _Priced:
-    """Costs of the nodes of one graph, which are remembered, so that a pass is timed without them.
+    """Costs of the nodes of one graph, asked for once, so that a pass is timed without them.
 
     Args:
         costs: what they are.
         model: of the network.
     """
 
-    def __init__(self, costs: CostModel | Measured, model: CostModel) -> None:
-        self.costs, self.model, self.table = costs, model, dict[str, float]()
+    def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
+        self.costs, self.model = costs, model
+        captured = to_dag(gm, costs)
+        self.table = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
 
     def __call__(self, node: fx.Node) -> float:
         known = self.table.get(node.name)
-        if known is None:
-            known = self.table[node.name] = self.costs(node)
-        return known
+        return self.costs(node) if known is None else known  # of a node that a pass has made
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
         return self.costs.merged(nodes)
@@ -279,12 +283,12 @@ class _Priced:
 def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
     """Costs, and what there is to say of them."""
     if options.costs == "roofline":
-        return _Priced(model, model), ""
+        return _Priced(gm, model, model), ""
     with text.working(f"measuring the operators of the {name}"):
         costs = measure(gm, device=options.device, fallback=model, cache=options.measurements)
     priced = sum(node.target not in operators.STARTS for node in gm.graph.nodes if node.name in costs.left_out)
     rest = f"; {priced:,} nodes could not be run and are priced by it, too" if priced else ""
-    return _Priced(costs, model), (
+    return _Priced(gm, costs, model), (
         f"{len(costs.table):,} kinds of operators measured on this {options.device}, {costs.timed:,} of them now; "
         f"collectives are priced by {model.hardware.name}{rest}"
     )
@@ -296,10 +300,15 @@ def _figures(
     try:
         cost, measured = _priced(name, gm, model, options)
         with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
-            to_dag(gm, cost)
             began = time.perf_counter()
             result = optimize(
-                gm, cost, memory_budget=options.budget, bucket=options.bucket, multiplier=options.multiplier
+                gm,
+                cost,
+                memory_budget=options.budget,
+                bucket=options.bucket,
+                multiplier=options.multiplier,
+                in_flight=options.in_flight,
+                effort=options.effort,
             )
             seconds = time.perf_counter() - began
     except GraphError as error:
@@ -321,71 +330,13 @@ def _torch_orders(
     heavy = arithmetic(gm)
     for bucket in (False, True):
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
-        with text.working(f"{what}: {name}"), _quiet():
+        with text.working(f"{what}: {name}"):
             try:
-                timeline, seconds = _torch_order(gm, cost, bucket)
+                timeline, seconds = pytorch_order(gm, cost, cost.latency, ranks=cost.model.ranks, bucket=bucket)
             except Exception as error:  # of its own graph code: whatever it raises, ours goes on
                 return tuple(found), f"{what} cannot run here: {type(error).__name__}: {error}"
         found.append(order_figures(what, timeline, heavy, names=labels, budget=result.budget, seconds=seconds))
     return tuple(found), ""
-
-
-def _torch_order(gm: fx.GraphModule, cost: _Priced, bucket: bool) -> tuple[Timeline, float]:
-    """The timeline of a copy of `gm` after PyTorch's pass, and the seconds that the pass took."""
-    ours = copy.deepcopy(gm)
-    values = [value for node in gm.graph.nodes for value in tensors_of(node)]
-    devices = sorted({value.device for value in values}, key=str)
-    # Its buckets are traced, which needs a torch that has the device.
-    move = len(devices) == 1 and devices[0].type == "cuda" and not torch.cuda.is_available()
-
-    def estimate(node: fx.Node, size: int | None) -> float:
-        return cost(node) if size is None else cost.latency(node)
-
-    try:
-        if move:
-            relabel(ours, torch.device("cpu"))
-        with _world(cost.model.ranks):
-            began = time.perf_counter()
-            done = _compat.torch_overlap_pass(ours, estimate, bucket=bucket)
-            seconds = time.perf_counter() - began
-    finally:
-        if move:  # the values are shared
-            relabel(gm, devices[0])
-    return simulate(to_dag(done, cost).dag), seconds
-
-
-@contextmanager
-def _world(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Fake process groups of these names and ranks, as far as torch gives them those names."""
-    members = [set(of_group) for of_group in ranks.values()]
-    shared = set.intersection(*members) if members else {0}
-    if not shared:
-        raise ValueError(f"no rank is in all of the groups {', '.join(ranks)}")
-    size = max((max(of_group) for of_group in members), default=0) + 1
-    dist.init_process_group("fake", rank=min(shared), world_size=size, store=_compat.fake_store())
-    try:
-        assert dist.group.WORLD is not None
-        whole = _compat.group_name(dist.group.WORLD)
-        for name in sorted(ranks, key=lambda name: (len(name), name)):
-            if name == whole and len(ranks[name]) == size:
-                continue
-            made = _compat.group_name(dist.new_group(list(ranks[name])))
-            if made != name:
-                raise ValueError(f"its groups are looked up by name, and torch calls {name!r} {made!r} here")
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what PyTorch's pass tells of its buckets."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _trace(found: Sequence[pages.GraphFigures]) -> str:

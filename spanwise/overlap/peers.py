@@ -1,0 +1,97 @@
+"""peers: PyTorch's own overlap pass on a graph, at costs that are given, for a report that shows it beside ours.
+
+fx graph, costs ─► a copy, through torch._inductor.fx_passes.overlap_scheduling ─► simulate ─► Timeline
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from spanwise import _compat
+from spanwise.overlap.capture import relabel
+from spanwise.overlap.operators import Cost, tensors_of
+from spanwise.overlap.optimize import simulate
+from spanwise.overlap.simulate import Timeline
+
+
+def pytorch_order(
+    gm: fx.GraphModule,
+    cost: Cost,
+    latency: Callable[[fx.Node], float],
+    *,
+    ranks: Mapping[str, Sequence[int]],
+    bucket: bool,
+) -> tuple[Timeline, float]:
+    """The timeline of a copy of `gm` after PyTorch's pass with its defaults, and the seconds that the pass took.
+
+    Args:
+        cost: milliseconds of a node, those that the pass makes among them; it is what the pass goes by, too.
+        latency: milliseconds of a collective without its bytes.
+        ranks: global ranks of the graph's process groups by name; simulated groups of these names are made for it.
+        bucket: whether it may merge collectives.
+
+    Raises:
+        NotImplementedError: this torch has no such pass.
+        Exception: whatever the pass raises on a graph that it does not take.
+    """
+    ours = copy.deepcopy(gm)
+    devices = sorted({value.device for node in gm.graph.nodes for value in tensors_of(node)}, key=str)
+    # What it puts into a bucket is traced, which needs a torch that has the device.
+    move = len(devices) == 1 and devices[0].type == "cuda" and not torch.cuda.is_available()
+
+    def estimate(node: fx.Node, size: int | None) -> float:
+        return cost(node) if size is None else latency(node)
+
+    try:
+        if move:
+            relabel(ours, torch.device("cpu"))
+        with _groups(ranks), _quiet():
+            began = time.perf_counter()
+            done = _compat.torch_overlap_pass(ours, estimate, bucket=bucket)
+            seconds = time.perf_counter() - began
+    finally:
+        if move:  # a copy has the very values
+            relabel(gm, devices[0])
+    return simulate(done, cost), seconds
+
+
+@contextmanager
+def _groups(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Simulated process groups of these names and ranks, as far as torch gives them those names."""
+    members = [set(of_group) for of_group in ranks.values()]
+    shared = set.intersection(*members) if members else {0}
+    if not shared:
+        raise ValueError(f"no rank is in all of the groups {', '.join(ranks)}")
+    size = max((max(of_group) for of_group in members), default=0) + 1
+    dist.init_process_group("fake", rank=min(shared), world_size=size, store=_compat.fake_store())
+    try:
+        assert dist.group.WORLD is not None
+        whole = _compat.group_name(dist.group.WORLD)
+        for name in sorted(ranks, key=lambda name: (len(name), name)):
+            if name == whole and len(ranks[name]) == size:
+                continue
+            made = _compat.group_name(dist.new_group(list(ranks[name])))
+            if made != name:
+                raise ValueError(f"its groups are looked up by name, and torch calls {name!r} {made!r} here")
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the pass tells of its buckets."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
