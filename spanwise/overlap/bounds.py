@@ -163,7 +163,9 @@ def _compute_around(dag: Dag) -> _Around:
         return np.unpackbits(column, axis=1, bitorder="little")[:, :count].astype(np.float64)
 
     before, after = (
-        np.concatenate([work[busy] @ bits(sets, busy, word) for word in range(words)] or [np.zeros(0)])
+        np.concatenate(
+            [_product(work[busy, None], bits(sets, busy, word))[0] for word in range(words)] or [np.zeros(0)]
+        )
         for sets in (leads_to, reached_by)
     )
     earlier: list[list[NDArray[np.int64]]] = [[] for _ in starts]
@@ -175,7 +177,7 @@ def _compute_around(dag: Dag) -> _Around:
             # What lies between a wait and a later start has its number between theirs.
             rows = busy[(busy > starts[back * _BLOCK]) & (busy < of_word[-1])]
             after_wait = bits(reached_by, rows, back)
-            gaps = (after_wait * work[rows, None]).T @ bits(leads_to, rows, word)
+            gaps = _product(after_wait * work[rows, None], bits(leads_to, rows, word))
             reached = bits(reached_by, of_word, back)
             for column in range(len(of_word)):
                 numbers = np.flatnonzero(reached[column])
@@ -188,6 +190,14 @@ def _compute_around(dag: Dag) -> _Around:
         [np.concatenate(parts or [none]) for parts in earlier],
         [np.concatenate(parts or [np.zeros(0)]) for parts in between],
     )
+
+
+def _product(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``left.T @ right``, in pieces so small that no BLAS spreads them over threads: starting these takes longer."""
+    found = np.zeros((left.shape[1], right.shape[1]))
+    for first in range(0, len(left), _BLOCK):
+        found += left[first : first + _BLOCK].T @ right[first : first + _BLOCK]
+    return found
 
 
 def _one_machine(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 
 from spanwise.overlap.bounds import heads_and_rest
 from spanwise.overlap.dag import Dag, Kind
@@ -32,6 +32,8 @@ from spanwise.overlap.memory import AllOf, Guard
 _START, _WAIT = int(Kind.START), int(Kind.WAIT)
 # How many ready nodes are looked at when the first ones do not fit the limits.
 _LOOK = 8
+# By how much less what takes memory may run ahead when memory gets scarce.
+_CROWDED = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Problem:
         longest: milliseconds of the longest path.
         rest: of each node, the longest path from when it is issued to the end of all.
         slack: of each node, what is missing from the longest path through it to `longest`.
+        scarce: bytes of memory from which on waits are not put off, and little runs ahead.
     """
 
     def __init__(self, dag: Dag, order: Sequence[int], guards: Sequence[Guard]) -> None:
@@ -76,20 +79,22 @@ class Problem:
         heads, self.rest = heads_and_rest(dag)
         self.longest = max((head + rest for head, rest in zip(heads, self.rest, strict=True)), default=0.0)
         self.slack = [self.longest - head - rest for head, rest in zip(heads, self.rest, strict=True)]
+        peak = dag.peak_bytes(order)
+        self.scarce = peak + (guards[0].budget - peak) // 2
         # What takes no time and no room may as well run at once.
         self.free = [m == 0 and ms == 0.0 for m, ms in zip(self.machine, self.ms, strict=True)]
         for guard in guards:
             self.free = [free and not new for free, new in zip(self.free, guard.takes, strict=True)]
 
 
-def paced(problem: Problem, lead: float) -> list[float]:
+def paced(problem: Problem, lead: float, margin: float = 0.0) -> list[float]:
     """Due dates, milliseconds by node, that keep to the known order.
 
     A node is due when all compute before it in that order has run, and by up to `lead` milliseconds, but no more than
-    its slack, later; and early enough for those that depend on it. With a `lead` of infinity, the order does not
-    matter: what has the longest path after it comes first.
+    its slack, later; and early enough for those that depend on it, a start and what it needs by `margin` more. With a
+    `lead` of infinity, the order does not matter: what has the longest path after it comes first.
     """
-    ms, slack, machine, start_of = problem.ms, problem.slack, problem.machine, problem.start_of
+    ms, slack, machine = problem.ms, problem.slack, problem.machine
     if lead == math.inf:
         return [-rest for rest in problem.rest]
     due = [0.0] * len(ms)
@@ -98,12 +103,24 @@ def paced(problem: Problem, lead: float) -> list[float]:
         due[i] = turn + min(lead, slack[i])
         if machine[i] == 0:
             turn += ms[i]
+    return eased(problem, due, margin)
+
+
+def eased(problem: Problem, due: Sequence[float], margin: float) -> list[float]:
+    """Due dates early enough for those that depend on a node, and of a start and what it needs by `margin` more."""
+    ms, machine, start_of = problem.ms, problem.machine, problem.start_of
+    due, early = list(due), [0.0] * len(ms)
     for i in reversed(problem.order):
         # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
         long = machine[i] == 0
         for user in problem.users[i]:
             due[i] = min(due[i], due[user] - (ms[i] if long or start_of[user] == i else 0.0))
-    return due
+        # Margins do not add up over collectives one after another.
+        early[i] = due[i] - margin if machine[i] > 0 else due[i]
+        if long:
+            for user in problem.users[i]:
+                early[i] = min(early[i], early[user] - ms[i])
+    return early
 
 
 def latest(problem: Problem, schedule: Listed) -> Listed:
@@ -167,18 +184,27 @@ def latest(problem: Problem, schedule: Listed) -> Listed:
 
 
 def forward(
-    problem: Problem, due: list[float], ahead: float, patience: float = 0.0, *, budget: int | None = None
+    problem: Problem,
+    due: list[float],
+    ahead: float,
+    patience: float = 0.0,
+    *,
+    queue: float = 0.0,
+    budget: int | None = None,
 ) -> Listed:
     """A schedule from the beginning on: of what may run, what is due first does, within all limits.
 
-    A collective is started when the stream of its group would otherwise stand still; a wait is taken when its
-    collective has ended, or when nothing else is ready. What takes memory and is due more than `ahead` milliseconds
-    later than anything that is left is put off, for it only fills memory. Where the node that is due first does not fit
-    the limits, one of the next few may; where nothing fits, the known order goes on, which always does.
+    A collective is started when the stream of its group has less than `queue` milliseconds left to do; a wait is taken
+    when its collective has ended and its turn has come, or when nothing else is ready. What takes memory and is due
+    more than `ahead` milliseconds later than anything that is left is put off, for it only fills memory. Where the node
+    that is due first does not fit the limits, one of the next few may; where nothing fits, the known order goes on,
+    which always does.
 
     Args:
         patience: the share of a node's milliseconds for which compute rather stands still, where the wait that ends
             then is due before the node.
+        queue: collectives that are handed over before their stream needs them leave no gap where others take less time,
+            and compute more, than was thought.
         budget: bytes of memory, instead of what the guards say.
     """
     ms, machine, users, start_of, free_of_charge = (
@@ -187,7 +213,7 @@ def forward(
     count, streams = len(ms), range(1, problem.streams)
     memory = problem.guards[0].copy(budget)
     guards = [memory, *(guard.copy() for guard in problem.guards[1:])]
-    takes = memory.takes
+    takes, scarce = memory.takes, problem.scarce
     by_due = sorted(problem.order, key=due.__getitem__)
     rank = [0] * count  # by which the heaps go
     for at, i in enumerate(by_due):
@@ -200,6 +226,7 @@ def forward(
     ready: list[list[int]] = [[] for _ in range(problem.streams)]
     early: list[int] = []  # ready, and put off
     waits: list[tuple[float, int]] = []  # by the end of the collective
+    ended: list[int] = []  # waits of collectives that have
     now, front, reach = 0.0, 0, -math.inf
 
     safe, ran = memory.is_safe, memory.run
@@ -259,25 +286,80 @@ def forward(
             heappush(heap, at)
         return found
 
+    def unlocked(i: int) -> float:
+        """Milliseconds of compute that may run when a node has."""
+        found = 0.0
+        lacks: dict[int, int] = {}
+        stack = [i]
+        while stack:
+            for user in users[stack.pop()]:
+                lacks[user] = lacks.get(user, missing[user]) - 1
+                if not lacks[user]:
+                    if free_of_charge[user]:
+                        stack.append(user)
+                    else:
+                        found += ms[user]
+        return found
+
+    def what_to_wait_for() -> int:
+        """The wait for which compute stands still; -1 for none.
+
+        Of the next collectives to end, that whose work is due first; or one that ends before it, and whose work fills
+        a good part of the time until then. Others are left alone: they may end later than was thought.
+        """
+        looked = [by_due[at] for at in nsmallest(_LOOK, ended)]
+        looked += [i for _, i in nsmallest(_LOOK, waits)]
+        gains = [(end[start_of[i]], rank[i], i, unlocked(i)) for i in looked if not has_run[i]]
+        if not gains:
+            return -1
+        target = min([gain for gain in gains if gain[3] > 0.0] or gains, key=lambda gain: gain[1])
+        for until, _, i, work in sorted(gains):
+            if i == target[2] or work >= (target[0] - max(until, now)) / 4 > 0.0:
+                return i
+        return target[2]
+
+    def wait_for_all() -> bool:
+        """Wait for what has ended, which gives back what it took; whether there was any."""
+        found = False
+        while ended:
+            i = by_due[ended[0]]
+            if not has_run[i]:
+                if not safe(i):
+                    break
+                issue(i)
+                found = True
+            heappop(ended)
+        return found
+
     for i in problem.order:
         if not missing[i] and not has_run[i]:
             issue(i) if free_of_charge[i] else is_ready(i)
     compute = ready[0]
     while len(order) < count:
         while waits and (waits[0][0] <= now or has_run[waits[0][1]]):
-            wait = waits[0][1]
+            wait = heappop(waits)[1]
+            if not has_run[wait]:
+                heappush(ended, rank[wait])
+        # Of collectives that have ended, those whose turn it is are waited for: others may end later than was thought.
+        while compute and has_run[by_due[compute[0]]]:
+            heappop(compute)
+        while ended and compute and ended[0] < compute[0]:
+            wait = by_due[ended[0]]
             if not has_run[wait]:
                 if not safe(wait):
                     break
-                heappop(waits)
                 issue(wait)
-            else:
-                heappop(waits)
+            heappop(ended)
+        while ended and has_run[by_due[ended[0]]]:
+            heappop(ended)
         if len(order) == count:
             break
+        crowded = memory.alive > scarce
+        if crowded and ended and wait_for_all():
+            continue
         while has_run[by_due[front]]:
             front += 1
-        reach = max(reach, due[by_due[front]] + ahead)
+        reach = max(reach, due[by_due[front]] + (ahead / _CROWDED if crowded else ahead))
         while early and due[by_due[early[0]]] <= reach:
             at = heappop(early)
             heappush(ready[machine[by_due[at]]], at)
@@ -291,9 +373,10 @@ def forward(
         started = False
         for stream in streams:
             heap = ready[stream]
-            while heap and free[stream] <= until:
+            while heap and free[stream] <= until + queue:
                 start = take(heap)
                 if start < 0:
+                    started = (heap and wait_for_all()) or started
                     break
                 issue(start)
                 started = True
@@ -306,9 +389,8 @@ def forward(
                 continue
             heappush(compute, rank[chosen])
         if not started:
-            following = memory.next_in_order
-            soonest = waits[0][1] if waits else following
-            issue(soonest if safe(soonest) else following)
+            wait = what_to_wait_for()
+            issue(wait if wait >= 0 and safe(wait) else memory.next_in_order)
     return Listed(order, begin, max([now, *free]), memory.peak)
 
 

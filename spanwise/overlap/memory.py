@@ -99,13 +99,15 @@ class Guard:
     def is_safe(self, node: int) -> bool:
         """Whether `node`, all of whose dependencies have run, may be issued now."""
         new = self.takes[node]
-        if new == 0 or self._highest + new <= self.budget:
+        if new == 0:
             return True
         place = self._place[node]
         if place == self._next:
             return True
         if self.alive + new > self.budget:
             return False
+        if self._highest + new <= self.budget:
+            return True
         first = self._row[self._next]
         self._highest = int(self._profile[first:].max(initial=0))
         # What it frees by running early is not counted in its favour.

@@ -1,40 +1,47 @@
 """Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
 Several list schedules (`listed`) are made, by due dates that keep more or less close to the graph's own order, and then
-by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its makespan to a
-thousandth and then by its peak of memory; the graph's own order is among them, so that no schedule is worse. Pure and
-deterministic.
+by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its makespan and,
+where these are close, by its peak of memory; the graph's own order is among them, so that no schedule is worse. Pure
+and deterministic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Storage
-from spanwise.overlap.listed import Listed, Problem, forward, latest, paced, sunk
+from spanwise.overlap.listed import Listed, Problem, eased, forward, latest, paced, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
 
 GIB = 2**30
-EFFORT = 8
-# Makespans are told apart by thousandths of what the longest path or the busiest stream takes at least.
-_STEPS = 1000
-# Due dates that keep to the known order: by how much of the longest path others lag behind it, how far ahead of what is
-# due first a node that takes memory may run, as a share of the same; and patience (see `forward`). The best of the
-# first few is what is improved first.
+EFFORT = 8  # orders tried of a large graph
+# Of orders about as good, the one with the lower peak: a budget that is filled counts as so much of the makespan.
+_FILLED = 0.0025
+_CLOSE = 1.001  # of the longest path or the busiest stream: no more is tried, where the peak is no higher than before
+# Due dates that keep to the known order, all as shares of the longest path: by how much others lag behind it; how much
+# earlier than needed collectives are started; how far ahead of what is due first a node that takes memory may run; and
+# patience (see `forward`). The best of the first few is what is improved first.
 _PACED = (
-    (1 / 32, 1 / 16, 0.25), (1 / 32, 1 / 16, 0.0), (1 / 16, 1 / 16, 0.0), (math.inf, math.inf, 0.0),
-    (1 / 8, 1 / 8, 0.5), (1 / 4, 1 / 4, 0.0), (1 / 64, 1 / 64, 0.0), (1, 1 / 4, 0.25), (1 / 64, 1 / 32, 0.25),
+    (5 / 64, 1 / 64, 5 / 64, 0.25), (3 / 64, 1 / 64, 5 / 64, 0.0), (1 / 32, 0.0, 1 / 16, 0.25),
+    (5 / 64, 1 / 64, 5 / 64, 0.0), (math.inf, 0.0, math.inf, 0.0), (1 / 8, 1 / 64, 1 / 8, 0.5),
+    (1 / 4, 1 / 64, 1 / 4, 0.0), (1 / 32, 1 / 64, 1 / 32, 0.0), (1, 0.0, 1 / 4, 0.25), (1 / 64, 0.0, 1 / 64, 0.25),
+    (1 / 16, 1 / 32, 3 / 32, 0.25),
 )  # fmt: skip
-_FIRST = 3
+_FIRST = 4
 _ROUNDS = 3
-_NARROW, _WIDE = 1 / 16, 1 / 4  # how far ahead, where due dates are read off a schedule
-_TINY = 1e-4  # of the longest path: what may come right before whoever needs it
+_NARROW, _WIDE = 5 / 64, 1 / 4  # how far ahead, where due dates are read off a schedule
+# How much work is handed to the stream of a group before it needs it: other costs than were thought leave it no gap.
+_QUEUE = 1 / 32
+_MARGIN, _EASED = 1 / 32, 1.001  # how much earlier collectives are started in the end, and what that may cost
+_TINY = 1e-4  # what may come right before whoever needs it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,11 @@ def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
     return peak + max(GIB, peak // 20)
 
 
+def default_effort(dag: Dag) -> int:
+    """How many orders are tried: `EFFORT` of a large graph, up to four times as many of a small one."""
+    return min(4 * EFFORT, max(EFFORT, 40_000 // max(1, len(dag))))
+
+
 def schedule(
     dag: Dag,
     *,
@@ -75,7 +87,7 @@ def schedule(
     multiplier: float = 1.0,
     in_flight: int | None = None,
     in_flight_bytes: int | None = None,
-    effort: int = EFFORT,
+    effort: int | None = None,
     fallback: Sequence[int] | None = None,
 ) -> Schedule:
     """Look for the order of the shortest makespan.
@@ -87,8 +99,9 @@ def schedule(
             that is there has more of a group, its most is that group's limit. A collective without a wait is not
             counted.
         in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
-        effort: how many orders are tried, besides the one that is there. With more, the makespan is no longer, to
-            within a thousandth, and the peak of memory no higher where the makespan is as long.
+        effort: how many orders are tried, besides the one that is there; default: `default_effort`. With more, the
+            result is no worse: the makespan, a quarter of a hundredth of it for a budget that is filled, and a
+            thousandth for room between collectives and what needs them.
         fallback: an order that is there instead of the graph's own: one within the budget, where the own one is not.
             The schedule is no worse than it.
 
@@ -101,6 +114,7 @@ def schedule(
     for name, limit, least in (("in_flight", in_flight, 1), ("in_flight_bytes", in_flight_bytes, 0)):
         if limit is not None and limit < least:
             raise ValueError(f"{name} must be at least {least}, got {limit}")
+    effort = default_effort(dag) if effort is None else effort
     if effort < 0:
         raise ValueError(f"effort must not be negative, got {effort}")
     before = simulate(dag, fallback)
@@ -111,6 +125,8 @@ def schedule(
     problem = Problem(assumed, order, guards)
     search = _Search(dag, problem, before, budget)
     search.run(effort)
+    if effort:
+        search.ease()
     return Schedule(before if search.order == order else simulate(dag, search.order), before, budget)
 
 
@@ -124,31 +140,33 @@ class _Search:
     def __init__(self, dag: Dag, problem: Problem, before: Timeline, budget: int) -> None:
         self.dag, self.problem, self.before, self.budget = dag, problem, before, budget
         self.same_costs = problem.dag is dag
-        busiest = max([dag.compute_ms, *_stream_ms(dag).values()], default=0.0)
+        busiest = max(_stream_ms(dag).values())
         self.floor = max(busiest, problem.longest if self.same_costs else 0.0)
-        self.scale = max(problem.longest, self.floor)
+        self.scale = problem.longest
         self.tries = 0
         self.order = before.order.tolist()
-        self.key = self._key(before.makespan, before.peak_bytes)
+        self.score = self._score(before.makespan, before.peak_bytes)
+        self.done = False
 
-    def _key(self, makespan: float, peak: int) -> tuple[int, int, float]:
-        """Smaller is better."""
-        return int(makespan / self.floor * _STEPS) if self.floor else 0, peak, makespan
+    def _score(self, makespan: float, peak: int) -> float:
+        """Smaller is better: milliseconds, and something for memory."""
+        return makespan * (1.0 + _FILLED * peak / max(1, self.budget))
 
     def _simulated(self, order: list[int]) -> float:
         return simulate(self.dag, order).makespan
 
     def _offer(self, order: list[int], makespan: float, peak: int) -> bool:
-        key = self._key(makespan, peak)
-        if makespan > self.before.makespan or key >= self.key:
+        score = self._score(makespan, peak)
+        if makespan > self.before.makespan or score >= self.score:
             return False
-        self.order, self.key = order, key
+        self.order, self.score = order, score
+        self.done = makespan <= _CLOSE * self.floor and peak <= self.before.peak_bytes
         return True
 
     def run(self, effort: int) -> None:
         """Try `effort` orders, or fewer where the best cannot get better."""
         moves = self._moves()
-        while self.tries < effort and not self._done():
+        while self.tries < effort and not self.done:
             self.tries += 1
             found = next(moves)
             makespan = found.makespan if self.same_costs else self._simulated(found.order)
@@ -158,49 +176,59 @@ class _Search:
                 if peak < found.peak:
                     self._offer(order, self._simulated(order), peak)
 
-    def _done(self) -> bool:
-        return self.key[0] <= _STEPS and self.key[1] <= self.before.peak_bytes
+    def ease(self) -> None:
+        """The best order, but with collectives started earlier, where that costs next to nothing: costs are guesses."""
+        timeline = simulate(self.problem.dag, self.order)
+        due = eased(self.problem, timeline.begin.tolist(), _MARGIN * self.scale)
+        found = forward(self.problem, due, _NARROW * self.scale, queue=_QUEUE * self.scale)
+        makespan = found.makespan if self.same_costs else self._simulated(found.order)
+        best = timeline.makespan if self.same_costs else self._simulated(self.order)
+        if makespan <= min(self.before.makespan, _EASED * best):
+            self.order = found.order
 
     def _moves(self) -> Iterator[Listed]:
         """Schedules without end."""
         problem, scale = self.problem, self.scale
 
-        def value(found: Listed) -> tuple[int, int, float]:
-            return self._key(found.makespan, found.peak)
+        def value(found: Listed) -> float:
+            return self._score(found.makespan, found.peak)
 
-        best: Listed | None = None
-        widest = _WIDE
-        for lead, ahead, patience in _PACED[:_FIRST]:
-            found = forward(problem, paced(problem, lead * scale), ahead * scale, patience)
-            yield found
-            if best is None or value(found) < value(best):
-                best = found
-        assert best is not None
-        number = _FIRST
+        def run(due: list[float], ahead: float, patience: float = 0.0, budget: int | None = None) -> Listed:
+            return forward(problem, due, ahead * scale, patience, queue=_QUEUE * scale, budget=budget)
+
+        def start(number: int) -> Listed:
+            lead, margin, ahead, patience = _PACED[number]
+            return run(paced(problem, lead * scale, margin * scale), ahead, patience)
+
+        first = []
+        for number in range(_FIRST):
+            first.append(start(number))
+            yield first[-1]
+        best, widest = min(first, key=value), _WIDE
         draw = random.Random(0)
-        while True:
+        for number in itertools.count(_FIRST):
             # From the end backward, and forward again, as long as that helps.
             current = best
             for _ in range(_ROUNDS):
                 due = latest(problem, current).begin
-                found = forward(problem, due, _NARROW * scale)
-                yield found
-                wide = forward(problem, due, widest * scale)
-                yield wide
-                found = min(found, wide, key=value)
-                gained = found.makespan < current.makespan
-                current = min(found, current, key=value)
+                tried = []
+                for ahead in (_NARROW, widest):
+                    tried.append(run(due, ahead))
+                    yield tried[-1]
+                better = min(tried, key=value)
+                gained = better.makespan < current.makespan
+                current = min(better, current, key=value)
                 if not gained:
                     break
             best = min(current, best, key=value)
+            least = self.before.peak_bytes
+            if best.peak > least:  # the same in half of the room
+                yield run(due, _NARROW, budget=(least + best.peak) // 2)
             if number < len(_PACED):
-                lead, ahead, patience = _PACED[number]
-                number += 1
-                widest = max(_WIDE, ahead)
-                best = forward(problem, paced(problem, lead * scale), ahead * scale, patience)
+                widest = max(_WIDE, _PACED[number][2])
+                best = start(number)
             else:
-                due = [b + scale / 16 * draw.random() for b in best.begin]
-                best = forward(problem, due, scale / 16)
+                best = run([begin + scale / 16 * draw.random() for begin in best.begin], _NARROW)
             yield best
 
 
@@ -210,9 +238,10 @@ def _slower(dag: Dag, multiplier: float) -> Dag:
 
 
 def _stream_ms(dag: Dag) -> dict[str, float]:
-    found = dict.fromkeys(dag.groups, 0.0)
-    for i in dag.starts:
-        found[dag.nodes[i].group] += dag.nodes[i].ms
+    """All work of each stream, the same on every machine: added in order; compute is ""."""
+    found = dict.fromkeys(("", *dag.groups), 0.0)
+    for node in dag.nodes:
+        found[node.group if node.kind == Kind.START else ""] += node.ms
     return found
 
 

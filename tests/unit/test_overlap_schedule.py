@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanwise.overlap.bounds import lower_bounds, needed_at
-from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.schedule import default_budget, schedule
 from spanwise.overlap.simulate import simulate
@@ -21,11 +23,12 @@ from tests.unit.test_overlap_simulate import dags, orders
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
 
 
-def backward(layers: int, *, seed: int = 0) -> Dag:
+def backward(layers: int, *, seed: int = 0, gradients: float = 1.6) -> Dag:
     """A backward as autograd writes it: weight gradients before the gradient that the layer below needs.
 
     For each layer an all-gather of its weights, an all-gather and a reduce-scatter of activations, and a reduce-scatter
-    of gradients; weights of a layer take 4 bytes while they are there, activations 1.
+    of gradients, which takes `gradients` milliseconds; weights of a layer take 4 bytes while they are there,
+    activations 1.
     """
     draw = random.Random(seed)
     nodes: list[Node] = []
@@ -45,7 +48,7 @@ def backward(layers: int, *, seed: int = 0) -> Dag:
         gathered = collective(f"activations {layer}", 0.8, "tp", grad)
         wgrad = add(f"wgrad {layer}", C, 1.0, gathered)
         wgrad = add(f"wgrad {layer} too", C, 1.0, gathered, wgrad)
-        collective(f"gradients {layer}", 1.6, "dp", wgrad)
+        collective(f"gradients {layer}", gradients, "dp", wgrad)
         dgrad = add(f"dgrad {layer}", C, 2.0, gathered, weights)
         grad = collective(f"scatter {layer}", 0.8, "tp", dgrad)
         storages += [Storage(4, weights - 1, (weights, dgrad)), Storage(1, gathered - 1, (gathered, wgrad, dgrad))]
@@ -124,6 +127,136 @@ def with_memory(draw: st.DrawFn) -> Dag:
             users = [i for i in range(maker + 1, len(dag)) if maker in dag.nodes[i].deps and draw(st.booleans())]
             storages.append(Storage(draw(st.integers(0, 9)), maker, tuple(users), draw(st.booleans())))
     return Dag(dag.nodes, tuple(storages))
+
+
+def in_flight(dag: Dag, order: Sequence[int], takes: Callable[[int], int]) -> dict[str, int]:
+    """The most of each group that has been started and not yet waited for; collectives without a wait aside."""
+    starts = {node.start for node in dag.nodes if node.kind == W}
+    now, most = dict.fromkeys(dag.groups, 0), dict.fromkeys(dag.groups, 0)
+    for i in order:
+        node = dag.nodes[i]
+        if i in starts:
+            now[node.group] += takes(i)
+            most[node.group] = max(most[node.group], now[node.group])
+        if node.kind == W:
+            now[dag.nodes[node.start].group] -= takes(node.start)
+    return most
+
+
+def touched_bytes(dag: Dag) -> Callable[[int], int]:
+    return lambda start: sum(s.num_bytes for s in dag.storages if start in (s.maker, *s.users))
+
+
+@settings(deadline=None, max_examples=150)
+@given(with_memory(), st.integers(1, 3), st.integers(0, 20))
+def test_limits_in_flight_hold(dag: Dag, most: int, most_bytes: int) -> None:
+    own = range(len(dag))
+    for takes, limits in (
+        (lambda start: 1, {"in_flight": most}),
+        (touched_bytes(dag), {"in_flight_bytes": most_bytes}),
+    ):
+        found = schedule(dag, **limits)
+        before = in_flight(dag, own, takes)
+        for group, count in in_flight(dag, found.order, takes).items():
+            assert count <= max(before[group], *limits.values())
+        assert found.timeline.makespan <= found.before.makespan
+
+
+def test_limits_in_flight_bind_and_both_at_once() -> None:
+    dag = backward(12)
+    free = schedule(dag)
+    assert in_flight(dag, free.order, lambda start: 1)["dp"] > 2
+    for limit in (1, 2, 4):
+        found = schedule(dag, in_flight=limit, in_flight_bytes=4 * limit, budget=dag.peak_bytes() + 20)
+        assert max(in_flight(dag, found.order, lambda start: 1).values()) <= limit
+        assert max(in_flight(dag, found.order, touched_bytes(dag)).values()) <= 4 * limit
+        assert found.timeline.peak_bytes <= found.budget
+        assert free.timeline.makespan <= found.timeline.makespan < simulate(dag).makespan
+    for bad in ({"in_flight": 0}, {"in_flight_bytes": -1}, {"effort": -1}):
+        with pytest.raises(ValueError, match=r"must (be at least|not be negative).* got"):
+            schedule(dag, **bad)
+
+
+@settings(deadline=None, max_examples=100)
+@given(with_memory(), st.integers(0, 10))
+def test_more_effort_is_never_worse(dag: Dag, room: int) -> None:
+    budget = dag.peak_bytes() + room
+    found = [schedule(dag, budget=budget, effort=effort).timeline for effort in range(7)]
+    assert found[0].order.tolist() == list(range(len(dag)))
+    for less, more in itertools.pairwise(found):
+        # A budget that is filled counts as a quarter of a hundredth of the makespan, ease as a thousandth.
+        assert more.makespan <= less.makespan * 1.0036 + 1e-9
+
+
+def test_more_effort_finds_more() -> None:
+    dag = backward(6, gradients=2.4)
+    spans = [schedule(dag, effort=effort).timeline.makespan for effort in (0, 1, 4, 16)]
+    assert spans[0] > spans[1] > spans[-1] and spans == sorted(spans, reverse=True)
+    assert schedule(dag, effort=16).order == schedule(dag, effort=16).order
+
+
+@pytest.mark.parametrize("gradients", [2.8, 3.2, 6.4])
+@pytest.mark.parametrize("room", [24, 10**9])
+def test_a_stream_that_is_the_bottleneck_is_kept_fed(gradients: float, room: int) -> None:
+    """Gradients take longer than compute: whoever leaves them for the end lets their stream stand still."""
+    dag = backward(32, gradients=gradients)
+    found = schedule(dag, budget=dag.peak_bytes() + room)
+    assert found.bounds.streams["dp"] > 1.05 * found.bounds.compute
+    assert found.timeline.makespan <= 1.02 * found.bounds.makespan
+
+
+def test_an_order_to_fall_back_to() -> None:
+    """The own order makes both large storages before it reads any; the other one reads one first."""
+    nodes = (Node("a", C, 1.0), Node("b", C, 1.0), Node("read a", C, 1.0, (0,)), Node("read b", C, 1.0, (1,)))
+    dag = Dag((*nodes, Node("s", S, 2.0, group="dp")), (Storage(10, 0, (2,)), Storage(10, 1, (3,))))
+    with pytest.raises(ValueError, match="needs 20 bytes at its peak, more than the budget of 15"):
+        schedule(dag, budget=15)
+    found = schedule(dag, budget=15, fallback=[0, 2, 1, 3, 4])
+    assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 < found.before.makespan == 6
+    assert found.before.order.tolist() == [0, 2, 1, 3, 4]
+    with pytest.raises(GraphError, match="'read a': it comes before 'a'"):
+        schedule(dag, fallback=[2, 0, 1, 3, 4])
+
+
+def random_layers(seed: int) -> Dag:
+    """A few hundred nodes, deps among the last few, storages of all sizes; collectives on two groups."""
+    draw = random.Random(seed)
+    nodes: list[Node] = []
+    storages: list[Storage] = []
+    while len(nodes) < 300:
+        i = len(nodes)
+        deps = tuple(sorted({draw.randrange(max(0, i - 20), i) for _ in range(draw.randint(0, 2))})) if i else ()
+        if draw.random() < 0.3:
+            nodes += [
+                Node(f"s{i}", S, draw.uniform(0, 3), deps, draw.choice("ab")),
+                Node(f"w{i}", W, 0.0, (i,), start=i),
+            ]
+        else:
+            nodes.append(Node(f"c{i}", C, draw.uniform(0, 2), deps))
+    users: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for dep in node.deps:
+            users.setdefault(dep, []).append(i)
+    for maker, node in enumerate(nodes):
+        if node.kind != W and draw.random() < 0.7:
+            readers = [
+                u
+                for user in users.get(maker, [])
+                for u in ([user, *users.get(user, [])] if draw.random() < 0.5 else [user])
+            ]
+            storages.append(Storage(draw.randint(1, 100), maker, tuple(readers), draw.random() < 0.05))
+    return Dag(tuple(nodes), tuple(storages))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_random_graphs_within_any_budget(seed: int) -> None:
+    dag = random_layers(seed)
+    own, draw = dag.peak_bytes(), random.Random(seed)
+    for budget in (own, own + draw.randint(1, 100), own + draw.randint(100, 1000), 10**9):
+        found = schedule(dag, budget=budget, effort=12)
+        assert found.timeline.peak_bytes <= budget
+        assert found.bounds.makespan - 1e-9 <= found.timeline.makespan <= found.before.makespan
+    assert found.timeline.makespan <= 1.1 * found.bounds.makespan
 
 
 @settings(deadline=None, max_examples=200)
