@@ -17,8 +17,9 @@ from spanwise.overlap.replay import replay
 from spanwise.overlap.schedule import Schedule, schedule
 from spanwise.overlap.simulate import simulate
 
-# Shares of the time to spare that buckets may use; the next one is tried where a makespan comes out longer.
-_SLACKS = (0.5, 0.1)
+# Shares of the time to spare that buckets may use. The first buckets shorten the makespan and leave the schedule that
+# is made of them free to move them; those that come then save launches.
+_SLACKS = (0.1, 0.5)
 _ROUNDING = 1e-9
 
 
@@ -76,14 +77,12 @@ def merge(
     for u, of_unit in enumerate(members):
         for i in of_unit:
             unit[i] = u
-    deps: list[set[int]] = []
+    deps = [[unit[dep] for i in of_unit for dep in dag.nodes[i].deps] for of_unit in members]
     for u, of_unit in enumerate(members):
-        found = {unit[dep] for i in of_unit for dep in dag.nodes[i].deps}
-        if u in found:
+        if len(of_unit) > 1 and u in deps[u]:
             raise GraphError(
                 dag.nodes[of_unit[-1]].name, f"it depends on a member of its bucket: {_names(dag, of_unit)}"
             )
-        deps.append(found)
     walk: Sequence[int] = range(len(members))
     if late:
         last: dict[int, int] = {}
@@ -93,19 +92,21 @@ def merge(
         walk = sorted(walk, key=last.__getitem__)
     numbering = _legal(dag, members, deps, walk)
 
-    number = [0] * len(members)
+    number = [0] * len(dag)
     for new, u in enumerate(numbering):
-        number[u] = new
+        for i in members[u]:
+            number[i] = new
     merged_ms = {unit[bucket[0]]: cost for bucket, cost in zip(buckets, ms, strict=True)}
     nodes = []
     for u in numbering:
         of_unit = members[u]
         node = dag.nodes[of_unit[0]]
         name = node.name if len(of_unit) == 1 else f"{node.name} and {len(of_unit) - 1} more"
-        start = number[unit[node.start]] if node.kind == Kind.WAIT else -1
+        start = number[node.start] if node.kind == Kind.WAIT else -1
         cost = merged_ms.get(u, node.ms)
-        nodes.append(Node(name, node.kind, cost, tuple(sorted(number[dep] for dep in deps[u])), node.group, start))
-    return Merged(Dag(tuple(nodes), _storages(dag, unit, number)), tuple(members[u] for u in numbering))
+        new_deps = tuple(sorted({number[dep] for i in of_unit for dep in dag.nodes[i].deps}))
+        nodes.append(Node(name, node.kind, cost, new_deps, node.group, start))
+    return Merged(Dag(tuple(nodes), _storages(dag, number)), tuple(members[u] for u in numbering))
 
 
 def bucket(
@@ -141,38 +142,57 @@ def bucket(
     if effort is not None:
         options["effort"] = effort
     limit = found.timeline.makespan * (1 + _ROUNDING)
-    order = found.order
-    in_order = merge(_slower(dag, multiplier), [], [], order).dag
-    timeline = simulate(in_order)
+    merged, best = unmerged(dag), found
     for slack in _SLACKS:
-        replayed = replay(
-            in_order,
-            timeline,
-            [keys[i] for i in order],
-            lambda starts: multiplier * merged_ms([order[i] for i in starts]),
-            budget=found.budget,
-            slack=slack,
-        )
-        if not replayed.buckets:
-            break
-        buckets = [[order[i] for i in starts] for starts in replayed.buckets]
-        ms = [cost / multiplier for cost in replayed.ms]
-        merged = merge(dag, buckets, ms, [order[i] for i in replayed.order], late=True)
-        own = simulate(merged.dag)
-        if own.makespan > limit or own.peak_bytes > found.budget:
+        joint = _replayed(merged, best, keys, merged_ms, slack, multiplier)
+        own = simulate(joint.dag)
+        if own.makespan > limit or own.peak_bytes > found.budget or joint.launches == merged.launches:
             continue
-        again = schedule(merged.dag, budget=found.budget, **options)
-        if again.timeline.makespan > limit:
-            again = dataclasses.replace(again, timeline=own)
-        return merged, again
-    return unmerged(dag), found
+        again = schedule(joint.dag, budget=found.budget, **options) if best is found else best
+        if again is best or again.timeline.makespan > own.makespan:
+            again = dataclasses.replace(again, timeline=own, before=own)
+        merged, best = joint, again
+        limit = min(limit, best.timeline.makespan * (1 + _ROUNDING))
+    return merged, best
 
 
-def _slower(dag: Dag, multiplier: float) -> Dag:
-    if multiplier == 1.0:
-        return dag
-    nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
-    return Dag(tuple(nodes), dag.storages)
+def _replayed(
+    merged: Merged,
+    found: Schedule,
+    keys: Sequence[Hashable | None],
+    merged_ms: Callable[[list[int]], float],
+    slack: float,
+    multiplier: float,
+) -> Merged:
+    """What `replay` takes together of a schedule of `merged.dag`."""
+    dag, members, order = merged.dag, merged.members, found.order
+    in_order = _in_order(dag, order, multiplier)
+    replayed = replay(
+        in_order,
+        simulate(in_order),
+        [keys[members[i][0]] for i in order],
+        lambda starts: multiplier * merged_ms([of_start for i in starts for of_start in members[order[i]]]),
+        budget=found.budget,
+        slack=slack,
+    )
+    buckets = [[order[i] for i in starts] for starts in replayed.buckets]
+    ms = [cost / multiplier for cost in replayed.ms]
+    joint = merge(dag, buckets, ms, [order[i] for i in replayed.order], late=True)
+    return Merged(joint.dag, tuple(tuple(sorted(i for u in of for i in members[u])) for of in joint.members))
+
+
+def _in_order(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:
+    """`dag` numbered by a legal order of it, its collectives slower."""
+    place = [0] * len(dag)
+    for at, i in enumerate(order):
+        place[i] = at
+    nodes = []
+    for i in order:
+        node = dag.nodes[i]
+        deps, start = tuple([place[dep] for dep in node.deps]), place[node.start] if node.start >= 0 else -1
+        ms = node.ms * multiplier if node.kind == Kind.START else node.ms
+        nodes.append(Node(node.name, node.kind, ms, deps, node.group, start))
+    return Dag(tuple(nodes), _storages(dag, place))
 
 
 def _names(dag: Dag, nodes: Sequence[int]) -> str:
@@ -200,7 +220,9 @@ def _members(dag: Dag, buckets: Sequence[Sequence[int]], order: Sequence[int]) -
     return list(found)
 
 
-def _legal(dag: Dag, members: Sequence[tuple[int, ...]], deps: Sequence[set[int]], walk: Sequence[int]) -> list[int]:
+def _legal(
+    dag: Dag, members: Sequence[tuple[int, ...]], deps: Sequence[Sequence[int]], walk: Sequence[int]
+) -> list[int]:
     """Merged nodes as in `walk`, each after all that it depends on: what is missing is moved in front of it."""
     found: list[int] = []
     done, under_way = bytearray(len(members)), bytearray(len(members))
@@ -208,30 +230,32 @@ def _legal(dag: Dag, members: Sequence[tuple[int, ...]], deps: Sequence[set[int]
         path = [first] if not done[first] else []
         while path:
             u = path[-1]
-            missing = sorted(dep for dep in deps[u] if not done[dep])
-            if not missing:
+            missing = min((dep for dep in deps[u] if not done[dep]), default=None)
+            if missing is None:
                 path.pop()
                 under_way[u] = False
                 done[u] = True
                 found.append(u)
                 continue
             under_way[u] = True
-            if under_way[missing[0]]:
-                cycle = path[path.index(missing[0]) :]
+            if under_way[missing]:
+                cycle = path[path.index(missing) :]
                 bad = next(u for u in cycle if len(members[u]) > 1)
                 text = f"no bucket of {_names(dag, members[bad])}: they would wait for one another"
                 through = _names(dag, [members[u][0] for u in cycle if len(members[u]) == 1][:3])
                 raise GraphError(dag.nodes[members[bad][0]].name, text + (f" through {through}" if through else ""))
-            path.append(missing[0])
+            path.append(missing)
     return found
 
 
-def _storages(dag: Dag, unit: Sequence[int], number: Sequence[int]) -> tuple[Storage, ...]:
+def _storages(dag: Dag, number: Sequence[int]) -> tuple[Storage, ...]:
+    """Storages of a dag whose nodes have other numbers."""
     found = []
     for storage in dag.storages:
-        maker = number[unit[storage.maker]]
-        users = tuple(sorted({number[unit[user]] for user in storage.users}))
-        # A user that does not depend on the maker stands for the end of all, which may be another node now.
-        kept = storage.kept or any(user < maker for user in users)
-        found.append(Storage(storage.num_bytes, maker, tuple(u for u in users if u >= maker), kept))
+        maker, users = number[storage.maker], sorted({number[user] for user in storage.users})
+        kept = storage.kept
+        if users and users[0] < maker:
+            # A user that does not depend on the maker stands for the end of all, which may be another node now.
+            kept, users = True, [user for user in users if user >= maker]
+        found.append(Storage(storage.num_bytes, maker, tuple(users), kept))
     return tuple(found)
