@@ -29,6 +29,9 @@ from spanwise.overlap.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.sizes import assumed
 
+# Namespaces of operators that Inductor has code of its own for, most of them.
+_INDUCTORS = frozenset({"aten", "prims"})
+
 
 def backend(
     name: str = "inductor",
@@ -167,11 +170,9 @@ def _is_tied(node: fx.Node) -> bool:
     """Starts, waits, and what Inductor calls rather than fuses: matrix products, attention, custom operators."""
     if node.op != "call_function":
         return False
-    if node.target in STARTS or node.target is WAIT or traits(node).talks:
+    if node.target in STARTS or node.target is WAIT or traits(node).talks or node_flops(node) > 0:
         return True
-    if isinstance(node.target, _compat.OpOverload):
-        return node_flops(node) > 0 or node.target.namespace not in ("aten", "prims", "inductor_prims")
-    return False
+    return isinstance(node.target, _compat.OpOverload) and node.target.namespace not in _INDUCTORS
 
 
 def _groups() -> list[dist.ProcessGroup]:

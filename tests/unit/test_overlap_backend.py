@@ -153,6 +153,26 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
         assert 0 < kernels(ours) <= kernels(theirs)
 
 
+def test_order_of_what_inductor_does_in_place(group: str) -> None:
+    """An all-reduce becomes one in place, on a copy where somebody else reads what it is given."""
+
+    def reduced(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        first, second, third = weights
+        sums = [_compat.wait(_compat.start_all_reduce(y, "sum", group)) for y in (x @ first, (x @ second).relu())]
+        for _ in range(3):
+            x = x @ third
+        return x.sum() + sum(y.sin().sum() for y in sums)
+
+    results: list[Result] = []
+    sizes = ((BATCH, 32), (32, 48), (32, 80), (32, 32))
+    with torch.no_grad():
+        run = torch.compile(reduced, backend=backend("inductor", cost=Cost(1.5), on_result=results.append))
+        (code,) = run_and_get_code(run, *(torch.randn(size) for size in sizes))[1]
+    assert [(name.rstrip("_"), shape) for name, shape in called(code)] == scheduled(results[0])
+    names = [name for name, _ in called(code)]
+    assert names.index("wait_tensor") > names.index("all_reduce_") + 2
+
+
 def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: str) -> None:
     def misses_and_hits(**options: Any) -> tuple[int, int]:
         torch._dynamo.reset()
