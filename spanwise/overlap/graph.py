@@ -151,13 +151,13 @@ class _Builder:
         known = traits(node)
         values = self._checked_values(node, known)
         i = len(self.nodes)
-        given = node.all_input_nodes
-        deps = {self.number.get(arg, -1) for arg in given}
+        args = node.all_input_nodes
+        deps = {self.number.get(arg, -1) for arg in args}
         if node.target is operator.getitem:
-            self.tensors[node] = self._item(node, values)
-            reads = self._places([node])
+            given = self.tensors[node] = self._item(node, values)
         else:
-            reads = self._places(given)
+            given = [pair for arg in args for pair in self.tensors.get(arg, ())]
+        reads = [memory for _, places in given for memory in places]  # one may be there twice
         writes: list[_Memory] = []
         if known.writes:
             written = [value for name, value in arguments(node, known) if name in known.writes]
@@ -196,8 +196,8 @@ class _Builder:
         if node.target is operator.getitem:
             made = reads
         else:
-            self.tensors[node] = self._results(node, known, i, values)
-            made = self._places([node])
+            found = self.tensors[node] = self._results(node, known, i, given, values)
+            made = [memory for _, places in found for memory in places]
             for memory in made:
                 memory.users.append(i)
         if kind == Kind.START:
@@ -257,18 +257,20 @@ class _Builder:
         return start
 
     def _results(
-        self, node: fx.Node, known: Traits, i: int, values: Sequence[torch.Tensor]
+        self,
+        node: fx.Node,
+        known: Traits,
+        i: int,
+        given: Sequence[tuple[int | None, _Places]],
+        values: Sequence[torch.Tensor],
     ) -> list[tuple[int | None, _Places]]:
-        """Where the results lie: in arguments, or in new memory."""
-        given = node.all_input_nodes
+        """Where the results lie: in arguments, which lie where `given` says, or in new memory."""
         if known.role is Role.WAIT:
-            return [(storage_of(value), self.tensors[given[0]][0][1]) for value in values]
-        by_storage: dict[int | None, _Places] = {}
-        for arg in given:
-            by_storage.update(self.tensors.get(arg, ()))
+            return [(storage_of(value), given[0][1]) for value in values]
+        if len(given) == 1 == len(values) and known.is_alias and known.surely:  # a view of its one argument
+            return [(storage_of(values[0]), given[0][1])]
+        by_storage = dict(given)
         by_storage.pop(None, None)
-        if len(given) == 1 and len(self.tensors[given[0]]) == 1 == len(values) and known.is_alias and known.surely:
-            return [(storage_of(values[0]), self.tensors[given[0]][0][1])]  # a view of its one argument
         by_name = dict(arguments(node, known)) if known.is_alias else {}
         unknown = (known.role is Role.BARRIER and not known.names) or known.talks  # anything may be returned
         found: list[tuple[int | None, _Places]] = []
@@ -287,7 +289,7 @@ class _Builder:
                 places = tuple(dict.fromkeys((*places, *by_storage[storage]))) if places else by_storage[storage]
             elif not (places and known.surely):
                 if unknown:
-                    places = tuple(self._places(given))
+                    places = tuple(self._places(node.all_input_nodes))
                 if storage not in new or storage is None:
                     new[storage] = _Memory(self._num_bytes(node, value), i)
                     self.made.append(new[storage])
