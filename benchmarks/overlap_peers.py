@@ -3,6 +3,7 @@
     python benchmarks/overlap_peers.py                              # 32 layers of Llama-8B shapes, 8 x 8 ranks
     python benchmarks/overlap_peers.py --layers 4 --cases backward
     python benchmarks/overlap_peers.py --layers 4 32 80 126 --costs calibrated --batch 1 --bucketing reorder
+    python benchmarks/overlap_peers.py --bucketing reorder --noise  # costs that turn out to be others
 
 Graphs are captured on fake process groups (`spanwise.overlap.capture`), and their orders simulated
 (`spanwise.overlap.simulate`): milliseconds of makespan, of compute standing still for collectives (exposed), and what
@@ -15,6 +16,10 @@ default but for bucketing:
     reorder      no buckets
     buckets      ``collective_bucketing=True``
     pre-buckets  the same, and ``pre_bucketing_fsdp_collectives=True``
+
+With ``--noise``, the orders made for the costs as they were assumed are simulated with others: every node's cost times
+a log-normal factor of its own, the same for PyTorch's order and ours, 20 draws for each sigma. Printed are our makespan
+as a share of PyTorch's in the mean and in the worst draw, and in how many draws ours was shorter.
 
 Costs:
 
@@ -39,6 +44,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -47,6 +53,7 @@ from spanwise.overlap import operators
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, relabel
 from spanwise.overlap.costs import CostModel
+from spanwise.overlap.dag import Dag
 from spanwise.overlap.graph import Captured, to_dag
 from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline, simulate
@@ -90,6 +97,24 @@ class Row:
     hidden: str
     peak: float
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Our order against PyTorch's without buckets where costs are wrong; ratios of makespans."""
+
+    costs: str
+    batch: int
+    layers: int
+    graph: str
+    sigma: float
+    draws: int
+    ahead: int
+    mean: float
+    worst: float
+
+
+SIGMAS, DRAWS = (0.1, 0.2, 0.3, 0.5), 20
 
 
 @contextlib.contextmanager
@@ -178,8 +203,22 @@ def pytorch_pass(
     return gm, time.perf_counter() - began
 
 
-def rows_of(config: CaptureConfig, graph: str, gm: fx.GraphModule, costs: str, hows: list[str]) -> Iterator[Row]:
-    """One row for each order of a graph."""
+def noise_of(dag: Dag, theirs: list[int], ours: list[int]) -> Iterator[tuple[float, int, int, float, float]]:
+    """Of each sigma: itself, draws, in how many ours was shorter, and the mean and the worst ratio."""
+    random = np.random.default_rng(0)
+    for sigma in SIGMAS:
+        ratios = []
+        for _ in range(DRAWS):
+            ms = (dag.ms * random.lognormal(0.0, sigma, len(dag))).tolist()
+            noisy = Dag(tuple(dataclasses.replace(node, ms=of) for node, of in zip(dag.nodes, ms, strict=True)))
+            ratios.append(simulate(noisy, ours).makespan / simulate(noisy, theirs).makespan)
+        yield sigma, DRAWS, sum(ratio < 1 for ratio in ratios), float(np.mean(ratios)), max(ratios)
+
+
+def rows_of(
+    config: CaptureConfig, graph: str, gm: fx.GraphModule, costs: str, hows: list[str], noise: bool
+) -> Iterator[Row | Noise]:
+    """One row for each order of a graph, and with `noise` one for each sigma."""
 
     def row(order: str, captured: Captured, timeline: Timeline, seconds: float) -> Row:
         counts = "/".join(map(str, timeline.counts().values()))
@@ -193,17 +232,29 @@ def rows_of(config: CaptureConfig, graph: str, gm: fx.GraphModule, costs: str, h
         names = [node.name for node in captured.nodes]
         table = dict(zip(names, captured.dag.ms.tolist(), strict=True))
         yield row("original", captured, simulate(captured.dag), 0.0)
+        theirs: list[int] = []
         for how in hows:
             done, seconds = pytorch_pass(gm, table, cost, latency, how)
             again = to_dag(done, lambda node: table[node.name] if node.name in table else cost(node))
             yield row(f"PyTorch, {how}", again, simulate(again.dag), seconds)
+            if how == "reorder":
+                numbers = {name: number for number, name in enumerate(names)}
+                theirs = [numbers[node.name] for node in again.nodes]
         began = time.perf_counter()
         ours = schedule(to_dag(gm, lambda node: table[node.name]).dag)
         seconds = time.perf_counter() - began
         yield row("spanwise", captured, ours.timeline, seconds)
+        if noise:
+            for figures in noise_of(captured.dag, theirs, ours.order):
+                yield Noise(costs, config.batch, config.layers, graph, *figures)
 
 
-def show(row: Row) -> str:
+def show(row: Row | Noise) -> str:
+    if isinstance(row, Noise):
+        return (
+            f"{row.graph:<9}{row.costs:<11}{row.batch:>3}{row.layers:>5}  sigma {row.sigma}: {row.mean:.3f} of "
+            f"PyTorch's, at worst {row.worst:.3f}; ahead in {row.ahead} of {row.draws}"
+        )
     return (
         f"{row.graph:<9}{row.costs:<11}{row.batch:>3}{row.layers:>5}{row.nodes:>7}  {row.order:<21}{row.makespan:9.1f}"
         f"{row.exposed:9.1f}{row.bound:9.1f}  {row.hidden:>14}{row.peak:8.2f}{row.seconds:8.2f}"
@@ -220,14 +271,18 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=["forward", "backward"], default=["backward", "forward"])
     parser.add_argument("--costs", nargs="+", choices=["torch", "calibrated", "fused"], default=["torch", "calibrated"])
     parser.add_argument("--bucketing", nargs="*", choices=list(BUCKETING), default=list(BUCKETING))
+    parser.add_argument("--noise", action="store_true", help="costs that turn out to be others, too; needs reorder")
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
     args = parser.parse_args()
+    if args.noise and "reorder" not in args.bucketing:
+        parser.error("--noise compares with PyTorch's order without buckets: it needs --bucketing reorder")
     logging.disable(logging.INFO)  # PyTorch's pass tells of its buckets
     print(
         f"{'graph':<9}{'costs':<11}{'b':>3}{'L':>5}{'nodes':>7}  {'order':<21}{'makespan':>9}{'exposed':>9}{'bound':>9}"
         f"  {'hid/part/exp':>14}{'peak GB':>8}{'pass s':>8}"
     )
     rows: list[dict[str, Any]] = []
+    noise: list[dict[str, Any]] = []
     for layers in args.layers:
         for batch in args.batch:
             sizes = {"layers": layers, "batch": batch, "dp": args.dp, "tp": args.tp, "vocab": args.vocab or None}
@@ -239,11 +294,12 @@ def main() -> None:
             print(f"captured {layers} layers, batch {batch}, in {time.perf_counter() - began:.1f} s")
             for costs in args.costs:
                 for name in args.cases:
-                    for row in rows_of(config, name, getattr(graphs, name), costs, args.bucketing):
+                    for row in rows_of(config, name, getattr(graphs, name), costs, args.bucketing, args.noise):
                         print(show(row), flush=True)
-                        rows.append(dataclasses.asdict(row))
+                        (noise if isinstance(row, Noise) else rows).append(dataclasses.asdict(row))
     if args.out:
-        args.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        found = {"torch": torch.__version__, "vocab": args.vocab, "rows": rows}
+        args.out.write_text(json.dumps(found | ({"noise": noise} if noise else {}), indent=1) + "\n")
 
 
 if __name__ == "__main__":
