@@ -89,13 +89,16 @@ def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[in
         if bits:
             for dep in nodes[i].deps:
                 leads_to[dep] |= bits
-    chosen = range(len(dag)) if among is None else sorted(among)
-    busy = [i for i in chosen if nodes[i].kind == Kind.COMPUTE and nodes[i].ms]
-    ms = dag.ms[busy]
-    # A node cannot both lead to a start and depend on its wait.
+    # A node cannot both lead to a start and depend on its wait. Those between two collectives have the same bits.
+    bound: dict[int, float] = {}
+    for i in range(len(dag)) if among is None else sorted(among):
+        if nodes[i].kind == Kind.COMPUTE and nodes[i].ms:
+            bits = leads_to[i] | reached_by[i]
+            bound[bits] = bound.get(bits, 0.0) + nodes[i].ms
+    ms = np.array(list(bound.values()))
     width = -(-len(starts) // 8)
-    packed = np.frombuffer(b"".join((leads_to[i] | reached_by[i]).to_bytes(width, "little") for i in busy), np.uint8)
-    packed = packed.reshape(len(busy), width)
+    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in bound), np.uint8)
+    packed = packed.reshape(len(bound), width)
     bound_up = np.zeros(len(starts))
     for first in range(0, width, _BLOCK // 8):
         unpacked = np.unpackbits(packed[:, first : first + _BLOCK // 8], axis=1, bitorder="little")
