@@ -18,7 +18,8 @@ import numpy as np
 
 from spanwise.overlap.dag import Dag, Storage
 
-_GONE = int(np.iinfo(np.int64).min) // 2  # below whatever is added to what has run
+_GONE = int(np.iinfo(np.int64).min) // 4  # added to what has run: below whatever is added later
+_FEW = 32  # changes of a profile that are sooner made one by one
 
 
 class Guard:
@@ -52,24 +53,26 @@ class Guard:
         self._kept = [storage.kept for storage in storages]
         self.takes = [0] * count
         self._used: list[list[int]] = [[] for _ in range(count)]
-        self._left: list[list[int]] = []  # places of users that have not run, ascending; the maker's, too
+        self._users: list[list[int]] = []  # of each storage, their places, ascending; the maker's, too
         for s, storage in enumerate(storages):
             self.takes[storage.maker] += storage.num_bytes
             users = {storage.maker, *storage.users}
             for user in users:
                 self._used[user].append(s)
-            self._left.append(sorted(place[user] for user in users))
+            self._users.append(sorted(place[user] for user in users))
+        self._last = [len(users) - 1 for users in self._users]  # which of them is the last that has not run
         # Memory is at its most where a node allocates: only these places are looked at.
         takes = [self.takes[node] > 0 for node in self._order]
         self._row = np.concatenate([[0], np.cumsum(takes, dtype=np.int64)]).tolist()  # of each place, rows before it
         change = np.zeros(self._row[-1] + 1, np.int64)
-        for storage, left in zip(storages, self._left, strict=True):
+        for storage, users_at in zip(storages, self._users, strict=True):
             if storage.num_bytes:
-                change[self._row[left[0]]] += storage.num_bytes
+                change[self._row[users_at[0]]] += storage.num_bytes
                 if not storage.kept:
-                    change[self._row[left[-1] + 1]] -= storage.num_bytes
+                    change[self._row[users_at[-1] + 1]] -= storage.num_bytes
         # Memory at each node that is left, were these to run next in their own order.
         self._profile = change[:-1].cumsum()
+        self._pending: list[tuple[int, int, int]] = []  # what is to be added to it: from a row, to another one, bytes
         self._highest = int(self._profile.max(initial=0))  # at least what any node that is left needs
         self._has_run = bytearray(count)  # by place
         self._next = 0
@@ -87,7 +90,7 @@ class Guard:
         """
         other = copy.copy(self)
         other.budget = self.budget if budget is None else budget
-        other._left, other._profile = [places.copy() for places in self._left], self._profile.copy()
+        other._last, other._profile, other._pending = self._last.copy(), self._profile.copy(), self._pending.copy()
         other._has_run = self._has_run.copy()
         return other
 
@@ -109,38 +112,57 @@ class Guard:
         if self._highest + new <= self.budget:
             return True
         first = self._row[self._next]
+        self._settle()
         self._highest = int(self._profile[first:].max(initial=0))
         # What it frees by running early is not counted in its favour.
         return int(self._profile[first : self._row[place]].max(initial=0)) + new <= self.budget
 
     def run(self, node: int) -> None:
         """Issue `node`."""
-        place, first, row = self._place[node], self._next, self._row
-        self._has_run[place] = True
+        place, first, row, has_run = self._place[node], self._next, self._row, self._has_run
+        has_run[place] = True
+        at = row[place]
         new = self.takes[node]
         if new:
             self.alive += new
-            self.peak = max(self.peak, self.alive)
-            if row[first] < row[place]:
-                self._profile[row[first] : row[place]] += new
+            if self.alive > self.peak:
+                self.peak = self.alive
+            if row[first] < at:
+                self._pending.append((row[first], at, new))
                 self._highest += new
-            self._profile[row[place]] = _GONE
+            self._pending.append((at, at + 1, _GONE))
         for s in self._used[node]:
-            left = self._left[s]
-            if left[-1] != place:
+            users, last = self._users[s], self._last[s]
+            if users[last] != place:
                 continue
-            while left and self._has_run[left[-1]]:
-                left.pop()
+            while last >= 0 and has_run[users[last]]:
+                last -= 1
+            self._last[s] = last
             if self._kept[s]:
                 continue
-            after = row[max(left[-1] + 1, first) if left else first]
-            if after < row[place]:
-                self._profile[after : row[place]] -= self._bytes[s]
-            if not left:
+            if last < 0:
                 self.alive -= self._bytes[s]
-        while first < len(self._has_run) and self._has_run[first]:
+                after = row[first]
+            else:
+                after = row[max(users[last] + 1, first)]
+            if after < at:
+                self._pending.append((after, at, -self._bytes[s]))
+        while first < len(has_run) and has_run[first]:
             first += 1
         self._next = first
+
+    def _settle(self) -> None:
+        """Add what is pending to the profile."""
+        if len(self._pending) < _FEW:
+            for first, end, num_bytes in self._pending:
+                self._profile[first:end] += num_bytes
+        else:
+            firsts, ends, added = np.array(self._pending, np.int64).T
+            change = np.zeros(len(self._profile) + 1, np.int64)
+            np.add.at(change, firsts, added)
+            np.subtract.at(change, ends, added)
+            self._profile += change[:-1].cumsum()
+        self._pending.clear()
 
 
 class AllOf:
