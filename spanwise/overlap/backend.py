@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,9 @@ def backend(
     name: str = "inductor",
     *,
     cost: Cost | Hardware | Mapping[str, float],
-    memory_budget: int | None = None,
-    bucket: bool = True,
-    multiplier: float = 1.0,
     dynamic_size: int = 4096,
     on_result: Callable[[Result], None] | None = None,
+    **options: Any,
 ) -> Backend:
     """A backend for ``torch.compile`` that hides the communication of forward and backward graphs behind compute.
 
@@ -53,22 +52,24 @@ def backend(
     Args:
         name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
             ``torch.compile`` go on to Inductor.
-        cost, memory_budget, bucket, multiplier: of `optimize.optimize`. Inductor's caches of compiled graphs
-            hold those whose cost is a `Hardware`, a table, or has a method ``uuid() -> str`` that changes when what it
-            returns does, as `CostModel` and `Measured` have; graphs of other functions compile anew in every process.
+        cost: of `optimize.optimize`. Inductor's caches of compiled graphs hold those whose cost is a `Hardware`, a
+            table, or has a method ``uuid() -> str`` that changes when what it returns does, as `CostModel` and
+            `Measured` have; graphs of other functions compile anew in every process.
         dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or an exchange that changes
             from plan to plan. The same on all ranks, whatever sizes they happen to see first.
         on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
             from a cache are not scheduled again.
+        options: more of `optimize.optimize`: ``memory_budget=``, ``bucket=``, ``multiplier=``, …
 
     Raises:
-        ValueError: another name, or arguments that `optimize` refuses.
+        ValueError: another name, or no size.
+        TypeError: options that `optimize` does not have.
     """
+    inspect.signature(optimize).bind(None, cost, **options)
     if name not in ("inductor", "aot_eager"):
         raise ValueError(f'the backend must be "inductor" or "aot_eager", got {name!r}')
     if dynamic_size < 1:
         raise ValueError(f"dynamic_size must be at least 1, got {dynamic_size}")
-    options = {"memory_budget": memory_budget, "bucket": bucket, "multiplier": multiplier}
     return Backend(name, cost, options, dynamic_size, on_result or (lambda result: None))
 
 

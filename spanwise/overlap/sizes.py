@@ -30,6 +30,9 @@ def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
     mode = _compat.fake_mode()
     tensors = [t for node in gm.graph.nodes for t in tensors_of(node)]
     storages = {storage_of(t) for t in tensors if not _is_static(t)} - {None}
+    if not storages:
+        yield
+        return
     num_bytes: dict[int, int] = {}
     for t in tensors:
         if (storage := storage_of(t)) in storages and storage is not None:

@@ -232,6 +232,8 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
         backend("eager", cost=Cost())
     with pytest.raises(ValueError, match="dynamic_size must be at least 1, got 0"):
         backend(cost=Cost(), dynamic_size=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
+        backend(cost=Cost(), budget=1)
 
 
 def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterwards() -> None:
