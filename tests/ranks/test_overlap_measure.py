@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -18,7 +19,7 @@ from spanwise.cost import CPU_HOST
 from spanwise.overlap.costs import CostModel
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.measure import Measured, measure
-from spanwise.overlap.schedule import schedule
+from spanwise.overlap.optimize import optimize, simulate
 from tests.ranks.gloo import GlooPool
 
 OPS = torch.ops._c10d_functional
@@ -91,7 +92,10 @@ def clocked(rank: int, mesh: DeviceMesh) -> Any:
     captured = to_dag(gm, measured[0])
     starts = [node for node in captured.nodes if node.target is OPS.all_gather_into_tensor.default]
     separate, merged = sum(map(measured[0], starts)), measured[0].merged(starts)
-    return [told(m) for m in measured], list(schedule(captured.dag).order), (separate, merged)
+    result = optimize(gm, measured[0])
+    again = simulate(result.graph_module, measured[0])
+    assert again.makespan == pytest.approx(result.timeline.makespan)
+    return [told(m) for m in measured], list(map(int, result.timeline.order)), (separate, merged)
 
 
 def test_collectives_run_on_their_own_groups(gloo_pool: GlooPool) -> None:
