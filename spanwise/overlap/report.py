@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import fx
 
 from spanwise.overlap import operators
@@ -19,7 +20,7 @@ from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.flops import node_flops
 from spanwise.overlap.operators import tensors_of
-from spanwise.overlap.reasons import Reason, hidden_counts, hideable, reasons
+from spanwise.overlap.reasons import Reason, Why, hidden_counts, hideable, reasons
 from spanwise.overlap.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Collective:
         num_bytes: of its operands or its results, whichever are more; None where they are not known.
         ms: what it takes; `begin`: when it begins on its stream, `issued`: when compute hands it over.
         reason: why it is exposed; None if it is hidden.
+        spread: of merged ones, milliseconds from when the first of its members could have been issued alone, all else
+            being as it is, until the last could; what the bucket makes the first wait.
     """
 
     start: int
@@ -54,6 +57,17 @@ class Collective:
     begin: float
     issued: float
     reason: Reason | None
+    spread: float = 0.0
+
+    @property
+    def why(self) -> str:
+        """Why it is exposed, in words; "" if it is hidden."""
+        if self.reason is None:
+            return ""
+        # Of no account beside what is exposed, nor where it would have been hidden anyhow.
+        late = self.spread if Why.DEPENDENCY in self.reason.parts else 0.0
+        bucket = f"; of its {self.members}, the first was ready {late:.3g} ms before the last"
+        return str(self.reason) + (bucket if late > 0.01 * self.exposed else "")
 
     @property
     def exposed(self) -> float:
@@ -142,6 +156,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     issued = [i for i in result.timeline.order.tolist() if result.timeline.dag.nodes[i].kind == Kind.START]
     nodes = dict(zip(issued, starts, strict=True))
     why = reasons(result.timeline, budget=result.budget)
+    spread = _spread(result)
     given = result.before.dag
     among = hideable(given, [i for i, node in enumerate(given.nodes) if node.name in heavy])
     counts = hidden_counts(result.timeline, among, result.members)
@@ -151,7 +166,8 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             "spanwise", result.timeline, heavy, names=names, bounds=result.bounds, why=why, counts=counts
         ),
         collectives=tuple(
-            _collective(result.timeline, i, nodes[i], len(result.members[i]), names, why.get(i)) for i in issued
+            _collective(result.timeline, i, nodes[i], len(result.members[i]), names, why.get(i), spread.get(i, 0.0))
+            for i in issued
         ),
         budget=result.budget,
     )
@@ -219,8 +235,31 @@ def bound_by(bounds: Bounds, names: Mapping[str, str]) -> str:
     return next(what for what, ms in known if math.isclose(ms, bounds.makespan, rel_tol=1e-12))
 
 
+def _spread(result: Result) -> dict[int, float]:
+    """`Collective.spread` of the merged ones, by their starts."""
+    timeline, given = result.timeline, result.before.dag
+    became = {i: unit for unit, members in enumerate(result.members) for i in members}
+    is_start = timeline.dag.kinds == Kind.START
+    there = np.where(is_start, timeline.issued, timeline.end)  # whoever depends on a start needs it issued
+    found = {}
+    for start in timeline.dag.starts:
+        if len(result.members[start]) > 1:
+            ready = [
+                max((float(there[became[dep]]) for dep in given.nodes[i].deps), default=0.0)
+                for i in result.members[start]
+            ]
+            found[start] = max(ready) - min(ready)
+    return found
+
+
 def _collective(
-    timeline: Timeline, i: int, node: fx.Node, members: int, names: Mapping[str, str], reason: Reason | None
+    timeline: Timeline,
+    i: int,
+    node: fx.Node,
+    members: int,
+    names: Mapping[str, str],
+    reason: Reason | None,
+    spread: float,
 ) -> Collective:
     start = timeline.dag.nodes[i]
     given = [t for arg in node.all_input_nodes for t in tensors_of(arg)]
@@ -228,7 +267,7 @@ def _collective(
     operator = str(node.target).removeprefix("_c10d_functional.").removeprefix("c10d_functional.").split(".")[0]
     begin, issued = float(timeline.begin[i]), float(timeline.issued[i])
     group = names.get(start.group, start.group)
-    return Collective(i, start.name, operator, group, members, num_bytes, start.ms, begin, issued, reason)
+    return Collective(i, start.name, operator, group, members, num_bytes, start.ms, begin, issued, reason, spread)
 
 
 def _collective_dict(one: Collective) -> dict[str, Any]:
@@ -248,7 +287,7 @@ def report(result: Result, groups: Mapping[str, str] | None = None) -> str:
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
     rows = [
-        (one.name, one.group, _bytes(one.num_bytes), f"{one.ms:.3f}", f"{one.exposed:.3f}", str(one.reason))
+        (one.name, one.group, _bytes(one.num_bytes), f"{one.ms:.3f}", f"{one.exposed:.3f}", one.why)
         for one in found.most_exposed[:MOST]
     ]
     if rows:

@@ -190,7 +190,7 @@ def _collective_table(found: Figures) -> Table:
         table.add_column(head, justify="right" if head in ("size", "takes", "exposed") else "left")
     for one in most[:MOST]:
         size = "" if one.num_bytes is None else units.num_bytes(one.num_bytes)
-        table.add_row(named(one), one.group, size, ms(one.ms), ms(one.exposed), str(one.reason))
+        table.add_row(named(one), one.group, size, ms(one.ms), ms(one.exposed), one.why)
     return table
 
 
