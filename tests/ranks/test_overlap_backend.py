@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class Cost:
         if not node_flops(node):
             return 0.01
         return 10.0 if operators.tensors_of(node)[0].shape[-1] == self.slow else 1.0
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.ratio
 
 
 class Gathered(torch.autograd.Function):
@@ -131,13 +134,16 @@ def sharded_step(rank: int, mesh: DeviceMesh, name: str, bucket: bool, dtype: to
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ranks: int) -> None:
-    for answer in gloo_pool.run(num_ranks, sharded_step, "aot_eager", False, torch.float64):
+@pytest.mark.parametrize(("num_ranks", "bucket"), [(2, False), (4, True)])
+def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ranks: int, bucket: bool) -> None:
+    for answer in gloo_pool.run(num_ranks, sharded_step, "aot_eager", bucket, torch.float64):
         for x, y in zip(answer["got"], answer["expected"], strict=True):
             assert torch.equal(x, y)
         assert answer["graphs"] == 1
-        assert min(answer["gain"]) < 0.9 and max(answer["gain"]) <= 1
+        forward, backward = answer["gain"]
+        assert forward < 0.9 and backward < 0.9
+        forward, backward = answer["launches"]
+        assert (forward < 4 and backward < 8) if bucket else (forward, backward) == (4, 8)
 
 
 def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool]) -> tuple[str, float, float]:
