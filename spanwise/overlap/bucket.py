@@ -20,6 +20,7 @@ from spanwise.overlap.simulate import simulate
 # Shares of the time to spare that buckets may use. The first buckets shorten the makespan and leave the schedule that
 # is made of them free to move them; those that come then save launches.
 _SLACKS = (0.1, 0.5)
+_AGAIN = 1  # effort of the last schedule, of an order that is close to one already
 _ROUNDING = 1e-9
 
 
@@ -148,10 +149,10 @@ def bucket(
         own = simulate(joint.dag)
         if own.makespan > limit or own.peak_bytes > found.budget or joint.launches == merged.launches:
             continue
-        again = schedule(joint.dag, budget=found.budget, **options) if best is found else best
-        if again is best or again.timeline.makespan > own.makespan:
-            again = dataclasses.replace(again, timeline=own, before=own)
-        merged, best = joint, again
+        merged, best = joint, schedule(joint.dag, budget=found.budget, **options)
+        if best.timeline.makespan > own.makespan:
+            best = dataclasses.replace(best, timeline=own)
+        options["effort"] = min(options.get("effort", _AGAIN), _AGAIN)
         limit = min(limit, best.timeline.makespan * (1 + _ROUNDING))
     return merged, best
 

@@ -163,7 +163,7 @@ class _Latest:
         begin: of each start, when what follows on its stream and all else has to find it begun.
         end: of each start, when its readers need it.
         reach: by place of the order, when compute has to get there.
-        is_last: nodes that no compute of weight depends on; a list of bools.
+        is_cheap: all but compute of weight; is_last: of these, what no compute of weight depends on.
         may_lag: nodes that need not run at their place: waits, what is free, and what is last and cheap.
     """
 
@@ -173,14 +173,14 @@ class _Latest:
         work = np.sort(dag.ms[dag.kinds == Kind.COMPUTE])
         few = int(np.searchsorted(work.cumsum(), _CHEAP * work.sum(), "right"))
         dear = float(work[few]) if few < len(work) else math.inf
+        self.is_cheap = [kind != _COMPUTE or cost < dear for kind, cost in zip(kinds, ms, strict=True)]
         self.is_last, self.may_lag = [False] * count, [False] * count
         begin, end, reach, issue = [0.0] * count, [total] * count, [total] * (count + 1), [total] * count
         chain = last = total  # what is left on the compute stream; of that, what may go to the end
         stream = dict.fromkeys(dag.groups, total)
         for i in range(count - 1, -1, -1):
             node, kind, cost = dag.nodes[i], kinds[i], ms[i]
-            light = kind != _COMPUTE or cost < dear
-            self.is_last[i] = is_last = light and all(self.is_last[user] for user in dag.users[i])
+            self.is_last[i] = is_last = self.is_cheap[i] and all(self.is_last[user] for user in dag.users[i])
             self.may_lag[i] = kind == _WAIT or is_last or (kind == _COMPUTE and not cost)
             if kind == _START:
                 begin[i] = min(end[i] - cost, stream[node.group] - cost, issue[i])
@@ -393,18 +393,13 @@ class _Replay:
 
     def make_room(self, i: int) -> None:
         """Wait for collectives, or go on in the own order, until there is memory for `i`."""
-        while not self.state[i] and not self.is_safe(i):
+        while not self.state[i] and not self.guard.is_safe(i):
             if self.guard.next_in_order == i:
                 return
             if self.waiting:
                 self.stall(*heapq.heappop(self.waiting))
             else:
                 self.force(self.guard.next_in_order)
-
-    def is_safe(self, i: int) -> bool:
-        guard = self.guard
-        now_fits = guard.alive + self.memory.allocated[i] <= guard.budget or guard.next_in_order == i
-        return now_fits and guard.is_safe(i)
 
     # Buckets.
 
@@ -450,7 +445,7 @@ class _Replay:
             if (
                 extras is not None
                 and self.memory.fits_at(other, self.place)
-                and all(self.is_safe(extra) for extra in extras)
+                and all(self.guard.is_safe(extra) for extra in extras)
                 and self.joins(bucket, other, extras)
             ):
                 for extra in extras:
@@ -464,20 +459,23 @@ class _Replay:
 
     def extras(self, i: int) -> list[int] | None:
         """Compute that has to run before `i` can be issued, in a legal order; None if it is much or waits for more."""
+        if not self.missing[i]:
+            return []
         found: list[int] = []
         seen: set[int] = set()
+        cheap = self.late.is_cheap
 
         def needs(node: int) -> bool:
             for dep in self.dag.nodes[node].deps:
                 if self.state[dep] == _DONE or dep in seen:
                     continue
                 seen.add(dep)
-                if self.kinds[dep] != _COMPUTE or len(seen) > _EXTRAS or not needs(dep):
+                if self.kinds[dep] != _COMPUTE or not cheap[dep] or len(seen) > _EXTRAS or not needs(dep):
                     return False
                 found.append(dep)
             return True
 
-        return found if not self.missing[i] or needs(i) else None
+        return found if needs(i) else None
 
     def joins(self, bucket: _Bucket, i: int, extras: Sequence[int] = ()) -> bool:
         """Add `i` to the bucket if all stay in time; `extras` run before it."""
@@ -570,7 +568,7 @@ class _Replay:
         extras = self.extras(i)
         if extras is None or not self.memory.fits_at(i, self.place):
             return False
-        if not all(self.is_safe(node) for node in (*extras, i)):
+        if not all(self.guard.is_safe(node) for node in (*extras, i)):
             return False
         if extras and self.now + sum(self.ms[extra] for extra in extras) > self.late.reach[self.place]:
             return False
@@ -587,7 +585,7 @@ class _Replay:
         taken: list[int] = []
         left: list[int] = []
         for i in sorted(bucket.starts):
-            if taken and not self.state[i] and not self.is_safe(i):
+            if taken and not self.state[i] and not self.guard.is_safe(i):
                 left.append(i)
                 continue
             self.make_room(i)
