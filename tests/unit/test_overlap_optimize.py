@@ -106,6 +106,9 @@ def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left(devic
         assert result.bounds.makespan * (1 - 1e-9) <= result.timeline.makespan < result.before.makespan
         assert len(result.members) == len(result.timeline.dag)
         assert sorted(i for members in result.members for i in members) == list(range(len(result.before.dag)))
+        twice = overlap.optimize(new, cost)
+        assert twice.timeline.makespan <= result.timeline.makespan * (1 + 1e-9)
+        assert len(twice.timeline.dag.starts) <= len(result.timeline.dag.starts)
         kept = {n.name: n.meta for n in new.graph.nodes}
         for node in gm.graph.nodes:
             if node.name in kept:
