@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush, nsmallest
+from heapq import heappop, heappush
 
 from spanwise.overlap.bounds import heads_and_rest
 from spanwise.overlap.dag import Dag, Kind
@@ -307,8 +307,13 @@ def forward(
         Of the next collectives to end, that whose work is due first; or one that ends before it, and whose work fills
         a good part of the time until then. Others are left alone: they may end later than was thought.
         """
-        looked = [by_due[at] for at in nsmallest(_LOOK, ended)]
-        looked += [i for _, i in nsmallest(_LOOK, waits)]
+        next_ended = [heappop(ended) for _ in range(min(_LOOK, len(ended)))]
+        next_waits = [heappop(waits) for _ in range(min(_LOOK, len(waits)))]
+        for at in next_ended:
+            heappush(ended, at)
+        for entry in next_waits:
+            heappush(waits, entry)
+        looked = [*(by_due[at] for at in next_ended), *(i for _, i in next_waits)]
         gains = [(end[start_of[i]], rank[i], i, unlocked(i)) for i in looked if not has_run[i]]
         if not gains:
             return -1
