@@ -7,12 +7,11 @@ are readings of the monotonic clock, which all processes of one machine share.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from spanwise import overlap
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.graph import to_dag
-from spanwise.overlap.measure import Measured, measure
+from spanwise.overlap.measure import measure
 from spanwise.overlap.operators import Cost
 from spanwise.overlap.simulate import simulate
 
@@ -65,7 +64,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
     steps = {"unscheduled": step_of(model, x, recorder)}
     outputs = {"unscheduled": steps["unscheduled"]()}
-    cost = measured(recorder.graphs.values(), fuse=False)
+    cost = measure(*recorder.graphs.values(), repeats=5, fuse=False)
     dags = [to_dag(gm, cost).dag for gm in recorder.graphs.values()]
     found: dict[str, Any] = {
         "compute": sum(dag.compute_ms for dag in dags),
@@ -88,19 +87,13 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             outputs[way] = steps[way]()
         elif way == "spanwise, Inductor":
             *_, results = ours(model, x, "inductor", lambda node: 0.0, bucket=False)  # for its graphs
-            cost = measured((result.graph_module for result in results), fuse=True)
+            cost = measure(*(result.graph_module for result in results), repeats=5)
             steps[way], outputs[way], results = ours(model, x, "inductor", cost)
             predicted["Inductor"] = sum(result.before.makespan for result in results)
             predicted[way] = sum(result.timeline.makespan for result in results)
         say_once(job["rank"], f"{way}: ran once")
     times = timed({way: steps[way] for way in job["ways"]}, job["repeats"], job["rank"])
     return {"costs": found, "predicted": predicted, "times": times, "outputs": outputs}
-
-
-def measured(graphs: Iterable[fx.GraphModule], *, fuse: bool) -> Measured:
-    """One table for several graphs, the same on both hosts."""
-    ones = [measure(gm, repeats=5, fuse=fuse) for gm in graphs]
-    return dataclasses.replace(ones[0], table={key: ms for one in ones for key, ms in one.table.items()})
 
 
 def ours(

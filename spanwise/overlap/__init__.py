@@ -4,18 +4,21 @@
                           └──► simulate, bounds ─► report
 
 `dag`, `simulate`, `bounds`, `memory`, `schedule` and `bucket` are plain numpy: what there is to run, how long an order
-of it takes, how long any order must take, and a good one within a budget of memory. `operators`, `graph`, `costs` and
-`capture` know torch: what the nodes of a graph do, what they cost, and graphs to try it on. `emit` changes a graph, and
-`optimize` makes of all of them what users call; `backend` is that for ``torch.compile``, and `agree` sees to it that
-all ranks decided the same. `reasons`, `report` and `trace` say what came of it.
+of it takes, how long any order must take, and a good one within a budget of memory. `operators`, `graph`, `costs`,
+`measure` and `capture` know torch: what the nodes of a graph do, what they cost, what they really take, and graphs to
+try it on. `emit` changes a graph, and `optimize` makes of all of them what users call; `backend` is that for
+``torch.compile``, and `agree` sees to it that all ranks decided the same. `reasons`, `report` and `trace` say what came
+of it.
 """
 
-# All is imported at once: `backend`, `optimize` and `simulate` are functions that hide modules of the same name, which
-# would take their place again when imported later. What else these modules have is imported from them.
+# All is imported at once: `backend`, `measure`, `optimize` and `simulate` are functions that hide modules of the same
+# name, which would take their place again when imported later. What else these modules have is imported from them.
 from spanwise.overlap.backend import backend
 from spanwise.overlap.bounds import Bounds
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
 from spanwise.overlap.dag import GraphError
+from spanwise.overlap.graph_file import load_graphs, save_graphs
+from spanwise.overlap.measure import Measured, measure
 from spanwise.overlap.optimize import Result, lower_bound, optimize, simulate
 from spanwise.overlap.simulate import Timeline
 
@@ -25,11 +28,15 @@ __all__ = [
     "Bounds",
     "CostModel",
     "GraphError",
+    "Measured",
     "Result",
     "Timeline",
     "as_cost",
     "backend",
+    "load_graphs",
     "lower_bound",
+    "measure",
     "optimize",
+    "save_graphs",
     "simulate",
 ]

@@ -56,7 +56,7 @@ class Measured:
         fallback: prices what is not in the table.
         ranks: global ranks of process groups, as `CostModel` takes them.
         fuse: whether pointwise neighbours are one kernel; False for a graph that runs uncompiled.
-        left_out: nodes of the graph that was measured which `fallback` prices, and why. This rank's own.
+        left_out: nodes of the graphs that were measured which `fallback` prices, and why. This rank's own.
         timed: how many signatures this rank has timed; 0 if all were on file.
     """
 
@@ -151,8 +151,7 @@ class _Job:
 
 
 def measure(
-    gm: fx.GraphModule,
-    *,
+    *graphs: fx.GraphModule,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     fallback: Cost | Hardware | Mapping[str, float] | None = None,
@@ -162,7 +161,7 @@ def measure(
     fuse: bool = True,
     timer: Timer | None = None,
 ) -> Measured:
-    """Time the operators of `gm`, each that differs once, and agree with the other ranks on what they take.
+    """Time the operators of `graphs`, each that differs once, and agree with the other ranks on what they take.
 
     Operators run by themselves on made-up inputs (`timing`), all ranks at the same time, as they do in a step;
     collectives over their own groups, one after the other in one order on all ranks. Not run, and priced by `fallback`:
@@ -174,7 +173,7 @@ def measure(
     these are the graphs to measure for it, as Inductor's are not those of "aot_eager".
 
     Args:
-        gm: an ATen graph with ``meta["val"]``; left as it is.
+        graphs: ATen graphs with ``meta["val"]``, a forward and its backward say; left as they are.
         device: where operators run, "cuda" being the current one; default: where the graph's tensors are.
         group: whose ranks agree; default: all, or this process alone where torch.distributed is not initialised.
         fallback: a model for what cannot be run; without one that is an error.
@@ -191,7 +190,7 @@ def measure(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    where = torch.device(device) if device is not None else device_of(gm)
+    where = torch.device(device) if device is not None else device_of(*graphs)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if where == torch.device("cuda"):
@@ -202,7 +201,7 @@ def measure(
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
     try:  # the others would wait for a rank that raises here
-        jobs, left_out = _jobs(gm, known_ranks)
+        jobs, left_out = _jobs(graphs, known_ranks)
         error = _refusal(left_out) if fallback is None else None
         on_file = _on_file(cache, places) if cache is not None else {}
     except (OSError, ValueError) as refused:
@@ -233,11 +232,13 @@ def measure(
     return Measured(table, model, known_ranks, fuse, left_out, len(timed))
 
 
-def _jobs(gm: fx.GraphModule, ranks: Mapping[str, Sequence[int]]) -> tuple[dict[str, _Job], dict[str, str]]:
+def _jobs(
+    graphs: Sequence[fx.GraphModule], ranks: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, _Job], dict[str, str]]:
     """What to time, by its key in the table; nodes that cannot be, and why not."""
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
-    for node in gm.graph.nodes:
+    for node in (node for gm in graphs for node in gm.graph.nodes):
         if not node.op.startswith("call_") or not _runs(node):
             continue
         reason = why_not(node)

@@ -252,9 +252,9 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def device_of(gm: fx.GraphModule) -> torch.device:
-    """Where the tensors of a graph are; the CPU if it has none."""
-    for node in gm.graph.nodes:
+def device_of(*graphs: fx.GraphModule) -> torch.device:
+    """Where the tensors of graphs are; the CPU if they have none."""
+    for node in (node for gm in graphs for node in gm.graph.nodes):
         for tensor in tensors_of(node):
             return tensor.device
     return torch.device("cpu")

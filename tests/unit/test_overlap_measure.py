@@ -172,6 +172,7 @@ def test_a_file_is_read_before_the_clock(tmp_path: Path) -> None:
     more = traced(lambda x, y: (x @ y).sin(), torch.randn(8, 8), torch.randn(8, 8))
     assert measure(more, cache=path, timer=clock).timed == 1 and clock.seen == ["sin"]
     assert len(next(iter(json.loads(path.read_text())["ms"].values()))) == 7
+    assert dict(measure(more, gm, timer=Clock()).table).keys() == {*first.table, *measure(more, timer=Clock()).table}
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
