@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as Rowwise
 from torch.distributed.tensor.parallel import parallelize_module
@@ -375,9 +376,7 @@ def mlps() -> nn.Sequential:
     return nn.Sequential(MLP(), MLP()).double()
 
 
-def beside_eager(
-    rank: int, module: Callable[[], nn.Module], name: str, seed: int, cost: Cost
-) -> tuple[list[bool], list[Result]]:
+def beside_eager(module: Callable[[], nn.Module], name: str, seed: int, cost: Cost) -> tuple[list[bool], list[Result]]:
     """Whether results and gradients of a compiled module are the eager ones bit for bit; its schedules."""
     torch._dynamo.reset()
     counters.clear()
@@ -395,7 +394,7 @@ def collectives(result: Result) -> list[str]:
 
 def tensor_parallel(rank: int, mesh: DeviceMesh) -> tuple[list[bool], list[list[str]], float]:
     plan = {f"{i}.{name}": style() for i in range(2) for name, style in (("up", Colwise), ("down", Rowwise))}
-    equal, results = beside_eager(rank, lambda: parallelize_module(mlps(), mesh, plan), "aot_eager", 0, Cost())
+    equal, results = beside_eager(lambda: parallelize_module(mlps(), mesh, plan), "aot_eager", 0, Cost())
     backward = results[1]
     return equal, list(map(collectives, results)), backward.timeline.exposed_ms / backward.before.exposed_ms
 
@@ -415,7 +414,7 @@ def fully_sharded(rank: int, mesh: DeviceMesh) -> tuple[list[bool], int, int]:
             fully_shard(layer, mesh=mesh)
         return fully_shard(made, mesh=mesh)
 
-    equal, results = beside_eager(rank, module, "aot_eager", rank, Cost())
+    equal, results = beside_eager(module, "aot_eager", rank, Cost())
     return equal, len(results), counters["stats"]["unique_graphs"]
 
 
@@ -424,6 +423,35 @@ def test_fsdp2_communicates_outside_of_the_graphs(gloo_pool: GlooPool) -> None:
     for equal, scheduled, graphs in gloo_pool.run(2, fully_sharded, mesh_dim_names=("dp",)):
         assert all(equal)
         assert scheduled == 0 < graphs
+
+
+class Replicated(nn.Module):
+    """A sharded parameter as the layer sees it; its gradient is summed over the ranks."""
+
+    def forward(self, shard: DTensor) -> torch.Tensor:
+        return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def sharded_by_dtensor(rank: int, mesh: DeviceMesh) -> tuple[list[bool], list[tuple[int, int]], list[float]]:
+    def module() -> nn.Module:
+        made = mlps()
+        for layer in made.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
+                nn.utils.parametrize.register_parametrization(layer, "weight", Replicated(), unsafe=True)
+        return made
+
+    equal, results = beside_eager(module, "aot_eager", rank, Cost())
+    launches = [(len(r.before.dag.starts), len(r.timeline.dag.starts)) for r in results]
+    return equal, launches, [r.timeline.makespan / r.before.makespan for r in results]
+
+
+def test_parameters_sharded_by_dtensor(gloo_pool: GlooPool) -> None:
+    """As torchtitan shards them for compiled models: the same traffic as FSDP2, in the graph."""
+    for equal, launches, gains in gloo_pool.run(2, sharded_by_dtensor, mesh_dim_names=("dp",)):
+        assert all(equal)
+        assert all(after < before == 4 for before, after in launches)
+        assert max(gains) < 0.9
 
 
 class Attention(nn.Module):
