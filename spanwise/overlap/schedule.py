@@ -1,9 +1,9 @@
 """Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
-Several list schedules (`listed`) are made, by due dates that keep more or less close to the graph's own order, and then
-by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its makespan and,
-where these are close, by its peak of memory; the graph's own order is among them, so that no schedule is worse. Pure
-and deterministic.
+Several list schedules (`listed`) are made, by due dates (`due`) that keep more or less close to the graph's own order,
+and then by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its
+makespan and, where these are close, by its peak of memory; the graph's own order is among them, so that no schedule is
+worse. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Storage
-from spanwise.overlap.listed import Listed, Problem, eased, forward, latest, paced, sunk
+from spanwise.overlap.due import Listed, Problem, eased, latest, paced
+from spanwise.overlap.listed import forward, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
 
