@@ -160,6 +160,17 @@ def find_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def is_nccl(name: str, device: torch.device) -> bool:
+    """Whether NCCL carries tensors of ``device`` in a group; one that this process does not have is taken for usual."""
+    if device.type != "cuda":
+        return False
+    try:
+        config = dist.get_backend_config(find_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        return True
+    return "cuda:nccl" in config or "cuda:fake" in config
+
+
 def groups() -> list[dist.ProcessGroup]:
     """The groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
@@ -344,7 +355,8 @@ def decomposes(op: torch._ops.OpOverload) -> bool:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of ``group`` may take before it fails."""
-    return group._get_backend(comparison_device(group)).options._timeout
+    options = getattr(group._get_backend(comparison_device(group)), "options", None)
+    return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:

@@ -45,6 +45,8 @@ from spanwise.overlap.operators import (
 # On what the ranks of a group have agreed in this process: digests of all groups of a graph. Goes with the group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
+_ONE_PEER = frozenset({"src", "dst", "peer_list"})
+
 _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("agree(str groups, str digests, str records) -> ()")
 
@@ -72,10 +74,10 @@ def insert(graph: fx.Graph, facts: Mapping[str, str]) -> fx.Node | None:
 
 
 def _talks(node: fx.Node) -> Traits | None:
-    """Traits of a node that starts a collective, or talks to a named group in a way that is not known."""
+    """Traits of a node that all ranks of a named group have to call; sends and receives are for two of them."""
     known = traits(node)
     named = known.talks and isinstance(dict(arguments(node, known)).get("group_name"), str)
-    return known if named or node.target in STARTS else None
+    return known if node.target in STARTS or (named and not _ONE_PEER & set(known.names)) else None
 
 
 def _described(node: fx.Node, known: Traits) -> str:

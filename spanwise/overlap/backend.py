@@ -86,6 +86,7 @@ class Backend:
     ) -> None:
         self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
         self._dynamic_size, self._costs = dynamic_size, _describe(cost)
+        self.__name__ = f"spanwise.overlap.backend({name!r})"  # in torch.compile's errors
 
     def __call__(
         self,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import base64
 import itertools
+import json
 import re
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from spanwise import _compat
-from spanwise.overlap import operators
+from spanwise.overlap import agree, operators
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs import node_flops
 from spanwise.overlap.optimize import Result
@@ -234,6 +237,41 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
         backend(cost=Cost(), dynamic_size=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         backend(cost=Cost(), budget=1)
+
+
+def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -> dict[str, list[str]]:
+    """What ranks compare of a graph of these calls on one tensor, by group."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(shape)
+    for target, args in calls:
+        graph.call_function(target, (x, *args)).meta["val"] = torch.empty(shape)
+    graph.output(x)
+    node = agree.insert(graph, {"costs": "none"})
+    if node is None:
+        return {}
+    assert node is next(n for n in graph.nodes if n.op == "call_function")
+    groups, digests, records = (arg.split() for arg in node.args)
+    assert [len(digest) for digest in digests] == [64] * len(groups)
+    unpacked = [json.loads(zlib.decompress(base64.b85decode(record))) for record in records]
+    assert all(record["facts"] == {"costs": "none"} for record in unpacked)
+    return {group: record["starts"] for group, record in zip(groups, unpacked, strict=True)}
+
+
+def test_what_ranks_compare() -> None:
+    ops = _compat.functional_collectives
+    assert told(
+        (ops.all_gather_into_tensor.default, (2, "dp")),
+        (torch.ops.aten.sin.default, ()),
+        (ops.all_reduce.default, ("max", "tp")),
+        (ops.isend.default, (1, 0, "pp")),  # who sends what to whom differs from rank to rank
+        (ops.all_to_all_single.default, ([1, 3], [2, 2], "dp")),  # and so does how much each one sends here
+        (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
+    ) == {
+        "dp": ["1. all_gather_into_tensor float32[4, 8]", "3. all_to_all_single float32[?, 8]"],
+        "tp": ["2. all_reduce max float32[4, 8]", "4. shard_dim_alltoall float32[4, 8]"],
+    }
+    assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}
 
 
 def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterwards() -> None:
