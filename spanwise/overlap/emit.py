@@ -36,9 +36,11 @@ _CUT_BY = ("partitioner_tag", "autograd_backward", "recompute", "ac_graph_id")
 def bucket_keys(captured: Captured) -> list[Hashable | None]:
     """Of each node of the dag, what the starts of a bucket must have in common; None where there can be no bucket.
 
-    That is the operator, the group, the reduction, the device, the side of a joint graph, and of all-reduces the dtype:
-    gloo reduces one dtype at a time. No part of a bucket are collectives in place or into an ``out`` argument, those of
-    autograd, coalesced ones, those of complex numbers, and those whose result anything but one wait uses.
+    That is the operator, the group, the reduction, the device, the side of a joint graph, and the dtype, but for
+    reduce-scatters and for all-gathers of NCCL: gloo reduces one dtype at a time, and gathers garbage of several (torch
+    2.13 joins the operands to one tensor, promoted, beside a buffer of the first one's dtype). No part of a bucket are
+    collectives in place or into an ``out`` argument, those of autograd, coalesced ones, those of complex numbers, and
+    those whose result anything but one wait uses.
     """
     waits = {node.start: i for i, node in enumerate(captured.dag.nodes) if node.kind == Kind.WAIT}
     found: list[Hashable | None] = [None] * len(captured.dag)
@@ -57,9 +59,13 @@ def _key(node: fx.Node) -> Hashable | None:
     known = all(isinstance(value, (int, str)) for value in given.values())
     if not known or len(tensors) != 2 or tensors[0].dtype.is_complex:
         return None
-    dtype = str(tensors[0].dtype) if node.target is _ops.all_reduce.default else ""
+    group, device = group_of(node), tensors[0].device
+    mixed = node.target is _ops.reduce_scatter_tensor.default or (
+        node.target is _ops.all_gather_into_tensor.default and _compat.is_nccl(group, device)
+    )
+    dtype = "" if mixed else str(tensors[0].dtype)
     side = tuple(str(node.meta.get(tag)) for tag in _CUT_BY)
-    return str(node.target), group_of(node), tuple(given.values()), str(tensors[0].device), dtype, side
+    return str(node.target), group, tuple(given.values()), str(device), dtype, side
 
 
 def _given(node: fx.Node) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from spanwise import _compat
 from spanwise.overlap.bucket import merge
-from spanwise.overlap.capture import Axis
+from spanwise.overlap.capture import Axis, relabel
 from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.emit import bucket_keys, emit
 from spanwise.overlap.graph import Captured, to_dag
@@ -160,8 +162,10 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
 # What may be merged.
 
 
-def keys(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, Hashable | None]:
-    captured = to_dag(make_fx(function, tracing_mode="fake")(*inputs), one)
+def keys(function: Callable[..., Any], *inputs: torch.Tensor, device: str = "cpu") -> dict[str, Hashable | None]:
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    relabel(gm, torch.device(device))
+    captured = to_dag(gm, one)
     found = bucket_keys(captured)
     assert all(found[i] is None for i, node in enumerate(captured.dag.nodes) if node.kind != Kind.START)
     return {captured.dag.nodes[i].name: found[i] for i in captured.dag.starts}
@@ -183,9 +187,27 @@ def test_keys_hold_what_must_be_equal() -> None:
         ]
         return [OPS.wait_tensor(x) for x in starts]
 
-    a, b, c, d, e, f, g, h, i, j = keys(function, torch.ones(4, 4)).values()
-    assert a == b and d == e and g == h  # mixed dtypes, but for all-reduces
-    assert len({a, c, d, f, g, i, j}) == 7 and None not in (a, c, d, f, g, i, j)
+    for device in ("cpu", "cuda"):
+        found = list(keys(function, torch.ones(4, 4), device=device).values())
+        equal = {(i, j) for j in range(len(found)) for i in range(j) if found[i] == found[j]}
+        # Of several dtypes, reduce-scatters can be one, and all-gathers of NCCL.
+        assert None not in found and equal == {(3, 4), (6, 7)} | ({(0, 1)} if device == "cuda" else set())
+
+
+@pytest.mark.parametrize(("backend", "mixed"), [("fake", True), ("cpu:gloo,cuda:gloo", False)])
+def test_gloo_gathers_one_dtype_at_a_time_on_any_device(backend: str, mixed: bool) -> None:
+    store = _compat.fake_store() if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        name = _compat.group_name(dist.group.WORLD)
+
+        def function(x: torch.Tensor) -> Any:
+            return [OPS.wait_tensor(OPS.all_gather_into_tensor(t, 1, name)) for t in (x, x.double())]
+
+        a, b = keys(function, torch.ones(4), device="cuda").values()
+        assert (a == b) == mixed
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_never_merged() -> None:
@@ -227,7 +249,7 @@ def two_gathers(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -> None:
-    gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4), torch.ones(2, 2, dtype=torch.float64))
+    gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4), torch.ones(2, 2))
     for node in gm.graph.nodes:
         node.meta["stack_trace"] = f"where {node.name} comes from"
     first, second = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor.default)
