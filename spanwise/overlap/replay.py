@@ -20,12 +20,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline
+from spanwise.overlap.spare import Latest, Room
 
 _COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
 _UNTOUCHED, _HELD, _DONE = 0, 1, 2
@@ -33,9 +31,6 @@ _UNTOUCHED, _HELD, _DONE = 0, 1, 2
 # other buckets it may overtake; what it still needs, how many cheap nodes at most are run for it.
 _REFUSED, _OVERTAKEN, _EXTRAS = 4, 32, 8
 _LOOK = 16  # starts that are looked at when a stream would stand still
-# Compute is cheap if all that costs no more is at most this share of it.
-_CHEAP = 1 / 16
-_HALVINGS = 14
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -88,129 +83,6 @@ def replay(
     return _Replay(dag, timeline, keys, price, budget, slack).run()
 
 
-class _Memory:
-    """Bytes alive at each place of the own order, with room for waits that come later than they did.
-
-    What a wait gives back is counted for some time after its turn, as long as the budget has room for that.
-
-    Attributes:
-        allocated: bytes by node; given_back: of each start, whether something may be before its wait.
-        latest: of each wait that gives back memory, the place by which it has to be done.
-    """
-
-    def __init__(self, dag: Dag, issued: list[float], makespan: float, budget: int) -> None:
-        count, kinds = len(dag), dag.kinds.tolist()
-        self._budget = budget
-        self.allocated, self.given_back = [0] * count, [False] * count
-        change = np.zeros(count + 1, np.int64)
-        waits_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-        given: dict[int, int] = collections.defaultdict(int)
-        for storage in dag.storages:
-            self.allocated[storage.maker] += storage.num_bytes
-            change[storage.maker] += storage.num_bytes
-            if not storage.kept:
-                last = max((storage.maker, *storage.users))
-                change[last + 1] -= storage.num_bytes
-                if kinds[last] == _WAIT:
-                    given[last] += storage.num_bytes
-                for user in {storage.maker, *storage.users}:
-                    if kinds[user] == _START and waits_of.get(user) not in storage.users:
-                        self.given_back[user] = True
-        profile = change[:-1].cumsum()
-        waits = np.array(sorted(given), np.int64)
-        num_bytes = np.array([given[i] for i in waits.tolist()], np.int64)
-        times = np.array(issued)
-        # Half of the room is for them, the other half for results that are made sooner.
-        room = profile + (budget - profile) // 2
-        delay = np.full(len(waits), makespan)
-        for _ in range(_HALVINGS):
-            until = np.maximum(np.minimum(np.searchsorted(times, times[waits] + delay, "right"), count), waits + 1)
-            late = self._between(count, waits, until, num_bytes)
-            full = np.concatenate([[0], (profile + late > room).cumsum()])
-            too_long = full[until] > full[waits]
-            delay[too_long] /= 2
-            if not too_long.any():
-                break
-        else:
-            until[too_long] = waits[too_long] + 1
-            late = self._between(count, waits, until, num_bytes)
-        self._profile = profile + late
-        self.latest = dict(zip(waits.tolist(), until.tolist(), strict=True))
-
-    @staticmethod
-    def _between(
-        count: int, first: NDArray[np.int64], until: NDArray[np.int64], num_bytes: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        change = np.zeros(count + 1, np.int64)
-        np.add.at(change, first, num_bytes)
-        np.add.at(change, until, -num_bytes)
-        return change[:-1].cumsum()
-
-    def fits_at(self, node: int, place: int) -> bool:
-        """Whether `node` may run at a place before its own."""
-        num_bytes = self.allocated[node]
-        return not num_bytes or node <= place or int(self._profile[place:node].max()) + num_bytes <= self._budget
-
-    def move(self, node: int, place: int) -> None:
-        if self.allocated[node] and node > place:
-            self._profile[place:node] += self.allocated[node]
-
-
-class _Latest:
-    """When everything has to run so that the order still ends in time, as far as the slack may be used; milliseconds.
-
-    Attributes:
-        begin: of each start, when what follows on its stream and all else has to find it begun.
-        end: of each start, when its readers need it.
-        reach: by place of the order, when compute has to get there.
-        is_cheap: all but compute of weight; is_last: of these, what no compute of weight depends on.
-        may_lag: nodes that need not run at their place: waits, what is free, and what is last and cheap.
-    """
-
-    def __init__(self, dag: Dag, timeline: Timeline, memory: _Memory, slack: float) -> None:
-        count, kinds, ms = len(dag), dag.kinds.tolist(), dag.ms.tolist()
-        total = timeline.makespan
-        work = np.sort(dag.ms[dag.kinds == Kind.COMPUTE])
-        few = int(np.searchsorted(work.cumsum(), _CHEAP * work.sum(), "right"))
-        dear = float(work[few]) if few < len(work) else math.inf
-        self.is_cheap = [kind != _COMPUTE or cost < dear for kind, cost in zip(kinds, ms, strict=True)]
-        self.is_last, self.may_lag = [False] * count, [False] * count
-        begin, end, reach, issue = [0.0] * count, [total] * count, [total] * (count + 1), [total] * count
-        chain = last = total  # what is left on the compute stream; of that, what may go to the end
-        stream = dict.fromkeys(dag.groups, total)
-        for i in range(count - 1, -1, -1):
-            node, kind, cost = dag.nodes[i], kinds[i], ms[i]
-            self.is_last[i] = is_last = self.is_cheap[i] and all(self.is_last[user] for user in dag.users[i])
-            self.may_lag[i] = kind == _WAIT or is_last or (kind == _COMPUTE and not cost)
-            if kind == _START:
-                begin[i] = min(end[i] - cost, stream[node.group] - cost, issue[i])
-                stream[node.group] = begin[i]
-                if not is_last:
-                    chain = min(chain, begin[i])
-            elif kind == _WAIT:
-                begin[i] = end[i] = min(end[i], reach[memory.latest.get(i, count)])
-            elif self.may_lag[i]:
-                if cost:
-                    end[i] = min(end[i], last)
-                    last -= cost
-                    chain -= cost
-                begin[i] = end[i] - cost
-            else:
-                end[i] = min(end[i], chain)
-                begin[i] = chain = end[i] - cost
-            reach[i] = chain
-            for dep in node.deps:
-                # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
-                of = issue if kinds[dep] == _START and dep != node.start else end
-                of[dep] = min(of[dep], begin[i])
-
-        def within(real: NDArray[np.float64], latest: list[float]) -> list[float]:
-            return (real + slack * (np.array(latest[:count]) - real)).tolist()
-
-        self.begin, self.end = within(timeline.begin, begin), within(timeline.end, end)
-        self.reach = [*within(timeline.issued, reach), total]
-
-
 class _Replay:
     """State of the streams, of memory and of the buckets while nodes are issued."""
 
@@ -228,8 +100,8 @@ class _Replay:
         self.kinds, self.ms, self.users = dag.kinds.tolist(), dag.ms.tolist(), dag.users
         self.issued_at = timeline.issued.tolist()
         self.guard = Guard(dag, budget)
-        self.memory = _Memory(dag, self.issued_at, timeline.makespan, budget)
-        self.late = _Latest(dag, timeline, self.memory, slack)
+        self.room = Room(dag, timeline, budget)
+        self.late = Latest(dag, timeline, self.room, slack)
         self.tiny = 1e-9 * timeline.makespan
         self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
         self.missing = [len(set(node.deps)) for node in dag.nodes]
@@ -431,7 +303,7 @@ class _Replay:
         """Whether its wait needs nothing else that has not run, which might depend on the bucket, and all is kept till
         then: what a start gives back would outlive the others' starts."""
         wait = self.wait_of.get(i)
-        return self.keys[i] is not None and not self.memory.given_back[i] and (wait is None or self.missing[wait] <= 1)
+        return self.keys[i] is not None and not self.room.given_back[i] and (wait is None or self.missing[wait] <= 1)
 
     def gather(self, bucket: _Bucket, i: int) -> int | None:
         """Add to the bucket what follows `i`; the first that could not be added."""
@@ -444,7 +316,7 @@ class _Replay:
             extras = self.extras(other)
             if (
                 extras is not None
-                and self.memory.fits_at(other, self.place)
+                and self.room.fits_at(other, self.place)
                 and all(self.guard.is_safe(extra) for extra in extras)
                 and self.joins(bucket, other, extras)
             ):
@@ -566,7 +438,7 @@ class _Replay:
         if self.state[i] or not (self.at_once[i] or (self.late.is_last[i] and not self.missing[i])):
             return False
         extras = self.extras(i)
-        if extras is None or not self.memory.fits_at(i, self.place):
+        if extras is None or not self.room.fits_at(i, self.place):
             return False
         if not all(self.guard.is_safe(node) for node in (*extras, i)):
             return False
@@ -590,7 +462,7 @@ class _Replay:
                 continue
             self.make_room(i)
             if not self.state[i]:  # as it may be, if there had to be made room
-                self.memory.move(i, self.place)
+                self.room.move(i, self.place)
                 self.issue(i)
                 taken.append(i)
         if not taken:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.bucket import Merged, bucket, merge, unmerged
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.replay import replay
@@ -274,9 +275,17 @@ def test_a_stream_that_is_the_bottleneck_gains(room: int, gain: float) -> None:
 def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
     dag, budget = layers(32, compute=4.0)
     before = schedule(dag, budget=budget)
-    merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.0))
+    asked = []
+
+    def sums(starts: list[int]) -> float:
+        asked.append(starts)
+        return saves(dag, 0.0)(starts)
+
+    merged, after = bucket(dag, before, kind_of(dag), sums)
     assert after.timeline.makespan <= before.timeline.makespan * (1 + 1e-9)
+    assert after.timeline.makespan <= 1.03 * lower_bounds(merged.dag).makespan
     assert merged.launches <= len(dag.starts) / 3 and after.timeline.peak_bytes <= budget
+    assert len(asked) <= len(dag.starts)  # prices of fx nodes take time
 
 
 def test_a_bucket_that_costs_more_than_its_members_is_none() -> None:
