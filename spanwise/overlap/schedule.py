@@ -126,9 +126,10 @@ def schedule(
     problem = Problem(assumed, order, guards)
     search = _Search(dag, problem, before, budget)
     search.run(effort)
-    if effort:
-        search.ease()
-    return Schedule(before if search.order == order else simulate(dag, search.order), before, budget)
+    if search.order == order:
+        return Schedule(before, before, budget)
+    search.ease()
+    return Schedule(simulate(dag, search.order), before, budget)
 
 
 class _Search:
@@ -147,7 +148,7 @@ class _Search:
         self.tries = 0
         self.order = before.order.tolist()
         self.score = self._score(before.makespan, before.peak_bytes)
-        self.done = False
+        self.done = before.makespan <= _CLOSE * self.floor
 
     def _score(self, makespan: float, peak: int) -> float:
         """Smaller is better: milliseconds, and something for memory."""
