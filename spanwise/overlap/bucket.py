@@ -9,7 +9,7 @@ schedule's buckets chosen by `replay`, and what is merged scheduled again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
@@ -145,7 +145,7 @@ def bucket(
     limit = found.timeline.makespan * (1 + _ROUNDING)
     merged, best = unmerged(dag), found
     for slack in _SLACKS:
-        joint = _replayed(merged, best, keys, merged_ms, slack, multiplier)
+        joint = _replayed(dag, merged, best, keys, merged_ms, slack, multiplier)
         own = simulate(joint.dag)
         if own.makespan > limit or own.peak_bytes > found.budget or joint.launches == merged.launches:
             continue
@@ -158,6 +158,7 @@ def bucket(
 
 
 def _replayed(
+    dag: Dag,
     merged: Merged,
     found: Schedule,
     keys: Sequence[Hashable | None],
@@ -165,21 +166,29 @@ def _replayed(
     slack: float,
     multiplier: float,
 ) -> Merged:
-    """What `replay` takes together of a schedule of `merged.dag`."""
-    dag, members, order = merged.dag, merged.members, found.order
-    in_order = _in_order(dag, order, multiplier)
+    """`dag` with the buckets of `merged`, and what `replay` takes together of a schedule of that."""
+    members = [merged.members[i] for i in found.order]
+    in_order = _in_order(merged.dag, found.order, multiplier)
+
+    def flat(nodes: Iterable[int]) -> list[int]:
+        return [of_node for i in nodes for of_node in members[i]]
+
     replayed = replay(
         in_order,
         simulate(in_order),
-        [keys[members[i][0]] for i in order],
-        lambda starts: multiplier * merged_ms([of_start for i in starts for of_start in members[order[i]]]),
+        [keys[of_node[0]] for of_node in members],
+        lambda starts: multiplier * merged_ms(flat(starts)),
         budget=found.budget,
         slack=slack,
     )
-    buckets = [[order[i] for i in starts] for starts in replayed.buckets]
-    ms = [cost / multiplier for cost in replayed.ms]
-    joint = merge(dag, buckets, ms, [order[i] for i in replayed.order], late=True)
-    return Merged(joint.dag, tuple(tuple(sorted(i for u in of for i in members[u])) for of in joint.members))
+    ms = {i: in_order.nodes[i].ms for i in in_order.starts if len(members[i]) > 1}
+    for starts, cost in zip(replayed.buckets, replayed.ms, strict=True):
+        ms[starts[0]] = cost
+        for i in starts[1:]:
+            ms.pop(i, None)
+    joint = {starts[0]: starts for starts in replayed.buckets}
+    buckets = [flat(joint.get(i, [i])) for i in ms]
+    return merge(dag, buckets, [cost / multiplier for cost in ms.values()], flat(replayed.order), late=True)
 
 
 def _in_order(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:

@@ -333,6 +333,8 @@ def test_never_longer_never_over_the_budget_nothing_twice(
     assert after.timeline.makespan <= before.timeline.makespan
     assert after.timeline.peak_bytes <= budget and merged.launches <= len(dag.starts)
     for node, members in zip(merged.dag.nodes, merged.members, strict=True):
+        if len(members) > 1:
+            assert node.name == f"{dag.nodes[members[0]].name} and {len(members) - 1} more"
         if node.kind == S and len(members) > 1:
             assert len({keys[i] for i in members}) == 1 and keys[members[0]] is not None
             assert node.ms == merged_ms(list(members))
