@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import base64
+import functools
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ class Cost:
         if node.target in operators.STARTS:
             return self.ratio
         return 1.0 if node_flops(node) else 0.01
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.ratio
 
 
 class Gathered(torch.autograd.Function):
@@ -125,15 +129,14 @@ def called(code: str) -> list[Event]:
     return [(name, ast.literal_eval(at.split(" ", 1)[1]) if " " in at else shapes[at]) for name, at in found]
 
 
+def is_event(node: fx.Node) -> bool:
+    return node.target in operators.STARTS or node.target is operators.WAIT or node_flops(node) > 0
+
+
 def scheduled(result: Result) -> list[Event]:
     """The same of what was handed to Inductor."""
-    found = []
-    for node in result.graph_module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and (
-            node.target in operators.STARTS or node.target is operators.WAIT or node_flops(node)
-        ):
-            found.append((node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)))
-    return found
+    events = filter(is_event, result.graph_module.graph.nodes)
+    return [(node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)) for node in events]
 
 
 def kernels(code: str) -> int:
@@ -156,6 +159,41 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
         assert 0 < kernels(ours) <= kernels(theirs)
 
 
+def decoder_layer(x: torch.Tensor, shards: list[torch.Tensor], group: str) -> torch.Tensor:
+    """Attention with two heads and a gated MLP, ``[B, S, D]``; every matrix is gathered where it is used."""
+    q, k, v, o, gate, up, down = (functools.partial(Gathered.apply, shard, group) for shard in shards)
+    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    heads = [(h @ w().t()).unflatten(-1, (2, -1)).transpose(1, 2) for w in (q, k, v)]
+    x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2) @ o().t()
+    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    return x + (F.silu(h @ gate().t()) * (h @ up().t())) @ down().t()
+
+
+def test_a_decoder_layer_keeps_order_and_fusion(group: str) -> None:
+    """With attention, and collectives merged: names alone, in order."""
+    dim, ffn = 32, 48
+    sizes = [(dim, dim)] * 4 + [(ffn, dim)] * 2 + [(dim, ffn)]
+    shards = [torch.randn(out // RANKS, into, requires_grad=True) for out, into in sizes]
+    x = torch.randn(2, BATCH, dim, requires_grad=True)
+    results: list[Result] = []
+    codes = {}
+    for name, use in {"ours": backend(cost=Cost(), on_result=results.append), "plain": "inductor"}.items():
+        step = torch.compile(decoder_layer, backend=use)
+        codes[name] = run_and_get_code(lambda step=step: step(x, shards, group).sum().backward())[1]
+    for ours, plain, result in zip(codes["ours"], codes["plain"], results, strict=True):
+        names = re.findall(
+            r"^ +(?:\w+ = )?(?:torch\.ops\.\w+|extern_kernels)\.(\w+)(?:\.default)?\(", ours, re.MULTILINE
+        )
+        tied = [node for node in result.graph_module.graph.nodes if is_event(node)]
+        assert names == ["agree", *(node.target._schema.name.split("::")[1] for node in tied)]
+        assert any("scaled_dot_product" in name for name in names) and any("coalesced" in name for name in names)
+        assert len(result.timeline.dag.starts) < len(result.before.dag.starts) == len(shards)
+        # Gradients that are scaled as they come may be kernels of their own; what is a chain stays one kernel.
+        pointwise = sum(operators.traits(node).pointwise for node in result.graph_module.graph.nodes)
+        assert kernels(ours) <= kernels(plain) + len(result.timeline.dag.starts)
+        assert kernels(ours) <= pointwise // 3
+
+
 def test_order_of_what_inductor_does_in_place(group: str) -> None:
     """An all-reduce becomes one in place, on a copy where somebody else reads what it is given."""
 
@@ -169,7 +207,7 @@ def test_order_of_what_inductor_does_in_place(group: str) -> None:
     results: list[Result] = []
     sizes = ((BATCH, 32), (32, 48), (32, 80), (32, 32))
     with torch.no_grad():
-        run = torch.compile(reduced, backend=backend("inductor", cost=Cost(1.5), on_result=results.append))
+        run = torch.compile(reduced, backend=backend(cost=Cost(1.5), bucket=False, on_result=results.append))
         (code,) = run_and_get_code(run, *(torch.randn(size) for size in sizes))[1]
     assert [(name.rstrip("_"), shape) for name, shape in called(code)] == scheduled(results[0])
     names = [name for name, _ in called(code)]
