@@ -327,11 +327,10 @@ class _Builder:
             raise GraphError(node.name, f"its cost is not known: {type(error).__name__}: {error}") from error
 
     def captured(self) -> Captured:
-        last = len(self.nodes) - 1
         for collective in self.collectives.values():
             if not collective.wait:
                 for memory in (*collective.reads, *collective.writes):
-                    memory.users.append(last)
+                    memory.kept = True
         storages = tuple(
             Storage(memory.num_bytes, memory.maker, tuple(dict.fromkeys(memory.users)), memory.kept)
             for memory in self.made

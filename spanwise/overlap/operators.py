@@ -79,6 +79,25 @@ _EMPTY = frozenset(
 )
 # Views that do not say so.
 _UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
+# Write arguments of these names, and do not say so either: statistics of batches, where FSDP2 lays what it gathers.
+_UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "aten::batch_norm",
+                "aten::batch_norm_gather_stats",
+                "aten::batch_norm_gather_stats_with_counts",
+                "aten::batch_norm_update_stats",
+                "aten::cudnn_batch_norm",
+                "aten::instance_norm",
+                "aten::miopen_batch_norm",
+                "aten::native_batch_norm",
+            ),
+            frozenset({"running_mean", "running_var"}),
+        ),
+        "fsdp::all_gather_copy_in": frozenset({"all_gather_output"}),
+    }
+)
 
 # Pointwise, though without torch's tag.
 _UNTAGGED = frozenset(
@@ -189,6 +208,7 @@ def _of_operator(op: _compat.OpOverload) -> Traits:
     arguments, returns = op._schema.arguments, op._schema.returns
     names = tuple(argument.name for argument in arguments)
     writes = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    writes |= _UNSAID_WRITES.get(op._schema.name, frozenset())
     aliases = tuple(_aliased(result.alias_info, arguments) for result in returns)
     if op in _UNSAFE_VIEWS:
         aliases = (frozenset(names[:1]),)
