@@ -78,7 +78,7 @@ def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
 
 def default_effort(dag: Dag) -> int:
     """How many orders are tried: `EFFORT` of a large graph, up to four times as many of a small one."""
-    return min(4 * EFFORT, max(EFFORT, 40_000 // max(1, len(dag))))
+    return min(4 * EFFORT, max(EFFORT, 32_000 // max(1, len(dag))))
 
 
 def schedule(
