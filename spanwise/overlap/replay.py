@@ -317,7 +317,7 @@ class _Replay:
             if (
                 extras is not None
                 and self.room.fits_at(other, self.place)
-                and all(self.guard.is_safe(extra) for extra in extras)
+                and self.fit(extras)
                 and self.joins(bucket, other, extras)
             ):
                 for extra in extras:
@@ -348,6 +348,11 @@ class _Replay:
             return True
 
         return found if needs(i) else None
+
+    def fit(self, extras: list[int]) -> bool:
+        """Whether there is memory for all of them; only one that takes any is known to leave room for the others."""
+        taking = [extra for extra in extras if self.room.allocated[extra]]
+        return not taking or (len(taking) == 1 and self.guard.is_safe(taking[0]))
 
     def joins(self, bucket: _Bucket, i: int, extras: Sequence[int] = ()) -> bool:
         """Add `i` to the bucket if all stay in time; `extras` run before it."""
@@ -440,7 +445,7 @@ class _Replay:
         extras = self.extras(i)
         if extras is None or not self.room.fits_at(i, self.place):
             return False
-        if not all(self.guard.is_safe(node) for node in (*extras, i)):
+        if not self.fit(extras) or not self.guard.is_safe(i):
             return False
         if extras and self.now + sum(self.ms[extra] for extra in extras) > self.late.reach[self.place]:
             return False

@@ -352,3 +352,30 @@ def test_whatever_is_taken_together_the_order_is_legal_and_fits(dag: Dag, room: 
     merged = merge(dag, found.buckets, found.ms, found.order, late=True)
     check(dag, merged)
     assert merged.dag.peak_bytes() <= budget
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
+    """Either of two casts does while the large result is there, both do not."""
+    nodes = (
+        Node("long", S, 20.0, group="tp"),
+        Node("gather a", S, 1.0, group="dp"),
+        Node("large", C, 5.0),
+        Node("read large", C, 5.0, (2,)),
+        Node("wait a", W, deps=(1,), start=1),
+        Node("read a", C, 1.0, (4, 3)),
+        Node("cast 1", C, 0.01),
+        Node("cast 2", C, 0.01),
+        Node("gather b", S, 1.0, (6, 7), "dp"),
+        Node("work", C, 5.0, (5,)),
+        Node("wait b", W, deps=(8,), start=8),
+        Node("wait long", W, deps=(0,), start=0),
+        Node("read", C, 1.0, (9, 10, 11)),
+    )
+    dag = Dag(nodes, (Storage(8, 2, (3,)), Storage(1, 6, (8, 10)), Storage(1, 7, (8, 10))))
+    assert dag.peak_bytes() == 8
+    found = replay(dag, simulate(dag), kind_of(dag), saves(dag, 0.5), budget=8 + room, slack=1.0)
+    dag.check_order(found.order)
+    assert dag.peak_bytes(found.order) <= 8 + room
+    merged = merge(dag, found.buckets, found.ms, found.order, late=True).dag
+    assert simulate(merged).makespan == simulate(dag).makespan and merged.peak_bytes() <= 8 + room
