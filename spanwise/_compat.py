@@ -386,7 +386,7 @@ def compile_aot_eager(
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
-    schedule: Callable[[torch.fx.GraphModule], None],
+    schedule: Callable[[torch.fx.GraphModule], Any],
     fingerprint: str | None,
     *,
     mode: str | None = None,

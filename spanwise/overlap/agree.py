@@ -8,10 +8,13 @@ made while compiling. It is an operator in the graph, which survives the caches 
 process group, ranks exchange a digest through the group's store, and later ones look it up in a set. No collective
 takes part, so that a rank which runs something else is an error as well.
 
-The ranks of a group have to agree on the operators, dtypes and shapes of its collectives, and on their places in the
-order of all starts, those of other groups counted. Then nothing waits for ever: of the collectives that have not ended
-take one of the foremost place. A rank of it that has not started it yet waits for one that it started before, in a
-place further in front, which has ended. Compute and waits may be placed differently.
+The ranks of a group have to agree on what its collectives are (operators, dtypes, which ones of the graph as it was
+traced), and on their places in the order of all starts, those of other groups counted. Then nothing waits for ever: of
+the collectives that have not ended take one of the foremost place. A rank of it that has not started it yet waits for
+one that it started before, in a place further in front, which has ended. Compute and waits may be placed differently.
+
+Sizes are compared too, where they are numbers on all ranks, but a graph that differs in sizes alone is not compared
+again: a rank whose input changes its size compiles anew, and others, whose input does not, know nothing of it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,35 +47,46 @@ from spanwise.overlap.operators import (
     traits,
 )
 
-# On what the ranks of a group have agreed in this process: digests of all groups of a graph. Goes with the group.
+# Digests on which the ranks of a group have agreed in this process; goes with the group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 _ONE_PEER = frozenset({"src", "dst", "peer_list"})
+
+_Sizes = list[list[int | None]]  # of each tensor, in each dim; None for those that are open
+_Start = tuple[str, _Sizes]
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("agree(str groups, str digests, str records) -> ()")
 
 
-def insert(graph: fx.Graph, facts: Mapping[str, str]) -> fx.Node | None:
+def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[int]] | None = None) -> fx.Node | None:
     """Put the comparison in front of all calls, in place; None, and nothing is done, if the graph does not talk.
 
     Args:
         facts: by name, what the decision depended on; not compared, but said where decisions differ.
+        traced: of each start in the order of `graph`, the collectives that it was made from, by their numbers in the
+            graph before it was scheduled. Default: it is as it was.
     """
     talking = [(node, known) for node in graph.nodes if (known := _talks(node)) is not None]
     if not talking:
         return None
-    starts: dict[str, list[str]] = {}
+    numbers = iter(traced or [(k,) for k in range(len(talking))])
+    starts: dict[str, list[_Start]] = {}
     for place, (node, known) in enumerate(talking, 1):
-        starts.setdefault(group_of(node), []).append(f"{place}. {_described(node, known)}")
-    digests = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in starts.values()]
-    records = [json.dumps({"facts": dict(facts), "starts": lines}) for lines in starts.values()]
+        of = "+".join(str(k + 1) for k in next(numbers)) if node.target in STARTS else "-"
+        starts.setdefault(group_of(node), []).append(_described(node, known, f"{place}.", of))
+    digests = [_digest([what for what, _ in of_group]) for of_group in starts.values()]
+    records = [json.dumps({"facts": dict(facts), "starts": of_group}) for of_group in starts.values()]
     packed = [base64.b85encode(zlib.compress(record.encode(), 9)).decode() for record in records]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
         node = graph.call_function(torch.ops.spanwise.agree.default, tuple(map(" ".join, (starts, digests, packed))))
     node.meta["val"] = None
     return node
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _talks(node: fx.Node) -> Traits | None:
@@ -80,31 +96,24 @@ def _talks(node: fx.Node) -> Traits | None:
     return known if node.target in STARTS or (named and not _ONE_PEER & set(known.names)) else None
 
 
-def _described(node: fx.Node, known: Traits) -> str:
-    uneven = node.target in ALL_TO_ALL  # ranks send and receive different numbers of rows
-    given = [_shape(t, uneven) for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
+def _described(node: fx.Node, known: Traits, place: str, of: str) -> _Start:
+    given = [t for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
     ways = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
-    name = str(node.target).split(".")[1]
-    return " ".join([name, *ways, *given])
-
-
-def _shape(tensor: torch.Tensor, uneven: bool) -> str:
-    sizes = [str(size) if type(size) is int else "?" for size in tensor.shape]
-    if uneven and sizes:
-        sizes[0] = "?"
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in given]
+    sizes = [[size if type(size) is int else None for size in t.shape] for t in given]
+    if node.target in ALL_TO_ALL:  # ranks send and receive different numbers of rows
+        sizes = [[None, *rest] for _, *rest in sizes]
+    return " ".join([place, str(node.target).split(".")[1], f"(traced as {of})", *ways, *dtypes]), sizes
 
 
 @torch.library.impl(_library, "agree", "CompositeExplicitAutograd")
 def _agree(groups: str, digests: str, records: str) -> None:
     found = [_compat.find_group(name) for name in groups.split()]
-    # All or nothing: ranks of a group have to take part as often, in as many groups.
-    if all(digests in _agreed.get(group, ()) for group in found):
-        return
     told = [_Told(*each) for each in zip(found, digests.split(), records.split(), strict=True)]
-    _compare([one for one in told if one.group.size() > 1 and not _compat.is_simulated(one.group)])
-    for group in found:
-        _agreed.setdefault(group, set()).add(digests)
+    new = [one for one in told if one.digest not in _agreed.get(one.group, ())]
+    _compare([one for one in new if one.group.size() > 1 and not _compat.is_simulated(one.group)], len(found))
+    for one in new:
+        _agreed.setdefault(one.group, set()).add(one.digest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +134,8 @@ class _Told:
         return f"spanwise/agree/{self.store.add(f'spanwise/agree/count/{self.group.rank()}', 1)}"
 
     def tell(self) -> None:
-        self.store.set(f"{self.prefix}/rank/{self.group.rank()}", f"{self.digest} {self.record}")
-        self.store.add(f"{self.prefix}/digest/{self.digest}", 1)
+        self.store.set(f"{self.prefix}/rank/{self.group.rank()}", self.record)
+        self.store.add(f"{self.prefix}/same/{_digest(_unpacked(self.record)['starts'])}", 1)
 
     def arrive(self, hop: int) -> None:
         if self.store.add(f"{self.prefix}/arrived/{hop}", 1) == self.group.size():
@@ -145,11 +154,11 @@ class _Told:
 
     def difference(self) -> str:
         """How the ranks' decisions differ, once all have arrived; empty if they do not."""
-        size = self.group.size()
-        if self.store.add(f"{self.prefix}/digest/{self.digest}", 0) == size:
+        size, own = self.group.size(), _digest(_unpacked(self.record)["starts"])
+        if self.store.add(f"{self.prefix}/same/{own}", 0) == size:
             return ""
-        told = [self.store.get(f"{self.prefix}/rank/{rank}").decode().split() for rank in range(size)]
-        return _difference(self.group, [(digest, record) for digest, record in told])
+        records = [self.store.get(f"{self.prefix}/rank/{rank}").decode() for rank in range(size)]
+        return _difference(self.group, [_unpacked(record) for record in records])
 
     def lateness(self) -> str:
         """Who has not come at all."""
@@ -157,20 +166,21 @@ class _Told:
         late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/rank/{r}"])]
         return (
             f"ranks {late} of {_named(self.group)} did not come to compare a compiled graph within "
-            f"{_compat.group_timeout(self.group)}: they run something else, or are gone; their own errors say more"
+            f"{_compat.group_timeout(self.group)}: they run something else, or are gone, and their own errors say more; "
+            "or sizes changed here and not there, and led to another order: then compile with dynamic=True"
         )
 
 
-def _compare(all_of: Sequence[_Told]) -> None:
+def _compare(all_of: Sequence[_Told], hops: int) -> None:
     """Wait for the ranks of all groups; ``ValueError`` on each of them if some decided differently or did not come.
 
     Ranks of other groups have to hear of it too, or they would wait for these in the first collective: whoever finds or
-    hears of a failure says so in all its groups, and all wait for one another as many times as there are groups, after
-    which it has come from any rank of a mesh to any other, along one axis at a time.
+    hears of a failure says so in all its groups, and all wait for one another as many times as the graph has groups,
+    after which it has come from any rank of a mesh to any other, along one axis at a time.
     """
     for one in all_of:
         one.tell()
-    for hop in range(len(all_of)):
+    for hop in range(hops):
         for one in all_of:
             one.arrive(hop)
         for one in all_of:
@@ -199,28 +209,42 @@ def _named(group: dist.ProcessGroup) -> str:
     return f"the process group of ranks {dist.get_process_group_ranks(group)}"
 
 
-def _difference(group: dist.ProcessGroup, records: Sequence[tuple[str, str]]) -> str:
-    """What differs between ranks: by digest, who has it, where the orders part, and which facts are not the same."""
-    camps: dict[str, list[int]] = {}
-    for rank, (digest, _) in zip(dist.get_process_group_ranks(group), records, strict=True):
-        camps.setdefault(digest, []).append(rank)
-    packed = dict(records)
-    unpacked = [json.loads(zlib.decompress(base64.b85decode(packed[digest]))) for digest in camps]
-    starts = [record["starts"] for record in unpacked]
-    at = next(i for i in range(max(map(len, starts)) + 1) if len({tuple(lines[i : i + 1]) for lines in starts}) > 1)
-    parts = [
-        f"ranks {ranks} start {lines[at] if at < len(lines) else 'nothing more here'}"
-        for ranks, lines in zip(camps.values(), starts, strict=True)
-    ]
-    causes = [
-        f"{name} is {' / '.join(values)}" for name, values in _differing([record["facts"] for record in unpacked])
-    ]
+def _unpacked(record: str) -> dict[str, Any]:
+    return json.loads(zlib.decompress(base64.b85decode(record)))
+
+
+def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> str:
+    """Where the orders of ranks part, who starts what there, and which facts are not the same; empty if they do not."""
+    for entries in itertools.zip_longest(*(record["starts"] for record in records)):
+        if None in entries or len({what for what, _ in entries}) > 1 or _clash([sizes for _, sizes in entries]):
+            break
+    else:
+        return ""
+    camps: dict[str, list[int]] = {}  # places among `records`
+    for at, entry in enumerate(entries):
+        camps.setdefault("nothing more here" if entry is None else _said(*entry), []).append(at)
+    ranks = dist.get_process_group_ranks(group)
+    parts = [f"ranks {[ranks[at] for at in camp]} start {said}" for said, camp in camps.items()]
+    different = _differing([records[camp[0]]["facts"] for camp in camps.values()])
+    causes = [f"{name} is {' / '.join(values)}" for name, values in different]
     return (
         f"ranks of {_named(group)} scheduled the collectives of a graph differently, by their places among all that it "
         f"starts: {'; '.join(parts)}. "
         + (f"Of what they went by, {'; '.join(causes)}. " if causes else "They went by the same options and costs. ")
         + "Compile the same model with the same costs, options and versions on every rank"
     )
+
+
+def _said(what: str, sizes: _Sizes) -> str:
+    return " ".join([what, *(f"[{', '.join('?' if n is None else str(n) for n in shape)}]" for shape in sizes)])
+
+
+def _clash(sizes: Sequence[_Sizes]) -> bool:
+    """Whether tensors of one collective have other sizes on some ranks, as far as they are numbers."""
+    if len({tuple(map(len, of_rank)) for of_rank in sizes}) > 1:
+        return True
+    flat = zip(*(itertools.chain.from_iterable(of_rank) for of_rank in sizes), strict=True)
+    return any(len({n for n in of_dim if n is not None}) > 1 for of_dim in flat)
 
 
 def _differing(facts: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:

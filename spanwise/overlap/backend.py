@@ -47,7 +47,9 @@ def backend(
         torch.compile(model, backend=overlap.backend("inductor", cost=hardware))
 
     Graphs without collectives compile as ever. With collectives, all ranks compare what they decided at the first call
-    of a graph and raise ``ValueError`` if it differs; see `agree`.
+    of a graph and raise ``ValueError`` if it differs; see `agree`. Where sizes vary from rank to rank, compile with
+    ``dynamic=True``: a rank that compiles anew must come to the same order. FSDP2's ``fully_shard`` communicates in
+    hooks outside of the graphs; parameters that are DTensors, gathered by the model, communicate inside.
 
     Args:
         name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
@@ -99,9 +101,14 @@ class Backend:
         if self.name == "aot_eager":
             if mode or options:
                 raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
-            return _compat.compile_aot_eager(gm, example_inputs, self._scheduled)
+            return _compat.compile_aot_eager(gm, example_inputs, functools.partial(self._schedule, hold=False))
         return _compat.compile_inductor(
-            gm, example_inputs, self._in_inductor, self.fingerprint(), mode=mode, options=options
+            gm,
+            example_inputs,
+            functools.partial(self._schedule, hold=True),
+            self.fingerprint(),
+            mode=mode,
+            options=options,
         )
 
     def fingerprint(self) -> str | None:
@@ -117,54 +124,46 @@ class Backend:
         facts["dynamic_size"] = str(self._dynamic_size)
         return facts | {option: str(value) for option, value in self._options.items()}
 
-    def _scheduled(self, gm: fx.GraphModule) -> fx.GraphModule:
-        if not _has_collectives(gm):
+    def _schedule(self, gm: fx.GraphModule, *, hold: bool) -> fx.GraphModule:
+        """Put `gm` into its new order, in place; `hold` Inductor to it."""
+        if not any(node.target in STARTS for node in gm.graph.nodes):
             return gm
         with assumed(gm, self._dynamic_size):
-            made = self._optimize(gm).graph_module
-        agree.insert(made.graph, self._facts())
-        made.recompile()
-        return made
-
-    def _optimize(self, gm: fx.GraphModule) -> Result:
-        result = optimize(gm, self._cost, **self._options)
-        self._on_result(result)
-        return result
-
-    def _in_inductor(self, gm: fx.GraphModule) -> None:
-        if not _has_collectives(gm):
-            return
-        with assumed(gm, self._dynamic_size):
-            result = self._optimize(gm)
+            result = optimize(gm, self._cost, **self._options)
             captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
             emit(captured, result.timeline.order.tolist(), result.members)
-        first = agree.insert(gm.graph, self._facts())
-        _compat.keep_order(gm.graph, _implicit(gm.graph, first))
+            tied = [node for node in gm.graph.nodes if _is_tied(node)]
+        self._on_result(result)
+        first = agree.insert(gm.graph, self._facts(), _traced(result))
+        if hold and first is not None:
+            _compat.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
+        return gm
 
 
-def _has_collectives(gm: fx.GraphModule) -> bool:
-    return any(node.target in STARTS for node in gm.graph.nodes)
+def _traced(result: Result) -> list[list[int]]:
+    """Of each start as it is issued, the starts of the graph before that it stands for, by their numbers there."""
+    number = {start: k for k, start in enumerate(result.before.dag.starts)}
+    starts = set(result.timeline.dag.starts)
+    return [[number[i] for i in result.members[unit]] for unit in result.timeline.order.tolist() if unit in starts]
 
 
-def _implicit(graph: fx.Graph, first: fx.Node | None) -> dict[fx.Node, list[fx.Node]]:
-    """What keeps Inductor to the order of starts, waits and heavy compute: each follows the one before it.
+def _implicit(graph: fx.Graph, tied: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What keeps Inductor to the order of the nodes that are `tied`: each follows the one before it.
 
     Left out where data say so anyhow. Pointwise operators, reductions and views are not tied to anything, so that they
     fuse as they would; Inductor makes a buffer of whatever another node is tied to.
     """
+    places = {node: place for place, node in enumerate(tied)}
     found: dict[fx.Node, list[fx.Node]] = {}
-    last, number = first, 0
-    reached: dict[fx.Node, int] = {} if first is None else {first: 0}  # the last of them that a node follows by data
+    reached: dict[fx.Node, int] = {}  # the last of them that a node follows by data
     for node in graph.nodes:
-        if node is first:
+        reached[node] = max((reached[arg] for arg in node.all_input_nodes), default=-1)
+        place = places.get(node)
+        if place is None:
             continue
-        reached[node] = max((reached.get(arg, -1) for arg in node.all_input_nodes), default=-1)
-        if not _is_tied(node):
-            continue
-        if last is not None and reached[node] < number:
-            found[node] = [last]
-        number += 1
-        last, reached[node] = node, number
+        if place and reached[node] < place - 1:
+            found[node] = [tied[place - 1]]
+        reached[node] = place
     return found
 
 

@@ -169,7 +169,7 @@ def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: Gloo
     for said, seconds, ranks in gloo_pool.run(4, compare, costs, [False] * 4):
         told = re.search(
             r"ranks of the process group of ranks \[0, 1, 2, 3\] scheduled the collectives of a graph differently, .*: "
-            r"ranks \[0, 2\] start (\d\. .* float64\[\d+, \d+\]); ranks \[1, 3\] start (\d\. .*\[\d+, \d+\])\. .*"
+            r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (\d\. .* \[\d+, \d+\])\. .*"
             r"costs is ratio 0.6, slow 80 / ratio 0.6, slow 48",
             said,
         )
@@ -180,6 +180,43 @@ def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: Gloo
 def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: GlooPool) -> None:
     for said, _, ranks in gloo_pool.run(2, compare, [Cost(), Cost(slow=1)], [False] * 2):
         assert (said, ranks) == ("", 2)
+
+
+def with_widths(rank: int, mesh: DeviceMesh, widths: list[tuple[int, int]]) -> str:
+    torch._dynamo.reset()
+    module = Sharded(mesh, widths[rank])
+    try:
+        step(torch.compile(module, backend=backend("aot_eager", cost=Cost())), module, *data(rank))
+        return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_sizes_are_compared(gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(2, with_widths, [(48, 80), (48, 96)])
+    assert first == second
+    assert re.search(r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*by the same options", first)
+
+
+def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tuple[list[bool], int]:
+    """Whether steps of these batch sizes are the eager ones, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    module = Sharded(mesh)
+    run = torch.compile(module, backend=backend("aot_eager", cost=Cost()))
+    equal = []
+    for batch in batches[rank]:
+        x, grad = torch.randn(2, batch, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+        expected, got = (step(f, module, x.requires_grad_(), grad) for f in (module, run))
+        equal += [relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True)]
+    return equal, counters["stats"]["unique_graphs"]
+
+
+def test_ranks_need_not_compile_anew_at_the_same_time(gloo_pool: GlooPool) -> None:
+    """Rank 0 sees another size and compiles for all of them; rank 1 does not, and their collectives are the same."""
+    (equal, graphs), (others, few) = gloo_pool.run(2, steps_of_sizes, [[8, 6, 5], [8, 8, 8]])
+    assert all(equal) and all(others)
+    assert (graphs, few) == (2, 1)
 
 
 def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
@@ -219,7 +256,8 @@ def test_ranks_hear_of_a_difference_in_groups_that_are_not_theirs(gloo_pool: Glo
         assert len(said) == 4
         for text in said:
             assert re.search(
-                r"ranks \[\d\] start ([12])\. all_reduce sum float32\[1\]; ranks \[\d\] start (?!\1)[12]\. all", text
+                r"ranks \[\d\] start ([12])\. all_reduce .* sum float32 \[1\]; ranks \[\d\] start (?!\1)[12]\. all",
+                text,
             )
     assert run(["ab"] * 4) == [[""] * 4] * 4
 
@@ -359,7 +397,7 @@ def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Pat
     (hits, said), (missed, told) = gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 2])
     assert (hits, missed) == (1, 0)
     assert said == told
-    assert "ranks [0] start nothing more here; ranks [1] start 3. all_reduce sum float32[8, 16]" in said
+    assert "ranks [0] start nothing more here; ranks [1] start 3. all_reduce (traced as 3) sum float32 [8, 16]" in said
 
 
 class MLP(nn.Module):

@@ -306,8 +306,14 @@ def test_what_ranks_compare() -> None:
         (ops.all_to_all_single.default, ([1, 3], [2, 2], "dp")),  # and so does how much each one sends here
         (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
     ) == {
-        "dp": ["1. all_gather_into_tensor float32[4, 8]", "3. all_to_all_single float32[?, 8]"],
-        "tp": ["2. all_reduce max float32[4, 8]", "4. shard_dim_alltoall float32[4, 8]"],
+        "dp": [
+            ["1. all_gather_into_tensor (traced as 1) float32", [[4, 8]]],
+            ["3. all_to_all_single (traced as 3) float32", [[None, 8]]],
+        ],
+        "tp": [
+            ["2. all_reduce (traced as 2) max float32", [[4, 8]]],
+            ["4. shard_dim_alltoall (traced as -) float32", [[4, 8]]],
+        ],
     }
     assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}
 
