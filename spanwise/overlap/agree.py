@@ -166,7 +166,7 @@ class _Told:
         late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/rank/{r}"])]
         return (
             f"ranks {late} of {_named(self.group)} did not come to compare a compiled graph within "
-            f"{_compat.group_timeout(self.group)}: they run something else, or are gone, and their own errors say more; "
+            f"{_compat.group_timeout(self.group)}: they run something else or are gone, and their own errors say more; "
             "or sizes changed here and not there, and led to another order: then compile with dynamic=True"
         )
 
