@@ -20,6 +20,7 @@ import os
 import socket
 import tempfile
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -178,7 +179,8 @@ def measure(
         group: whose ranks agree; default: all, or this process alone where torch.distributed is not initialised.
         fallback: a model for what cannot be run; without one that is an error.
         cache: JSON file of what was measured, by signature, device and torch's version, of collectives by host and
-            backend, too; read first, written (atomically) if anything is new. Each rank may have its own, or all one.
+            backend, too; read first, written (atomically) if anything is new, which warns where it fails. Each rank may
+            have its own, or all one.
         ranks: global ranks of groups by name, for groups that this process does not have.
         repeats: calls that each time is the median of.
         fuse: price pointwise chains as one kernel.
@@ -227,7 +229,10 @@ def measure(
                     text = f"it cannot be measured: {left_out.get(name, 'another rank could not')}; pass fallback="
                     raise GraphError(name, text)
     if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
-        _save(cache, places, table)
+        try:
+            _save(cache, places, table)
+        except (OSError, ValueError) as failed:  # the other ranks have what was measured, and go on
+            warnings.warn(f"what was measured is not in {os.fspath(cache)}: {failed}", stacklevel=2)
     model = None if fallback is None else as_cost(fallback)
     return Measured(table, model, known_ranks, fuse, left_out, len(timed))
 

@@ -186,6 +186,18 @@ def test_times_of_other_devices_are_kept_and_not_used(tmp_path: Path) -> None:
     assert set(json.loads(path.read_text())["ms"]) > {"another"}
 
 
+def test_times_are_not_lost_with_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    gm = traced(lambda x: x.sin(), torch.rand(4))
+
+    def clock(node: fx.Node, call: Callable[[], Any]) -> float:
+        (tmp_path / "folder").write_text("")  # which nothing can be put into
+        return 3.0
+
+    with pytest.warns(UserWarning, match=r"what was measured is not in .*folder"):
+        measured = measure(gm, cache=tmp_path / "folder" / "costs.json", timer=clock)
+    assert list(measured.table.values()) == [3.0]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
