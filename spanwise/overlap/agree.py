@@ -100,9 +100,11 @@ def _described(node: fx.Node, known: Traits, place: str, of: str) -> _Start:
     given = [t for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
     ways = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
     dtypes = [str(t.dtype).removeprefix("torch.") for t in given]
-    sizes = [[size if type(size) is int else None for size in t.shape] for t in given]
+    sizes: _Sizes = [[size if type(size) is int else None for size in t.shape] for t in given]
     if node.target in ALL_TO_ALL:  # ranks send and receive different numbers of rows
         sizes = [[None, *rest] for _, *rest in sizes]
+    elif node.target not in STARTS:  # of which that is not known
+        sizes = [[None] * len(of_tensor) for of_tensor in sizes]
     return " ".join([place, str(node.target).split(".")[1], f"(traced as {of})", *ways, *dtypes]), sizes
 
 

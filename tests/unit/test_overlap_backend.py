@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from spanwise import _compat
+from spanwise.cost import H100, H200
 from spanwise.overlap import agree, operators
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs import node_flops
@@ -221,13 +222,25 @@ def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: s
         compiled(group, backend("inductor", **options))
         return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
 
-    first = {"cost": Cost(0.55)}
-    assert misses_and_hits(**first) == (2, 0)
-    assert misses_and_hits(**first) == (0, 2)
-    assert misses_and_hits(cost=Cost(0.5)) == (2, 0)
-    assert misses_and_hits(**first, multiplier=1.5) == (2, 0)
-    assert misses_and_hits(**first, dynamic_size=128) == (2, 0)
+    assert misses_and_hits(cost=Cost(0.55)) == (2, 0)
+    assert misses_and_hits(cost=Cost(0.55)) == (0, 2)
+    assert misses_and_hits(cost=Cost(0.55), multiplier=1.5) == (2, 0)
     assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # of which nobody knows when it is another one
+
+
+def test_a_fingerprint_covers_costs_options_and_groups(group: str) -> None:
+    def fingerprint(cost: Any = H100, **options: Any) -> str | None:
+        return backend(cost=cost, **options).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint()
+    assert fingerprint(lambda node: 1.0) is None
+    assert fingerprint({"mm": 1.0, "add": 2.0}) == fingerprint({"add": 2.0, "mm": 1.0})
+    others = [fingerprint(H200), fingerprint({"mm": 1.0}), fingerprint({"mm": 2.0}), fingerprint(Cost())]
+    others += [fingerprint(bucket=False), fingerprint(memory_budget=1), fingerprint(dynamic_size=128)]
+    dist.new_group([0])
+    others.append(fingerprint())
+    assert len({first, *others}) == 1 + len(others)
 
 
 def test_mode_and_options_go_on_to_inductor(group: str) -> None:
@@ -312,7 +325,7 @@ def test_what_ranks_compare() -> None:
         ],
         "tp": [
             ["2. all_reduce (traced as 2) max float32", [[4, 8]]],
-            ["4. shard_dim_alltoall (traced as -) float32", [[4, 8]]],
+            ["4. shard_dim_alltoall (traced as -) float32", [[None, None]]],
         ],
     }
     assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}
