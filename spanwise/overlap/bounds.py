@@ -60,25 +60,6 @@ def heads_and_rest(dag: Dag) -> tuple[list[float], list[float]]:
     return _heads(dag).tolist(), _rest(dag)[0].tolist()
 
 
-def remaining(dag: Dag) -> list[float]:
-    """The longest path from when each node is issued to the end of all, milliseconds; a priority for schedules."""
-    return _rest(dag)[0].tolist()
-
-
-def needed_at(dag: Dag) -> list[float]:
-    """When each node has to be issued so that what depends on it can be as early as it can, milliseconds.
-
-    With streams that run everything at once. What is ready long before anybody needs it, as a cast of a weight is, is
-    needed late; what nobody needs, at once.
-    """
-    heads, ms = _heads(dag).tolist(), dag.ms.tolist()
-    found = [0.0] * len(dag)
-    for i in range(len(dag) - 1, -1, -1):
-        users = dag.users[i]
-        found[i] = max(heads[i], min(found[u] for u in users) - ms[i]) if users else heads[i]
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class _Around:
     """Compute around the collectives, by their numbers among `Dag.starts`.
