@@ -299,6 +299,21 @@ def test_the_guard_knows_what_is_alive_and_always_has_a_way_out(dag: Dag, room: 
     assert dag.peak_bytes(order) <= budget
 
 
+def test_the_guard_counts_what_is_alive_until_it_is_freed() -> None:
+    """All that is left needs little once `a` has been read; until then there is no room for `b` beside it."""
+    names = ("z", "read z", "a", "read a", "c", "read c", "small", "b")
+    dag = Dag(
+        tuple(Node(name, C) for name in names),
+        (Storage(114, 0, (1,)), Storage(100, 2, (3,)), Storage(30, 4, (5,)), Storage(10, 6), Storage(50, 7)),
+    )
+    guard = Guard(dag, 115)
+    for node in (0, 1, 2):
+        guard.run(node)
+    assert guard.alive == 100 and guard.is_safe(6) and not guard.is_safe(7)
+    guard.run(3)
+    assert guard.alive == 0 and guard.is_safe(7) and guard.peak == 114
+
+
 def test_time_grows_with_the_graph() -> None:
     """Twice the nodes take about twice as long: well below what a square would take."""
 
