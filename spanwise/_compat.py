@@ -376,6 +376,11 @@ def compile_aot_eager(
     from torch._dynamo.backends import debugging
 
     def compiler(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
+        # Where a checkpoint draws random numbers, the partitioner leaves nodes without "val"; Inductor does the same.
+        if any("val" not in node.meta for node in graph.graph.nodes if node.op == "call_function"):
+            from torch._inductor.compile_fx import fake_tensor_prop
+
+            fake_tensor_prop(graph, given)
         return debugging.boxed_nop(schedule(graph), list(given))
 
     # The cache that this turns on would not know of the schedule.

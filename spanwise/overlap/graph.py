@@ -85,7 +85,8 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
     return builder.captured()
 
 
-_NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
+#: Of a node that cannot be looked at.
+NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ class _Builder:
         self.inputs.append(node)
         own = attribute(node) if node.op == "get_attr" else None
         if node.op == "placeholder" and "val" not in node.meta and node.users:
-            raise GraphError(node.name, _NO_VALUE)
+            raise GraphError(node.name, NO_VALUE)
         values = tensors_of(node) or tensors_in(own)
         # Two attributes may be one tensor; placeholders may share a storage.
         owners = [own] if isinstance(own, torch.Tensor) else values
@@ -229,7 +230,7 @@ class _Builder:
                 known.role is Role.BARRIER and not node.users
             )  # to return
             if not nothing:
-                raise GraphError(node.name, _NO_VALUE)
+                raise GraphError(node.name, NO_VALUE)
             return []
         values = tensors_of(node)
         for tensor in values:

@@ -23,7 +23,7 @@ from spanwise.overlap.bucket import bucket as into_buckets
 from spanwise.overlap.bucket import unmerged
 from spanwise.overlap.costs import as_cost
 from spanwise.overlap.dag import Dag, GraphError, Kind, Storage
-from spanwise.overlap.graph import Captured, to_dag
+from spanwise.overlap.graph import NO_VALUE, Captured, to_dag
 from spanwise.overlap.operators import Cost
 from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline
@@ -97,9 +97,12 @@ def optimize(
         ValueError: a budget that the graph's own order exceeds, or a multiplier, a limit or an effort that is none.
     """
     cost = as_cost(cost)
+    limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
+    for name, value in {"memory_budget": memory_budget, **limits}.items():
+        if value is not None and not value < 2**63:  # NaN is not, either
+            raise ValueError(f"{name} must be a number below 2**63, got {value}")
     captured = _captured(gm, cost)
-    options: dict[str, Any] = {"multiplier": multiplier, "effort": effort}
-    options |= {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
+    options: dict[str, Any] = {"multiplier": multiplier, **limits}
     found = schedule(captured.dag, budget=memory_budget, **options)
     before, merged = found.before, unmerged(captured.dag)
     if bucket:
@@ -185,22 +188,22 @@ def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], f
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
     """`to_dag` of a graph that is in order; says more of missing metadata."""
-    seen: dict[str, fx.Node] = {}
+    seen: set[str] = set()
     for node in gm.graph.nodes:
         for arg in node.all_input_nodes:
             if arg.name not in seen:
                 raise GraphError(
                     node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
                 )
-        seen[node.name] = node
+        seen.add(node.name)
     try:
         return to_dag(gm, cost)
     except GraphError as error:
-        if "val" in seen[error.node].meta:
+        if NO_VALUE not in str(error):
             raise
         text = (
-            'it has no meta["val"], of which sizes and aliases are read. Graphs lose it when they are saved, ShapeProp '
-            'makes "tensor_meta" only, and torch.export leaves it out of what it adds: '
+            f'{NO_VALUE}. Graphs lose it when they are saved, ShapeProp makes "tensor_meta" only, and torch.export '
+            "leaves it out of what it adds: "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True))"
             ".propagate(*inputs) makes it"
         )

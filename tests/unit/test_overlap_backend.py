@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from spanwise import _compat
 from spanwise.cost import H100, H200
@@ -288,6 +289,21 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
         backend(cost=Cost(), dynamic_size=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         backend(cost=Cost(), budget=1)
+
+
+def test_checkpoints_that_draw_random_numbers(group: str) -> None:
+    """torch cuts nodes without metadata out of them."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gathered = Gathered.apply(x, group)
+        return checkpoint(lambda a: F.dropout(a @ weight, 0.5).sin(), gathered, use_reentrant=False)
+
+    results: list[Result] = []
+    leaves = [torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)]
+    use = torch.compile(step, backend=backend("aot_eager", cost=Cost(), on_result=results.append))
+    use(*leaves).sum().backward()
+    names = [{node.name for node in result.before.dag.nodes} for result in results]
+    assert len(names) == 2 and "run_and_save_rng_state" in names[0] and "run_with_rng_state" in names[1]
 
 
 def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -> dict[str, list[str]]:

@@ -181,6 +181,13 @@ def test_a_cost_that_is_none_is_refused(ms: float) -> None:
     error = errors(gm, {"sin": 1.0, "sum_1": 1.0, "all_gather_into_tensor": 1.0, "cos": 1.0})
     assert error.node == "cos_1" and "not in the table" in str(error)
 
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_([x], 1.0)  # returns nothing, and has no value
+        return x
+
+    error = errors(made(in_place, torch.ones(4)), lambda node: ms)
+    assert error.node == "_foreach_add_" and f"got {ms} ms" in str(error)
+
 
 def test_a_budget_or_multiplier_that_cannot_be_kept_is_refused() -> None:
     gm = made(gathered, torch.ones(4, 4))
@@ -191,6 +198,10 @@ def test_a_budget_or_multiplier_that_cannot_be_kept_is_refused() -> None:
         overlap.optimize(gm, costs, memory_budget=peak - 1)
     with pytest.raises(ValueError, match="multiplier must be positive and finite, got 0"):
         overlap.optimize(gm, costs, multiplier=0)
+    for name in ("memory_budget", "in_flight", "in_flight_bytes", "effort"):
+        for value in (math.nan, math.inf, 2**63):
+            with pytest.raises(ValueError, match=f"{name} must be a number below"):
+                overlap.optimize(gm, costs, **{name: value})
     assert state(gm) == before
 
 
