@@ -8,19 +8,27 @@ schedule's buckets chosen by `replay`, and what is merged scheduled again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.replay import replay
+from spanwise.overlap.moves import Move, moves
+from spanwise.overlap.replay import checked_price, replay
 from spanwise.overlap.schedule import Schedule, schedule
-from spanwise.overlap.simulate import simulate
+from spanwise.overlap.simulate import Timeline, simulate
+from spanwise.overlap.spare import in_flight
 
 # Shares of the time to spare that buckets may use. The first buckets shorten the makespan and leave the schedule that
 # is made of them free to move them; those that come then save launches.
 _SLACKS = (0.1, 0.5)
 _AGAIN = 1  # effort of the last schedule, of an order that is close to one already
+_REPAIRED = 1.01  # a makespan that is so much too long may be right again after that schedule
+# Schedules of other buckets that are tried, and of how many nodes altogether: few of a large graph.
+_TRIALS, _TRIED_NODES, _MANY_TRIALS = 48, 12_000, 24
+_GAIN = 1e-6  # what a move has to gain, as a share of the makespan
 _ROUNDING = 1e-9
 
 
@@ -140,55 +148,165 @@ def bucket(
     if len(keys) != len(dag):
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
-    if effort is not None:
-        options["effort"] = effort
-    limit = found.timeline.makespan * (1 + _ROUNDING)
-    merged, best = unmerged(dag), found
-    for slack in _SLACKS:
-        joint = _replayed(dag, merged, best, keys, merged_ms, slack, multiplier)
-        own = simulate(joint.dag)
-        if own.makespan > limit or own.peak_bytes > found.budget or joint.launches == merged.launches:
-            continue
-        merged, best = joint, schedule(joint.dag, budget=found.budget, **options)
-        if best.timeline.makespan > own.makespan:
-            best = dataclasses.replace(best, timeline=own)
-        options["effort"] = min(options.get("effort", _AGAIN), _AGAIN)
-        limit = min(limit, best.timeline.makespan * (1 + _ROUNDING))
-    return merged, best
+    trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag)))
+    searches = [_Search(dag, found, keys, merged_ms, options, effort)]
+    if trials >= _MANY_TRIALS:  # a move may save more where nothing has been taken together yet
+        searches.append(_Search(dag, found, keys, merged_ms, options, effort))
+        searches[1].improve(trials)
+    for search in searches:
+        for slack in _SLACKS:
+            search.offer_replayed(slack)
+    searches[0].improve(trials)
+    best = min(searches, key=lambda search: (search.best.timeline.makespan, search.merged.launches))
+    return best.merged, best.best
 
 
-def _replayed(
-    dag: Dag,
-    merged: Merged,
-    found: Schedule,
-    keys: Sequence[Hashable | None],
-    merged_ms: Callable[[list[int]], float],
-    slack: float,
-    multiplier: float,
-) -> Merged:
-    """`dag` with the buckets of `merged`, and what `replay` takes together of a schedule of that."""
-    members = [merged.members[i] for i in found.order]
-    in_order = _in_order(merged.dag, found.order, multiplier)
+class _Search:
+    """The best buckets so far, and the schedule of what is merged.
 
-    def flat(nodes: Iterable[int]) -> list[int]:
-        return [of_node for i in nodes for of_node in members[i]]
+    Args:
+        options, effort: of schedules.
 
-    replayed = replay(
-        in_order,
-        simulate(in_order),
-        [keys[of_node[0]] for of_node in members],
-        lambda starts: multiplier * merged_ms(flat(starts)),
-        budget=found.budget,
-        slack=slack,
-    )
-    ms = {i: in_order.nodes[i].ms for i in in_order.starts if len(members[i]) > 1}
-    for starts, cost in zip(replayed.buckets, replayed.ms, strict=True):
-        ms[starts[0]] = cost
-        for i in starts[1:]:
-            ms.pop(i, None)
-    joint = {starts[0]: starts for starts in replayed.buckets}
-    buckets = [flat(joint.get(i, [i])) for i in ms]
-    return merge(dag, buckets, [cost / multiplier for cost in ms.values()], flat(replayed.order), late=True)
+    Attributes:
+        allowed: of each group, collectives and bytes in flight at most; None for no limits.
+    """
+
+    def __init__(
+        self,
+        dag: Dag,
+        found: Schedule,
+        keys: Sequence[Hashable | None],
+        price: Callable[[list[int]], float],
+        options: dict[str, Any],
+        effort: int | None,
+    ) -> None:
+        self.dag, self.keys, self.price, self.options, self.effort = dag, keys, price, options, effort
+        self.merged, self.best = unmerged(dag), found
+        self.allowed = _allowed(found.timeline, options["in_flight"], options["in_flight_bytes"])
+        self.tried: set[frozenset[tuple[int, ...]]] = set()
+        self.saved: dict[Hashable, float] = {}
+
+    def holds(self, timeline: Timeline) -> bool:
+        """Whether memory and what is in flight are within their limits."""
+        if timeline.peak_bytes > self.best.budget:
+            return False
+        if self.allowed is None:
+            return True
+        return all(
+            now <= most
+            for group, of_group in in_flight(timeline).items()
+            for now, most in zip(of_group, self.allowed[group], strict=True)
+        )
+
+    def offer_replayed(self, slack: float) -> None:
+        """Take what `replay` takes together, if the makespan is kept."""
+        joint = self._replayed(slack)
+        if joint.launches == self.merged.launches:
+            return
+        own, limit = simulate(joint.dag), self.best.timeline.makespan * (1 + _ROUNDING)
+        if own.makespan > limit * _REPAIRED or not self.holds(own):
+            return
+        best = self._scheduled(joint, own, self.effort)
+        if best.timeline.makespan <= limit:
+            self.merged, self.best = joint, best
+            self.effort = _AGAIN if self.effort is None else min(self.effort, _AGAIN)
+
+    def _scheduled(self, joint: Merged, own: Timeline, effort: int | None) -> Schedule:
+        """The best schedule of the merged dag, or its own order."""
+        best = schedule(joint.dag, budget=self.best.budget, effort=effort, **self.options)
+        return best if best.timeline.makespan <= own.makespan else dataclasses.replace(best, timeline=own)
+
+    def improve(self, trials: int) -> None:
+        """Make moves that shorten the makespan; at most so many are tried.
+
+        A batch that gains nothing is tried by halves, as in group testing, after the others.
+        """
+        batches = self._batches()
+        while trials > 0 and (batch := next(batches, None)):
+            known, new = self._moved(batch)
+            if (all_of := frozenset((*known, *new))) in self.tried:
+                continue
+            self.tried.add(all_of)
+            trials -= 1
+            joint = self._joint(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
+            if joint is None:
+                continue
+            best = self._scheduled(*joint, min(_AGAIN, _AGAIN if self.effort is None else self.effort))
+            if best.timeline.makespan < self.best.timeline.makespan * (1 - _GAIN):
+                self.merged, self.best = joint[0], best
+                batches = self._batches()
+
+    def _batches(self) -> Iterator[list[Move]]:
+        keys = [self.keys[of_node[0]] for of_node in self.merged.members]
+        batches = collections.deque(moves(self.best.timeline, self.merged.members, keys, self._saves))
+        while batches:
+            batch = batches.popleft()
+            yield batch
+            half = len(batch) // 2
+            batches += [part for part in (batch[:half], batch[half:]) if half]
+
+    def _saves(self, units: Sequence[int]) -> float:
+        """What one collective less of a key saves; the same for all of the key, for prices of fx nodes take time."""
+        both = [self.merged.members[unit][0] for unit in units]
+        key = self.keys[both[0]]
+        if key not in self.saved:
+            self.saved[key] = sum(self.dag.nodes[i].ms for i in both) - checked_price(self.dag, both, self.price)
+        return self.saved[key]
+
+    def _moved(self, batch: Sequence[Move]) -> tuple[dict[tuple[int, ...], float], list[tuple[int, ...]]]:
+        """The buckets there are after some moves: those that stay, with their milliseconds, and the new ones."""
+        gone = {unit for move in batch for unit in move.units}
+        units = [(i, self.merged.members[i]) for i in self.merged.dag.starts if i not in gone]
+        stay = {of_unit: self.merged.dag.nodes[i].ms for i, of_unit in units if len(of_unit) > 1}
+        return stay, [bucket for move in batch for bucket in move.buckets if len(bucket) > 1]
+
+    def _joint(self, ms: dict[tuple[int, ...], float]) -> tuple[Merged, Timeline] | None:
+        """The dag of these buckets with a timeline of it within the limits; None if there is none at hand."""
+        order = [i for unit in self.best.order for i in self.merged.members[unit]]
+        for late in (False, True):
+            try:
+                joint = merge(self.dag, list(ms), list(ms.values()), order, late=late)
+            except GraphError:  # they would wait for one another
+                return None
+            own = simulate(joint.dag)
+            if self.holds(own):
+                return joint, own
+        return None
+
+    def _replayed(self, slack: float) -> Merged:
+        """The best with what `replay` takes together of it."""
+        dag, multiplier = self.dag, self.options["multiplier"]
+        members = [self.merged.members[i] for i in self.best.order]
+        in_order = _in_order(self.merged.dag, self.best.order, multiplier)
+
+        def flat(nodes: Iterable[int]) -> list[int]:
+            return [of_node for i in nodes for of_node in members[i]]
+
+        replayed = replay(
+            in_order,
+            simulate(in_order),
+            [self.keys[of_node[0]] for of_node in members],
+            lambda starts: multiplier * self.price(flat(starts)),
+            budget=self.best.budget,
+            slack=slack,
+            allowed=self.allowed,
+        )
+        ms = {i: in_order.nodes[i].ms for i in in_order.starts if len(members[i]) > 1}
+        for starts, cost in zip(replayed.buckets, replayed.ms, strict=True):
+            ms[starts[0]] = cost
+            for i in starts[1:]:
+                ms.pop(i, None)
+        joint = {starts[0]: starts for starts in replayed.buckets}
+        buckets = [flat(joint.get(i, [i])) for i in ms]
+        return merge(dag, buckets, [cost / multiplier for cost in ms.values()], flat(replayed.order), late=True)
+
+
+def _allowed(timeline: Timeline, most: int | None, most_bytes: int | None) -> dict[str, tuple[float, float]] | None:
+    """Of each group, how many collectives and bytes may be in flight: the limits, or what the timeline has."""
+    if most is None and most_bytes is None:
+        return None
+    limits = (math.inf if most is None else most), (math.inf if most_bytes is None else most_bytes)
+    return {group: (max(limits[0], now[0]), max(limits[1], now[1])) for group, now in in_flight(timeline).items()}
 
 
 def _in_order(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:

@@ -18,28 +18,18 @@ import dataclasses
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline
-from spanwise.overlap.spare import Latest, Room
+from spanwise.overlap.spare import Held, Latest, Room, Streams, touched_bytes
 
 _COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
 _UNTOUCHED, _HELD, _DONE = 0, 1, 2
-# Of a bucket's followers on the stream, how many that cannot join are passed over; of a start that does, how many of
-# other buckets it may overtake; what it still needs, how many cheap nodes at most are run for it.
-_REFUSED, _OVERTAKEN, _EXTRAS = 4, 32, 8
-_LOOK = 16  # starts that are looked at when a stream would stand still
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Bucket:
-    """Starts of one key that are not issued yet; how long they take together at most, and when they have to end."""
-
-    starts: list[int]
-    ms: float
-    until: float
+# Of a bucket's followers on the stream, how many that cannot join are passed over; how many cheap nodes at most are run
+# for a start that still needs them.
+_REFUSED, _EXTRAS = 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +55,7 @@ def replay(
     *,
     budget: int,
     slack: float,
+    allowed: Mapping[str, tuple[float, float]] | None = None,
 ) -> Replayed:
     """Run `dag` in its own order, and take starts of equal keys together.
 
@@ -75,12 +66,14 @@ def replay(
         price: milliseconds of a merged collective, by its starts.
         budget: bytes that the own order keeps, and the result will.
         slack: share of the time to spare that may be used, between 0 and 1; what is left is for costs that are wrong.
+        allowed: by group, how many collectives and how many bytes may be in flight; a bucket is one, with all of its
+            bytes. Where there is no other way on, it is exceeded.
 
     Raises:
         GraphError: a price that is negative or not finite.
         ValueError: the own order exceeds the budget.
     """
-    return _Replay(dag, timeline, keys, price, budget, slack).run()
+    return _Replay(dag, timeline, keys, price, budget, slack, allowed).run()
 
 
 class _Replay:
@@ -94,6 +87,7 @@ class _Replay:
         price: Callable[[list[int]], float],
         budget: int,
         slack: float,
+        allowed: Mapping[str, tuple[float, float]] | None,
     ) -> None:
         count = len(dag)
         self.dag, self.keys, self.price = dag, keys, price
@@ -103,12 +97,12 @@ class _Replay:
         self.room = Room(dag, timeline, budget)
         self.late = Latest(dag, timeline, self.room, slack)
         self.tiny = 1e-9 * timeline.makespan
-        self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-        self.missing = [len(set(node.deps)) for node in dag.nodes]
         self.state = bytearray(count)
+        self.streams = Streams(timeline, self.late, self.state)
+        self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+        self.missing = [len(deps) for deps in dag.unique_deps]
         self.order: list[int] = []
         self.now, self.place = 0.0, 0  # of the compute stream; in the own order
-        self.free = dict.fromkeys(dag.groups, 0.0)
         self.ended: dict[int, float] = {}
         self.bucket_of: dict[int, list[int]] = {}
         self.buckets: list[list[int]] = []
@@ -117,22 +111,13 @@ class _Replay:
         self.waiting: list[tuple[float, int]] = []  # collectives under way, by their end
         self.lagging: collections.deque[int] = collections.deque()  # became ready after their turn
         self.fillers: list[int] = []  # of those, compute that takes time
-        self.held: dict[str, list[_Bucket]] = {group: [] for group in dag.groups}
-        self.open: dict[Hashable, _Bucket] = {}
-        self.stream: dict[str, list[int]] = {group: [] for group in dag.groups}
+        self.open: dict[Hashable, Held] = {}
         self.alike: dict[Hashable, list[int]] = {}
-        self.first = dict.fromkeys(dag.groups, 0)  # on each stream, who is untouched
-        self.in_stream: dict[int, int] = {}
-        # Starts that found their stream busy begin as soon as it is free; the others were not to begin earlier.
-        self.at_once = [False] * count
         for i in dag.starts:
-            of_group = self.stream[dag.nodes[i].group]
-            if of_group:
-                self.at_once[i] = bool(timeline.begin[i] <= timeline.end[of_group[-1]] + self.tiny)
-            self.in_stream[i] = len(of_group)
-            of_group.append(i)
             if keys[i] is not None:
                 self.alike.setdefault(keys[i], []).append(i)
+        self.allowed, self.under_way = allowed, {group: dict[int, int]() for group in dag.groups}
+        self.touched = touched_bytes(dag) if allowed is not None else {}
 
     def run(self) -> Replayed:
         count = len(self.dag)
@@ -188,6 +173,7 @@ class _Replay:
     def finish(self, end: float, start: int) -> None:
         """Wait for a collective and those of its bucket."""
         self.now = max(self.now, end)
+        self.under_way[self.dag.nodes[start].group].pop(self.bucket_of[start][0], None)
         for member in self.bucket_of[start]:
             wait = self.wait_of.get(member)
             if wait is not None and not self.state[wait]:
@@ -284,17 +270,19 @@ class _Replay:
             bucket = None
         if bucket is None:
             # It goes in front of what is held back, unless that cannot wait.
-            while self.held[group] and not self.in_time(group, self.now, self.held[group], i, self.ms[i]):
-                self.launch(self.most_urgent(group))
+            while self.streams.held[group] and not self.streams.in_time(
+                group, self.now, self.streams.held[group], i, self.ms[i]
+            ):
+                self.launch(self.streams.most_urgent(group))
             if self.state[i]:
                 return
-            bucket = _Bucket([i], self.ms[i], self.late.end[i])
+            bucket = Held([i], self.ms[i], self.late.end[i])
         self.state[i] = _HELD
         more = self.gather(bucket, i) if self.may_share(i) else None
-        is_open = bucket in self.held[group]
+        is_open = bucket in self.streams.held[group]
         if hold and more is not None and self.is_worth_holding(bucket, more):
             if not is_open:
-                self.held[group].append(bucket)
+                self.streams.held[group].append(bucket)
                 self.open[key] = bucket
             return
         self.launch(bucket)
@@ -305,7 +293,7 @@ class _Replay:
         wait = self.wait_of.get(i)
         return self.keys[i] is not None and not self.room.given_back[i] and (wait is None or self.missing[wait] <= 1)
 
-    def gather(self, bucket: _Bucket, i: int) -> int | None:
+    def gather(self, bucket: Held, i: int) -> int | None:
         """Add to the bucket what follows `i`; the first that could not be added."""
         alike = self.alike[self.keys[i]]
         refused: list[int] = []
@@ -354,7 +342,7 @@ class _Replay:
         taking = [extra for extra in extras if self.room.allocated[extra]]
         return not taking or (len(taking) == 1 and self.guard.is_safe(taking[0]))
 
-    def joins(self, bucket: _Bucket, i: int, extras: Sequence[int] = ()) -> bool:
+    def joins(self, bucket: Held, i: int, extras: Sequence[int] = ()) -> bool:
         """Add `i` to the bucket if all stay in time; `extras` run before it."""
         if not self.may_share(i):
             return False
@@ -364,73 +352,40 @@ class _Replay:
         key, group = self.keys[i], self.dag.nodes[i].group
         if key not in self.saved:
             pair = [bucket.starts[0], i]
-            self.saved[key] = max(0.0, sum(self.ms[j] for j in pair) - self.checked_price(pair))
-        joint = _Bucket(
+            self.saved[key] = max(0.0, sum(self.ms[j] for j in pair) - checked_price(self.dag, pair, self.price))
+        joint = Held(
             [*bucket.starts, i],
             bucket.ms + max(0.0, self.ms[i] - self.saved[key]),
             min(bucket.until, self.late.end[i]),
         )
-        others = [other for other in self.held[group] if other is not bucket]
-        if not self.in_time(group, ready, [*others, joint], i):
+        if self.allowed is not None and self.bytes_of(joint.starts) > self.allowed[group][1]:
+            return False
+        others = [other for other in self.streams.held[group] if other is not bucket]
+        if not self.streams.in_time(group, ready, [*others, joint], i):
             return False
         bucket.starts, bucket.ms, bucket.until = joint.starts, joint.ms, joint.until
         self.state[i] = _HELD
         return True
 
-    def in_time(self, group: str, now: float, buckets: list[_Bucket], new: int, ms: float = 0.0) -> bool:
-        """Whether a stream runs `new` for `ms`, then `buckets`, then what was to run before `new`, all in time."""
-        free = self.free[group]
-        # A stream that is late already may stay as late; its readers, though, are to be in time.
-        first = min((i for bucket in buckets for i in bucket.starts), default=new)
-        lateness = max(0.0, free - self.late.begin[min(first, new)])
-        free = max(now, free) + ms
-        for bucket in sorted(buckets, key=lambda bucket: bucket.until):
-            free += bucket.ms
-            if free > bucket.until + self.tiny:
-                return False
-        stream, at = self.stream[group], self.next_on(group)
-        overtaken = 0
-        while at < len(stream):
-            i = stream[at]
-            at += 1
-            if self.state[i] or i == new:
-                continue
-            if self.in_stream[i] > self.in_stream[new]:
-                return free <= self.late.begin[i] + lateness + self.tiny
-            overtaken += 1
-            free = max(free, self.issued_at[i]) + self.ms[i]
-            if overtaken > _OVERTAKEN or free > self.late.end[i] + self.tiny:
-                return False
-        return True
-
-    def next_on(self, group: str) -> int:
-        """Where the first untouched start of a stream is."""
-        stream, at = self.stream[group], self.first[group]
-        while at < len(stream) and self.state[stream[at]]:
-            at += 1
-        self.first[group] = at
-        return at
-
-    def is_worth_holding(self, bucket: _Bucket, more: int) -> bool:
+    def is_worth_holding(self, bucket: Held, more: int) -> bool:
         """Whether the start `more` will come in time to join."""
         comes = self.now + self.issued_at[more] - self.issued_at[self.place]
-        return max(comes, self.free[self.dag.nodes[more].group]) + bucket.ms + self.ms[more] <= bucket.until
-
-    def most_urgent(self, group: str) -> _Bucket:
-        return min(self.held[group], key=lambda bucket: bucket.until)
+        return max(comes, self.streams.free[self.dag.nodes[more].group]) + bucket.ms + self.ms[more] <= bucket.until
 
     def release(self, until: float) -> None:
         """Launch the buckets that cannot wait until then."""
-        for group, held in self.held.items():
-            while held and not self.in_time(group, until, held, max(i for bucket in held for i in bucket.starts)):
-                self.launch(self.most_urgent(group))
+        for group, held in self.streams.held.items():
+            while held and not self.streams.in_time(
+                group, until, held, max(i for bucket in held for i in bucket.starts)
+            ):
+                self.launch(self.streams.most_urgent(group))
 
     def use_streams(self, until: float) -> None:
         """Start what can be, of what was only kept by its stream, where a stream would stand still before `until`."""
-        for group, stream in self.stream.items():
-            while self.free[group] <= until:
-                at = self.next_on(group)
-                chosen = next((i for i in stream[at : at + _LOOK] if self.may_begin(i, is_next=i == stream[at])), None)
+        for group in self.dag.groups:
+            while self.streams.free[group] <= until:
+                ahead = self.streams.ahead(group)
+                chosen = next((i for i in ahead if self.may_begin(i, is_next=i == ahead[0])), None)
                 if chosen is None:
                     break
                 for extra in self.extras(chosen) or ():
@@ -440,25 +395,26 @@ class _Replay:
 
     def may_begin(self, i: int, *, is_next: bool) -> bool:
         """Whether `i` may be started before its turn."""
-        if self.state[i] or not (self.at_once[i] or (self.late.is_last[i] and not self.missing[i])):
+        if self.state[i] or not (self.streams.at_once[i] or (self.late.is_last[i] and not self.missing[i])):
             return False
         extras = self.extras(i)
         if extras is None or not self.room.fits_at(i, self.place):
             return False
-        if not self.fit(extras) or not self.guard.is_safe(i):
+        if not self.fit(extras) or not self.guard.is_safe(i) or self.is_full(self.dag.nodes[i].group, [i]):
             return False
         if extras and self.now + sum(self.ms[extra] for extra in extras) > self.late.reach[self.place]:
             return False
-        return is_next or self.in_time(self.dag.nodes[i].group, self.now, [], i, self.ms[i])
+        return is_next or self.streams.in_time(self.dag.nodes[i].group, self.now, [], i, self.ms[i])
 
-    def launch(self, bucket: _Bucket) -> None:
+    def launch(self, bucket: Held) -> None:
         """Start the collectives of a bucket as one."""
         group, key = self.dag.nodes[bucket.starts[0]].group, self.keys[bucket.starts[0]]
-        if bucket in self.held[group]:
-            self.held[group].remove(bucket)
+        if bucket in self.streams.held[group]:
+            self.streams.held[group].remove(bucket)
             del self.open[key]
         for i in bucket.starts:
             self.state[i] = _UNTOUCHED
+        self.make_way(group, bucket.starts)
         taken: list[int] = []
         left: list[int] = []
         for i in sorted(bucket.starts):
@@ -466,24 +422,26 @@ class _Replay:
                 left.append(i)
                 continue
             self.make_room(i)
-            if not self.state[i]:  # as it may be, if there had to be made room
+            if not self.state[i]:  # as it may be, if room or way had to be made
                 self.room.move(i, self.place)
                 self.issue(i)
                 taken.append(i)
         if not taken:
             return
         alone = sum(self.ms[i] for i in taken)
-        price = alone if len(taken) == 1 else self.checked_price(taken)
+        price = alone if len(taken) == 1 else checked_price(self.dag, taken, self.price)
         if price > alone + self.tiny:  # not worth it: one after another
             parts, costs = [[i] for i in taken], [self.ms[i] for i in taken]
         else:
             parts, costs = [taken], [price]
         for part, cost in zip(parts, costs, strict=True):
-            end = self.free[group] = max(self.now, self.free[group]) + cost
+            end = self.streams.free[group] = max(self.now, self.streams.free[group]) + cost
             for i in part:
                 self.ended[i], self.bucket_of[i] = end, part
             if any(i in self.wait_of for i in part):
                 heapq.heappush(self.waiting, (end, part[0]))
+                if self.allowed is not None:
+                    self.under_way[group][part[0]] = self.bytes_of(part)
             if len(part) > 1:
                 self.buckets.append(part)
                 self.prices.append(cost)
@@ -491,9 +449,35 @@ class _Replay:
             if i <= self.place and not self.state[i]:
                 self.start(i, hold=False)
 
-    def checked_price(self, starts: list[int]) -> float:
-        price = self.price(starts)
-        if not (math.isfinite(price) and price >= 0):
-            names = ", ".join(repr(self.dag.nodes[i].name) for i in starts)
-            raise GraphError(self.dag.nodes[starts[0]].name, f"merged ({names}) it would cost {price} ms")
-        return price
+    # What is in flight.
+
+    def bytes_of(self, starts: Sequence[int]) -> int:
+        """Bytes that collectives make, read and write; what they share is counted for each."""
+        return sum(self.touched.get(i, 0) for i in starts)
+
+    def is_full(self, group: str, starts: Sequence[int]) -> bool:
+        """Whether as much is in flight that these, as one, would exceed a limit."""
+        if self.allowed is None or not any(i in self.wait_of for i in starts):
+            return False
+        most, most_bytes = self.allowed[group]
+        now = self.under_way[group]
+        return len(now) + 1 > most or sum(now.values()) + self.bytes_of(starts) > most_bytes
+
+    def make_way(self, group: str, starts: Sequence[int]) -> None:
+        """Wait for collectives, or go on in the own order, until these may be in flight."""
+        while self.is_full(group, starts):
+            if self.waiting:
+                self.stall(*heapq.heappop(self.waiting))
+            elif self.guard.next_in_order in starts:
+                return
+            else:
+                self.force(self.guard.next_in_order)
+
+
+def checked_price(dag: Dag, starts: Sequence[int], price: Callable[[list[int]], float]) -> float:
+    """Milliseconds of a merged collective; ``GraphError`` for what is negative or not finite."""
+    ms = price(list(starts))
+    if not (math.isfinite(ms) and ms >= 0):
+        names = ", ".join(repr(dag.nodes[i].name) for i in starts)
+        raise GraphError(dag.nodes[starts[0]].name, f"merged ({names}) it would cost {ms} ms")
+    return ms

@@ -6,6 +6,7 @@ Asked by `replay`, of a dag that is numbered in the order of the schedule. Pure.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 
 import numpy as np
@@ -18,6 +19,8 @@ _COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
 # Compute is cheap if all that costs no more is at most this share of it.
 _CHEAP = 1 / 16
 _HALVINGS = 14
+_OVERTAKEN = 32  # how many starts of other buckets one that joins a bucket may overtake
+_LOOK = 16  # starts that are looked at when a stream would stand still
 
 
 class Room:
@@ -152,3 +155,114 @@ class Latest:
 
         self.begin, self.end = within(timeline.begin, begin), within(timeline.end, end)
         self.reach = [*within(timeline.issued, reach), total]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Held:
+    """Starts of one key that are not issued yet; how long they take together at most, and when they have to end."""
+
+    starts: list[int]
+    ms: float
+    until: float
+
+
+class Streams:
+    """What the streams of the groups have still to run, in the order of the schedule, and whether it would be in time.
+
+    Args:
+        timeline: of the dag's own order.
+        state: of each node, whether it has been issued or is held back; kept by who asks.
+
+    Attributes:
+        free: of each group, when its stream has ended what was issued; held: buckets that wait for more.
+        at_once: starts that found their stream busy and begin as soon as it is free; the others were not to begin
+            earlier.
+    """
+
+    def __init__(self, timeline: Timeline, late: Latest, state: bytearray) -> None:
+        dag = timeline.dag
+        self.free = dict.fromkeys(dag.groups, 0.0)
+        self.held: dict[str, list[Held]] = {group: [] for group in dag.groups}
+        self.at_once = [False] * len(dag)
+        self._late, self._state, self._ms = late, state, dag.ms.tolist()
+        self._issued_at = timeline.issued.tolist()
+        self._tiny = 1e-9 * timeline.makespan
+        self._starts: dict[str, list[int]] = {group: [] for group in dag.groups}
+        self._first = dict.fromkeys(dag.groups, 0)  # before it, nothing is left
+        self._number: dict[int, int] = {}
+        for i in dag.starts:
+            of_group = self._starts[dag.nodes[i].group]
+            if of_group:
+                self.at_once[i] = bool(timeline.begin[i] <= timeline.end[of_group[-1]] + self._tiny)
+            self._number[i] = len(of_group)
+            of_group.append(i)
+
+    def ahead(self, group: str) -> list[int]:
+        """The next starts of a stream, the first of which is left."""
+        at = self._next(group)
+        return self._starts[group][at : at + _LOOK]
+
+    def most_urgent(self, group: str) -> Held:
+        """What is held back and has to end first."""
+        return min(self.held[group], key=lambda bucket: bucket.until)
+
+    def in_time(self, group: str, now: float, buckets: list[Held], new: int, ms: float = 0.0) -> bool:
+        """Whether a stream runs `new` for `ms`, then `buckets`, then what was to run before `new`, all in time."""
+        free = self.free[group]
+        # A stream that is late already may stay as late; its readers, though, are to be in time.
+        first = min((i for bucket in buckets for i in bucket.starts), default=new)
+        lateness = max(0.0, free - self._late.begin[min(first, new)])
+        free = max(now, free) + ms
+        for bucket in sorted(buckets, key=lambda bucket: bucket.until):
+            free += bucket.ms
+            if free > bucket.until + self._tiny:
+                return False
+        stream, overtaken = self._starts[group], 0
+        for at in range(self._next(group), len(stream)):
+            i = stream[at]
+            if self._state[i] or i == new:
+                continue
+            if self._number[i] > self._number[new]:
+                return free <= self._late.begin[i] + lateness + self._tiny
+            overtaken += 1
+            free = max(free, self._issued_at[i]) + self._ms[i]
+            if overtaken > _OVERTAKEN or free > self._late.end[i] + self._tiny:
+                return False
+        return True
+
+    def _next(self, group: str) -> int:
+        """Where the first start of a stream is that is left."""
+        stream, at = self._starts[group], self._first[group]
+        while at < len(stream) and self._state[stream[at]]:
+            at += 1
+        self._first[group] = at
+        return at
+
+
+def touched_bytes(dag: Dag) -> dict[int, int]:
+    """Bytes of the storages that each collective makes, reads or writes, by its start; of those that are waited for."""
+    found = {node.start: 0 for node in dag.nodes if node.kind == Kind.WAIT}
+    for storage in dag.storages:
+        for user in {storage.maker, *storage.users}:
+            if user in found:
+                found[user] += storage.num_bytes
+    return found
+
+
+def in_flight(timeline: Timeline) -> dict[str, tuple[int, int]]:
+    """Of each group, how many collectives at most are between their start and their wait, and how many bytes.
+
+    As `schedule` counts them; a bucket is one collective, with all of its bytes.
+    """
+    dag, touched = timeline.dag, touched_bytes(timeline.dag)
+    now, most = ({group: [0, 0] for group in dag.groups} for _ in range(2))
+    for i in timeline.order.tolist():
+        node = dag.nodes[i]
+        start = node.start if node.kind == Kind.WAIT else i
+        if start not in touched:
+            continue
+        group, sign = dag.nodes[start].group, -1 if node.kind == Kind.WAIT else 1
+        for at, takes in enumerate((1, touched[start])):
+            now[group][at] += sign * takes
+            most[group][at] = max(most[group][at], now[group][at])
+    return {group: (count, num_bytes) for group, (count, num_bytes) in most.items()}
