@@ -167,6 +167,9 @@ def test_the_roofline_is_the_larger_of_two() -> None:
     assert CostModel(fast)(half) == pytest.approx(1e3 * flops / 2e12)
     assert CostModel(fast)(full) == pytest.approx(1e3 * flops / 2e12 * 989.4 / 67)
     assert CostModel(fast, rates=VECTOR_UNITS)(full) == pytest.approx(1e3 * flops / 2e12)
+    operands = (empty(64, 32, dtype=torch.float8_e4m3fn), empty(16, 32, dtype=torch.float8_e4m3fn).t())
+    scaled = node(ATEN._scaled_mm.default, *operands, empty(), empty(), out_dtype=torch.bfloat16)
+    assert CostModel(fast)(scaled) == pytest.approx(1e3 * flops / 4e12)  # by its operands, not by their scales
     assert CostModel(HARDWARE)(half) == pytest.approx(1e3 * 2 * (64 * 32 + 32 * 16 + 64 * 16) / 1e9)
     assert TENSOR_CORES[torch.bfloat16] == 1
     with pytest.raises(ValueError, match=r"rates\[torch.float32\] must be positive and finite, got 0"):

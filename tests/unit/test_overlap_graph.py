@@ -427,6 +427,7 @@ def test_nothing_crosses_a_barrier() -> None:
         (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
         (torch.ops.c10d.barrier.default, None, []),
         (ATEN._assert_async.msg, "must hold"),
+        (ATEN.resize_.default, [4, 4]),
         (torch.ops.higher_order.with_effects,),
         (lambda x: x,),
     )
@@ -513,6 +514,27 @@ def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
 
     assert branches(lambda y: y + 1).barriers == ()
     assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", groups["tp"]))).barriers) == 1
+
+
+def test_a_subgraph_that_draws_random_numbers_keeps_its_turn() -> None:
+    def function(x: torch.Tensor) -> Any:
+        before = torch.rand_like(x)
+        return before, torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x,)), torch.randn_like(x)
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4)), one)
+    assert "rand_like" in deps(captured, "cond") and "cond" in deps(captured, "randn_like")
+
+
+def test_what_an_unknown_call_returns_may_be_its_argument() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        y.meta["val"] = torch.empty(4, 4)
+        z = graph.call_method("flatten", (y,))
+        z.meta["val"] = torch.empty(16)  # of its own, by what a tracer saw
+        graph.call_function(ATEN.add_.Scalar, (y, 1))
+        return graph.call_function(ATEN.cos.default, (z,))
+
+    assert "add_" in deps(to_dag(by_hand(build), one), "cos")
 
 
 def test_the_graph_is_left_as_it_is(groups: dict[str, str]) -> None:

@@ -242,7 +242,11 @@ def test_merged_collectives_pay_their_latency_once() -> None:
         assert [measured(n) for n in nodes] == [4, 8, 4]
         assert measured.merged(nodes) == measured(merged) == 16 - 2 * 1.5
         assert measured.merged(nodes[:1]) == 4
-    # A latency that is longer than a member cannot be saved.
+    # Of a latency that is longer than a member no more than that one takes can be saved.
+    assert (
+        Measured({**table, f"latency of {gathers} over +0, +8": 5.0}, ranks={"g": (0, 8)}).merged(starts([8, 8, 4])[0])
+        == 12
+    )
     assert Measured({**table, f"latency of {gathers} over +0, +8": 100.0}, ranks={"g": (0, 8)}).merged(nodes) == 8
     with pytest.raises(GraphError, match="node 'all_gather_into_tensor_default': it was not measured"):
         Measured(table, ranks={"g": (0, 1)})(nodes[0])
