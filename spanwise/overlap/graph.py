@@ -14,6 +14,7 @@ nobody else followed since the last one, and what comes later follows it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -122,6 +123,7 @@ class _Builder:
         self.outputs: tuple[int, ...] = ()
         # Of each fx node, the tensors of its value: the storage's identity there, and where they lie.
         self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
+        self.first: dict[fx.Node, list[int]] = {}  # of a tuple, which tensor is the first of each item
         self.outside: dict[int | None, _Memory] = {}  # storages of inputs
         self.made: list[_Memory] = []
         self.collectives: dict[int, _Collective] = {}
@@ -300,10 +302,13 @@ class _Builder:
 
     def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> list[tuple[int | None, _Places]]:
         source, key = node.args
-        given = self.tensors[source] if isinstance(source, fx.Node) else []
-        whole = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(source, fx.Node):  # a tuple that is written out
+            return [(storage_of(value), tuple(self._places(node.all_input_nodes))) for value in values]
+        given, whole = self.tensors[source], source.meta.get("val")
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
-            before = len(tensors_in(whole[:key]))
+            if source not in self.first:
+                self.first[source] = [0, *itertools.accumulate(len(tensors_in(item)) for item in whole)]
+            before = self.first[source][key]
             return given[before : before + len(values)]
         every = tuple(dict.fromkeys(m for _, places in given for m in places))
         return [(storage_of(value), every) for value in values]

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spanwise import _compat
 from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.graph import Captured, to_dag
+from spanwise.overlap.operators import tensors_in
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 KINDS = {Kind.COMPUTE: "compute", Kind.START: "start", Kind.WAIT: "wait"}
@@ -387,6 +388,29 @@ def test_items_of_tuples_with_other_things_among_them() -> None:
     assert [s.num_bytes for s in (first, middle, last)] == [16, 32, 64]
     names = [node.name for node in captured.dag.nodes]
     assert max(first.users) == names.index("cos") and last.kept and not middle.kept
+
+
+def test_items_of_tuples_that_are_written_out() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        item = graph.call_function(operator.getitem, ((x, y), 1))
+        graph.call_function(ATEN.add_.Scalar, (y, 1))
+        return graph.call_function(ATEN.cos.default, (item,))
+
+    assert "add_" in deps(to_dag(by_hand(build), one), "cos")
+
+
+def test_a_tuple_is_not_walked_for_each_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = make_fx(lambda x: [part.sin() for part in x.split(1)], tracing_mode="fake")(torch.ones(200))
+    walked = 0
+
+    def counted(value: Any) -> list[torch.Tensor]:
+        nonlocal walked
+        walked += len(value) if isinstance(value, (list, tuple)) else 1
+        return tensors_in(value)
+
+    monkeypatch.setattr("spanwise.overlap.graph.tensors_in", counted)
+    assert len(to_dag(gm, one).dag) == 401 and walked <= 1000
 
 
 # Order.
