@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from spanwise.overlap.due import Listed, Problem
-from spanwise.overlap.memory import AllOf
+from spanwise.overlap.memory import AllOf, Guard
 
 # How many ready nodes are looked at when the first ones do not fit the limits.
 _LOOK = 8
@@ -267,4 +267,66 @@ def sunk(problem: Problem, order: Sequence[int], tiny: float) -> list[int]:
     for i in order:
         if not has_run[i]:
             issue(i)
+    return found
+
+
+def loosened(problem: Problem, order: Sequence[int], guards: Sequence[Guard]) -> list[int]:
+    """The same order, but all is started as soon, and waited for as late, as dependencies and limits let it be.
+
+    Compute keeps its order, and so does every stream. A start that comes earlier among compute and a wait that comes
+    later delay nothing, whatever the costs: at no cost does the new order take longer than the old one, and where a
+    collective or compute before it takes longer than was thought, there is more time until somebody needs it.
+
+    Args:
+        guards: the limits, with `order` as their way out.
+    """
+    machine, deps, users = problem.machine, problem.deps, problem.users
+    limits = AllOf(guards)
+    streams: list[list[int]] = [[] for _ in range(problem.streams)]  # starts, the next one last
+    for i in reversed(order):
+        if machine[i] > 0:
+            streams[machine[i]].append(i)
+    missing = [len(before) for before in deps]
+    has_run = bytearray(len(order))
+    found: list[int] = []
+    late: dict[int, None] = {}  # passed by; in the order of their turn
+
+    def issue(i: int) -> None:
+        stack = [i]
+        while stack:
+            i = stack[-1]
+            before = [dep for dep in deps[i] if not has_run[dep]]
+            if before:
+                stack += before
+                continue
+            stack.pop()
+            if not has_run[i]:
+                limits.run(i)
+                has_run[i] = True
+                late.pop(i, None)
+                found.append(i)
+                for user in users[i]:
+                    missing[user] -= 1
+
+    def start_all() -> None:
+        for starts in streams:
+            while starts and (has_run[starts[-1]] or (not missing[starts[-1]] and limits.is_safe(starts[-1]))):
+                issue(starts.pop())
+
+    for i in order:
+        if has_run[i]:
+            continue
+        is_late = machine[i] < 0 or (problem.free[i] and any(dep in late for dep in deps[i]))
+        if is_late and users[i]:
+            late[i] = None
+            continue
+        for dep in deps[i]:
+            issue(dep)
+        if not limits.is_safe(i):  # nobody has passed by: the way out goes on
+            for wait in list(late):
+                issue(wait)
+        issue(i)
+        start_all()
+    for i in list(late):
+        issue(i)
     return found

@@ -43,6 +43,7 @@ class Guard:
     ) -> None:
         count = len(dag)
         storages = dag.storages if storages is None else storages
+        self._dag, self._storages = dag, storages
         self.budget, self.alive, self.peak = budget, 0, 0
         self._order = range(count) if order is None else order
         place = list(self._order)  # of each node in the way out
@@ -93,6 +94,19 @@ class Guard:
         other._last, other._profile, other._pending = self._last.copy(), self._profile.copy(), self._pending.copy()
         other._has_run = self._has_run.copy()
         return other
+
+    def along(self, order: Sequence[int], budget: int | None = None) -> Guard:
+        """A guard of the same from the beginning, with another way out.
+
+        Args:
+            budget: another one; default: what the way out needs.
+
+        Raises:
+            ValueError: the way out needs more than the budget.
+        """
+        if budget is None:
+            budget = Dag(self._dag.nodes, tuple(self._storages)).peak_bytes(order)
+        return Guard(self._dag, budget, order=order, storages=self._storages)
 
     @property
     def next_in_order(self) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Storage
 from spanwise.overlap.due import Listed, Problem, eased, latest, paced
-from spanwise.overlap.listed import forward, sunk
+from spanwise.overlap.listed import forward, loosened, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
 
@@ -129,6 +129,7 @@ def schedule(
     if search.order == order:
         return Schedule(before, before, budget)
     search.ease()
+    search.loosen()
     return Schedule(simulate(dag, search.order), before, budget)
 
 
@@ -187,6 +188,12 @@ class _Search:
         best = timeline.makespan if self.same_costs else self._simulated(self.order)
         if makespan <= min(self.before.makespan, _EASED * best):
             self.order = found.order
+
+    def loosen(self) -> None:
+        """The best order, but with more time between collectives and whoever needs them, which costs nothing."""
+        memory, *others = self.problem.guards
+        guards = [memory.along(self.order), *(guard.along(self.order, guard.budget) for guard in others)]
+        self.order = loosened(self.problem, self.order, guards)
 
     def _moves(self) -> Iterator[Listed]:
         """Schedules without end."""

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.due import Problem
+from spanwise.overlap.listed import loosened
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.schedule import default_budget, schedule
 from spanwise.overlap.simulate import simulate
@@ -333,6 +335,36 @@ def test_noise_in_costs_is_survived() -> None:
     for _ in range(10):
         noisy = Dag(tuple(dataclasses.replace(n, ms=n.ms * draw.lognormal(0, 0.3)) for n in dag.nodes), dag.storages)
         assert simulate(noisy, order).makespan < 0.85 * simulate(noisy).makespan
+
+
+@settings(deadline=None, max_examples=200)
+@given(with_memory(), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: random.Random) -> None:
+    """Any order, made room in: other costs than were thought never make it slower, nor does it take more memory."""
+    order = draw.choice(list(itertools.islice(orders(dag), 200)))
+    peak = dag.peak_bytes(order) + room
+    guard = Guard(dag, dag.peak_bytes()).along(order, peak)
+    found = loosened(Problem(dag, range(len(dag)), [Guard(dag, 10**9)]), order, [guard])
+    dag.check_order(found)
+    assert dag.peak_bytes(found) <= peak
+    for kind in (C, *dag.groups):
+        same = [[i for i in ran if dag.nodes[i].kind != W and dag.nodes[i].ms] for ran in (order, found)]
+        assert len({tuple(i for i in of if kind in (dag.nodes[i].kind, dag.nodes[i].group)) for of in same}) == 1
+    for _ in range(5):
+        other = Dag(tuple(dataclasses.replace(n, ms=n.ms * draw.choice((0, 0.3, 1, 4))) for n in dag.nodes))
+        assert simulate(other, found).makespan <= simulate(other, order).makespan + 1e-9
+
+
+def test_what_is_started_early_and_waited_for_late_is_hidden_where_it_takes_longer() -> None:
+    nodes = (
+        Node("a", C, 1.0), Node("b", C, 1.0), Node("start", S, 1.0, (), "dp"), Node("c", C, 1.0),
+        Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
+    )  # fmt: skip
+    problem = Problem(Dag(nodes), range(7), [Guard(Dag(nodes), 0)])
+    assert loosened(problem, range(7), problem.guards) == [0, 2, 1, 3, 5, 4, 6]
+    small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # what the collective makes does not fit beside b
+    problem = Problem(small, range(7), [Guard(small, 8)])
+    assert loosened(problem, range(7), problem.guards) == [0, 1, 2, 3, 5, 4, 6]
 
 
 def test_captured_layers_stay_ahead_of_pytorch_where_costs_are_wrong() -> None:
