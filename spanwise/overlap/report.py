@@ -104,7 +104,7 @@ class OrderFigures:
 
     @property
     def hideable(self) -> int:
-        """Collectives that take time and for which there is independent compute."""
+        """Collectives that take time and for which there are independent matrix products, convolutions or attention."""
         return sum(self.counts.values())
 
     @property
