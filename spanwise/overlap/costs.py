@@ -182,8 +182,8 @@ class CostModel:
     rank sits on a host of its own or all on one; with several on a host, its ranks share what comes from outside, as
     `Hardware.all_gather_seconds` has it. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and
     Gropp, 2005, section 4.5); an all-to-all sends 1/n to each rank; in a broadcast a rank receives all of it once.
-    Of an uneven all-to-all a graph knows the sizes of its own rank, so that ranks may price it differently, and decide
-    differently: `measure` gives all ranks one price.
+    Of an uneven all-to-all a graph knows the sizes of its own rank alone, so that ranks may price it, and decide,
+    differently, which `backend` makes an error. Sizes that are left open count alike on all ranks.
 
     Args:
         rates: FLOP/s by dtype, relative to ``hardware.matmul_flops``; `TENSOR_CORES` or `VECTOR_UNITS`. Dtypes that it
