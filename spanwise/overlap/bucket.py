@@ -8,14 +8,13 @@ schedule's buckets chosen by `replay`, and what is merged scheduled again.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.moves import Move, moves
+from spanwise.overlap.moves import Move, batched, moves
 from spanwise.overlap.replay import checked_price, replay
 from spanwise.overlap.schedule import Schedule, schedule
 from spanwise.overlap.simulate import Timeline, simulate
@@ -27,7 +26,8 @@ _SLACKS = (0.1, 0.5)
 _AGAIN = 1  # effort of the last schedule, of an order that is close to one already
 _REPAIRED = 1.01  # a makespan that is so much too long may be right again after that schedule
 # Schedules of other buckets that are tried, and of how many nodes altogether: few of a large graph.
-_TRIALS, _TRIED_NODES, _MANY_TRIALS = 48, 12_000, 24
+_TRIALS, _TRIED_NODES, _MANY_TRIALS = 48, 14_000, 24
+_ONE_BY_ONE, _REFILLED, _PAYS = 4, 3, 1e-3
 _GAIN = 1e-6  # what a move has to gain, as a share of the makespan
 _ROUNDING = 1e-9
 
@@ -221,29 +221,30 @@ class _Search:
 
         A batch that gains nothing is tried by halves, as in group testing, after the others.
         """
-        batches = self._batches()
-        while trials > 0 and (batch := next(batches, None)):
+        batches, most = self._batches(trials), _REFILLED * trials
+        left = trials
+        while min(left, most) > 0 and (batch := next(batches, None)):
             known, new = self._moved(batch)
             if (all_of := frozenset((*known, *new))) in self.tried:
                 continue
             self.tried.add(all_of)
-            trials -= 1
+            left -= 1
+            most -= 1
             joint = self._joint(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
             if joint is None:
                 continue
             best = self._scheduled(*joint, min(_AGAIN, _AGAIN if self.effort is None else self.effort))
-            if best.timeline.makespan < self.best.timeline.makespan * (1 - _GAIN):
+            gain = 1 - best.timeline.makespan / self.best.timeline.makespan
+            if gain > _GAIN:
+                left = trials if gain > _PAYS else left
                 self.merged, self.best = joint[0], best
-                batches = self._batches()
+                batches = self._batches(trials)
 
-    def _batches(self) -> Iterator[list[Move]]:
+    def _batches(self, trials: int) -> Iterator[list[Move]]:
+        """Moves one by one, if there are few; many together."""
         keys = [self.keys[of_node[0]] for of_node in self.merged.members]
-        batches = collections.deque(moves(self.best.timeline, self.merged.members, keys, self._saves))
-        while batches:
-            batch = batches.popleft()
-            yield batch
-            half = len(batch) // 2
-            batches += [part for part in (batch[:half], batch[half:]) if half]
+        found = moves(self.best.timeline, self.merged.members, keys, self._saves)
+        return iter([[move] for move in found]) if len(found) <= _ONE_BY_ONE * trials else batched(found)
 
     def _saves(self, units: Sequence[int]) -> float:
         """What one collective less of a key saves; the same for all of the key, for prices of fx nodes take time."""

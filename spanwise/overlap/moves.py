@@ -6,10 +6,11 @@ stood still for it, or it kept the stream from one for which compute did. Pure, 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from spanwise.overlap.dag import Kind
+from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.simulate import Timeline
 
 _APART = 3  # how far from one another, among those of their key, collectives that are merged may be
@@ -34,8 +35,8 @@ def moves(
     members: Sequence[tuple[int, ...]],
     keys: Sequence[Hashable | None],
     saved: Callable[[Sequence[int]], float],
-) -> Iterator[list[Move]]:
-    """Moves in batches: those of one can all be made at once, and each collective's nearest come first.
+) -> list[Move]:
+    """Collectives of a key that can be merged, what saves most and then the nearest first; then cuts of buckets.
 
     Args:
         timeline: of a dag with or without buckets.
@@ -43,7 +44,8 @@ def moves(
         keys: by node of the timeline's dag; only collectives of equal key are merged.
         saved: milliseconds that become fewer when two collectives of a key, by their starts, are merged.
     """
-    chain = critical(timeline)
+    chain, needed = critical(timeline), _needed(timeline.dag)
+    number = {start: at for at, start in enumerate(timeline.dag.starts)}
     alike: dict[Hashable, list[int]] = {}
     for start in sorted(timeline.dag.starts, key=lambda i: (timeline.begin[i], timeline.issued[i], i)):
         if keys[start] is not None:
@@ -55,13 +57,21 @@ def moves(
             continue
         for apart in range(1, _APART + 1):
             for first, second in zip(starts, starts[apart:], strict=False):
-                if first in chain or second in chain:
+                waits = needed[first] >> number[second] | needed[second] >> number[first]
+                if (first in chain or second in chain) and not waits & 1:
                     together = tuple(sorted(members[first] + members[second]))
                     merges.append((-saves, apart, Move((first, second), (together,))))
-    left = [move for *_, move in sorted(merges, key=lambda merge: merge[:2])]
+    found = [move for *_, move in sorted(merges, key=lambda merge: merge[:2])]
     for start in sorted(chain):
         of_start = members[start]
-        left += [Move((start,), (of_start[:cut], of_start[cut:])) for cut in range(1, len(of_start))]
+        found += [Move((start,), (of_start[:cut], of_start[cut:])) for cut in range(1, len(of_start))]
+    return found
+
+
+def batched(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Batches of moves that can all be made at once, as they come; and then their halves, as in group testing."""
+    batches: collections.deque[list[Move]] = collections.deque()
+    left = list(moves)
     while left:
         moved: set[int] = set()
         batch, rest = [], []
@@ -71,8 +81,13 @@ def moves(
                 batch.append(move)
             else:
                 rest.append(move)
-        yield batch
+        batches.append(batch)
         left = rest
+    while batches:
+        batch = batches.popleft()
+        yield batch
+        half = len(batch) // 2
+        batches += [part for part in (batch[:half], batch[half:]) if half]
 
 
 def critical(timeline: Timeline) -> set[int]:
@@ -106,3 +121,15 @@ def critical(timeline: Timeline) -> set[int]:
         found.add(start)
         now = issued[start]
         start = before[start] if begin[start] > now + tiny else -1
+
+
+def _needed(dag: Dag) -> dict[int, int]:
+    """Of each start, the collectives whose wait it depends on, as bits by their numbers among the starts."""
+    number = {start: at for at, start in enumerate(dag.starts)}
+    found: list[int] = []
+    for node, deps in zip(dag.nodes, dag.unique_deps, strict=True):
+        bits = 1 << number[node.start] if node.kind == Kind.WAIT else 0
+        for dep in deps:
+            bits |= found[dep]
+        found.append(bits)
+    return {start: found[start] for start in dag.starts}
