@@ -41,7 +41,7 @@ _ROUNDS = 3
 _NARROW, _WIDE = 5 / 64, 1 / 4  # how far ahead, where due dates are read off a schedule
 # How much work is handed to the stream of a group before it needs it: other costs than were thought leave it no gap.
 _QUEUE = 1 / 32
-_MARGIN, _EASED = 1 / 32, 1.001  # how much earlier collectives are started in the end, and what that may cost
+_MARGIN = 1 / 32  # how much earlier collectives are started in the end
 _TINY = 1e-4  # what may come right before whoever needs it
 
 
@@ -101,8 +101,7 @@ def schedule(
             counted.
         in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
         effort: how many orders are tried, besides the one that is there; default: `default_effort`. With more, the
-            result is no worse: the makespan, a quarter of a hundredth of it for a budget that is filled, and a
-            thousandth for room between collectives and what needs them.
+            makespan is never longer.
         fallback: an order that is there instead of the graph's own: one within the budget, where the own one is not.
             The schedule is no worse than it.
 
@@ -128,8 +127,6 @@ def schedule(
     search.run(effort)
     if search.order == order:
         return Schedule(before, before, budget)
-    search.ease()
-    search.loosen()
     return Schedule(simulate(dag, search.order), before, budget)
 
 
@@ -148,7 +145,7 @@ class _Search:
         self.scale = problem.longest
         self.tries = 0
         self.order = before.order.tolist()
-        self.score = self._score(before.makespan, before.peak_bytes)
+        self.makespan, self.score = before.makespan, self._score(before.makespan, before.peak_bytes)
         self.done = before.makespan <= _CLOSE * self.floor
 
     def _score(self, makespan: float, peak: int) -> float:
@@ -158,14 +155,6 @@ class _Search:
     def _simulated(self, order: list[int]) -> float:
         return simulate(self.dag, order).makespan
 
-    def _offer(self, order: list[int], makespan: float, peak: int) -> bool:
-        score = self._score(makespan, peak)
-        if makespan > self.before.makespan or score >= self.score:
-            return False
-        self.order, self.score = order, score
-        self.done = makespan <= _CLOSE * self.floor and peak <= self.before.peak_bytes
-        return True
-
     def run(self, effort: int) -> None:
         """Try `effort` orders, or fewer where the best cannot get better."""
         moves = self._moves()
@@ -173,27 +162,36 @@ class _Search:
             self.tries += 1
             found = next(moves)
             makespan = found.makespan if self.same_costs else self._simulated(found.order)
-            if self._offer(found.order, makespan, found.peak):
-                order = sunk(self.problem, found.order, _TINY * self.scale)
-                peak = self.dag.peak_bytes(order)
-                if peak < found.peak:
-                    self._offer(order, self._simulated(order), peak)
+            if self._is_better(makespan, found.peak):
+                self._keep(*self._polished(found.order, makespan, found.peak))
 
-    def ease(self) -> None:
-        """The best order, but with collectives started earlier, where that costs next to nothing: costs are guesses."""
-        timeline = simulate(self.problem.dag, self.order)
-        due = eased(self.problem, timeline.begin.tolist(), _MARGIN * self.scale)
-        found = forward(self.problem, due, _NARROW * self.scale, queue=_QUEUE * self.scale)
-        makespan = found.makespan if self.same_costs else self._simulated(found.order)
-        best = timeline.makespan if self.same_costs else self._simulated(self.order)
-        if makespan <= min(self.before.makespan, _EASED * best):
-            self.order = found.order
+    def _is_better(self, makespan: float, peak: int) -> bool:
+        return makespan <= self.makespan and self._score(makespan, peak) < self.score
 
-    def loosen(self) -> None:
-        """The best order, but with more time between collectives and whoever needs them, which costs nothing."""
-        memory, *others = self.problem.guards
-        guards = [memory.along(self.order), *(guard.along(self.order, guard.budget) for guard in others)]
-        self.order = loosened(self.problem, self.order, guards)
+    def _keep(self, order: list[int], makespan: float, peak: int) -> None:
+        if self._is_better(makespan, peak):
+            self.order, self.makespan, self.score = order, makespan, self._score(makespan, peak)
+            self.done = makespan <= _CLOSE * self.floor and peak <= self.before.peak_bytes
+
+    def _polished(self, order: list[int], makespan: float, peak: int) -> tuple[list[int], float, int]:
+        """An order with less memory, or with more time before collectives are needed, that takes no longer; `_keep`."""
+        problem, scale = self.problem, self.scale
+        late = sunk(problem, order, _TINY * scale)
+        if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
+            order, makespan, peak = late, late_span, late_peak
+        # Costs are guesses: collectives are started earlier, in the room that the way out needs anyway.
+        begin = simulate(problem.dag, order).begin.tolist()
+        room = min(self.budget, max(peak, self.before.peak_bytes))
+        found = forward(
+            problem, eased(problem, begin, _MARGIN * scale), _NARROW * scale, queue=_QUEUE * scale, budget=room
+        )
+        span = found.makespan if self.same_costs else self._simulated(found.order)
+        if span <= makespan and found.peak <= peak:
+            order, makespan, peak = found.order, span, found.peak
+        memory, *others = problem.guards
+        guards = [memory.along(order, peak), *(guard.along(order, guard.budget) for guard in others)]
+        order = loosened(problem, order, guards)
+        return order, self._simulated(order), self.dag.peak_bytes(order)
 
     def _moves(self) -> Iterator[Listed]:
         """Schedules without end."""
