@@ -13,20 +13,17 @@ another in a legal order, before any of them is waited for. Pure, deterministic,
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spanwise.overlap.dag import Dag, GraphError, Kind
-from spanwise.overlap.memory import Guard
+from spanwise.overlap.running import DONE, HELD, UNTOUCHED, Running
 from spanwise.overlap.simulate import Timeline
-from spanwise.overlap.spare import Held, Latest, Room, Streams, touched_bytes
+from spanwise.overlap.spare import Held, Latest, Room, Streams
 
-_COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
-_UNTOUCHED, _HELD, _DONE = 0, 1, 2
+_COMPUTE = int(Kind.COMPUTE)
 # Of a bucket's followers on the stream, how many that cannot join are passed over; how many cheap nodes at most are run
 # for a start that still needs them.
 _REFUSED, _EXTRAS = 4, 8
@@ -73,11 +70,13 @@ def replay(
         GraphError: a price that is negative or not finite.
         ValueError: the own order exceeds the budget.
     """
-    return _Replay(dag, timeline, keys, price, budget, slack, allowed).run()
+    replayed = _Replay(dag, timeline, keys, price, budget, slack, allowed)
+    replayed.run()
+    return Replayed(replayed.order, replayed.buckets, replayed.prices)
 
 
-class _Replay:
-    """State of the streams, of memory and of the buckets while nodes are issued."""
+class _Replay(Running):
+    """What is held back and taken together while nodes are issued."""
 
     def __init__(
         self,
@@ -89,177 +88,20 @@ class _Replay:
         slack: float,
         allowed: Mapping[str, tuple[float, float]] | None,
     ) -> None:
-        count = len(dag)
-        self.dag, self.keys, self.price = dag, keys, price
-        self.kinds, self.ms, self.users = dag.kinds.tolist(), dag.ms.tolist(), dag.users
-        self.issued_at = timeline.issued.tolist()
-        self.guard = Guard(dag, budget)
         self.room = Room(dag, timeline, budget)
-        self.late = Latest(dag, timeline, self.room, slack)
+        super().__init__(dag, Latest(dag, timeline, self.room, slack), budget, allowed)
+        self.keys, self.price = keys, price
+        self.issued_at = timeline.issued.tolist()
         self.tiny = 1e-9 * timeline.makespan
-        self.state = bytearray(count)
         self.streams = Streams(timeline, self.late, self.state)
-        self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-        self.missing = [len(deps) for deps in dag.unique_deps]
-        self.order: list[int] = []
-        self.now, self.place = 0.0, 0  # of the compute stream; in the own order
-        self.ended: dict[int, float] = {}
-        self.bucket_of: dict[int, list[int]] = {}
         self.buckets: list[list[int]] = []
         self.prices: list[float] = []
         self.saved: dict[Hashable, float] = {}  # by taking one more together, by key
-        self.waiting: list[tuple[float, int]] = []  # collectives under way, by their end
-        self.lagging: collections.deque[int] = collections.deque()  # became ready after their turn
-        self.fillers: list[int] = []  # of those, compute that takes time
         self.open: dict[Hashable, Held] = {}
         self.alike: dict[Hashable, list[int]] = {}
         for i in dag.starts:
             if keys[i] is not None:
                 self.alike.setdefault(keys[i], []).append(i)
-        self.allowed, self.under_way = allowed, {group: dict[int, int]() for group in dag.groups}
-        self.touched = touched_bytes(dag) if allowed is not None else {}
-
-    def run(self) -> Replayed:
-        count = len(self.dag)
-        for i in range(count):
-            self.place = i
-            if self.state[i]:
-                continue
-            kind = self.kinds[i]
-            if self.late.may_lag[i]:
-                if not self.missing[i]:
-                    self.ready(i)
-                    self.catch_up()
-                continue
-            self.run_for(i)
-            if kind == _START:
-                if not self.state[i]:
-                    self.start(i)
-                continue
-            until = self.now + self.ms[i]
-            self.release(until)
-            self.use_streams(until)
-            self.work(i)
-            self.catch_up()
-            self.fill(self.late.reach[i + 1])
-        while len(self.order) < count:
-            self.release(math.inf)
-            self.catch_up()
-            self.fill(math.inf)
-            if self.waiting:
-                self.finish(*heapq.heappop(self.waiting))
-            elif len(self.order) < count:
-                self.force(self.guard.next_in_order)
-        return Replayed(self.order, self.buckets, self.prices)
-
-    # Issuing nodes.
-
-    def issue(self, i: int) -> None:
-        self.guard.run(i)
-        self.state[i] = _DONE
-        self.order.append(i)
-        for user in self.users[i]:
-            self.missing[user] -= 1
-            if not self.missing[user] and user <= self.place and self.late.may_lag[user]:
-                self.lagging.append(user)
-
-    def work(self, i: int) -> None:
-        """Run compute."""
-        self.make_room(i)
-        if not self.state[i]:
-            self.now += self.ms[i]
-            self.issue(i)
-
-    def finish(self, end: float, start: int) -> None:
-        """Wait for a collective and those of its bucket."""
-        self.now = max(self.now, end)
-        self.under_way[self.dag.nodes[start].group].pop(self.bucket_of[start][0], None)
-        for member in self.bucket_of[start]:
-            wait = self.wait_of.get(member)
-            if wait is not None and not self.state[wait]:
-                self.run_for(wait)
-                if not self.state[wait]:
-                    self.issue(wait)
-
-    def stall(self, end: float, start: int) -> None:
-        """Let compute stand still until a collective has ended, after what can be done meanwhile."""
-        if end > self.now:
-            self.release(end)
-            self.use_streams(end)
-            self.fill(end)
-        self.finish(end, start)
-
-    def ready(self, i: int) -> None:
-        """Issue a node that may lag, if that takes no time."""
-        kind = self.kinds[i]
-        if kind == _WAIT:
-            start = self.dag.nodes[i].start
-            if self.ended.get(start, math.inf) <= self.now:
-                self.finish(self.ended[start], start)
-            elif start in self.ended:
-                heapq.heappush(self.waiting, (self.ended[start], start))
-        elif kind == _START:
-            self.start(i)
-        elif self.ms[i] and i != self.place:
-            heapq.heappush(self.fillers, i)
-        else:
-            self.work(i)
-
-    def catch_up(self) -> None:
-        """Waits for what has ended, and all that had been waiting for that."""
-        while True:
-            if self.lagging:
-                i = self.lagging.popleft()
-                if not self.state[i]:
-                    self.ready(i)
-            elif self.waiting and self.waiting[0][0] <= self.now:
-                self.finish(*heapq.heappop(self.waiting))
-            else:
-                return
-
-    def fill(self, until: float) -> None:
-        """Compute that lags, as far as there is time for it."""
-        while self.fillers and (self.state[self.fillers[0]] or self.now + self.ms[self.fillers[0]] <= until):
-            i = heapq.heappop(self.fillers)
-            if not self.state[i]:
-                self.work(i)
-                self.catch_up()
-
-    def run_for(self, i: int) -> None:
-        """Run all that `i` still needs."""
-        path = [i]
-        while path:
-            if self.missing[path[-1]]:
-                path.append(next(dep for dep in self.dag.nodes[path[-1]].deps if self.state[dep] != _DONE))
-                continue
-            last = path.pop()
-            if last != i and self.state[last] != _DONE:
-                self.force(last)
-
-    def force(self, i: int) -> None:
-        """Run `i` now, and before it what it needs."""
-        self.run_for(i)
-        if self.state[i] == _HELD:
-            self.launch(self.open[self.keys[i]])
-        elif self.state[i] == _UNTOUCHED and self.kinds[i] == _START:
-            self.start(i, hold=False)
-        elif self.state[i] == _UNTOUCHED and self.kinds[i] == _WAIT:
-            start = self.dag.nodes[i].start
-            self.stall(self.ended[start], start)
-        elif self.state[i] == _UNTOUCHED:
-            self.work(i)
-
-    def make_room(self, i: int) -> None:
-        """Wait for collectives, or go on in the own order, until there is memory for `i`."""
-        while not self.state[i] and not self.guard.is_safe(i):
-            if self.guard.next_in_order == i:
-                return
-            if self.waiting:
-                self.stall(*heapq.heappop(self.waiting))
-            else:
-                self.force(self.guard.next_in_order)
-
-    # Buckets.
 
     def start(self, i: int, *, hold: bool = True) -> None:
         """Start `i`, with what can be started with it, or hold it back for more."""
@@ -277,7 +119,7 @@ class _Replay:
             if self.state[i]:
                 return
             bucket = Held([i], self.ms[i], self.late.end[i])
-        self.state[i] = _HELD
+        self.state[i] = HELD
         more = self.gather(bucket, i) if self.may_share(i) else None
         is_open = bucket in self.streams.held[group]
         if hold and more is not None and self.is_worth_holding(bucket, more):
@@ -327,7 +169,7 @@ class _Replay:
 
         def needs(node: int) -> bool:
             for dep in self.dag.nodes[node].deps:
-                if self.state[dep] == _DONE or dep in seen:
+                if self.state[dep] == DONE or dep in seen:
                     continue
                 seen.add(dep)
                 if self.kinds[dep] != _COMPUTE or not cheap[dep] or len(seen) > _EXTRAS or not needs(dep):
@@ -364,13 +206,21 @@ class _Replay:
         if not self.streams.in_time(group, ready, [*others, joint], i):
             return False
         bucket.starts, bucket.ms, bucket.until = joint.starts, joint.ms, joint.until
-        self.state[i] = _HELD
+        self.state[i] = HELD
         return True
 
     def is_worth_holding(self, bucket: Held, more: int) -> bool:
         """Whether the start `more` will come in time to join."""
         comes = self.now + self.issued_at[more] - self.issued_at[self.place]
         return max(comes, self.streams.free[self.dag.nodes[more].group]) + bucket.ms + self.ms[more] <= bucket.until
+
+    def launch_held(self, i: int) -> None:
+        self.launch(self.open[self.keys[i]])
+
+    def meanwhile(self, until: float) -> None:
+        self.release(until)
+        if until < math.inf:
+            self.use_streams(until)
 
     def release(self, until: float) -> None:
         """Launch the buckets that cannot wait until then."""
@@ -413,7 +263,7 @@ class _Replay:
             self.streams.held[group].remove(bucket)
             del self.open[key]
         for i in bucket.starts:
-            self.state[i] = _UNTOUCHED
+            self.state[i] = UNTOUCHED
         self.make_way(group, bucket.starts)
         taken: list[int] = []
         left: list[int] = []
@@ -436,42 +286,13 @@ class _Replay:
             parts, costs = [taken], [price]
         for part, cost in zip(parts, costs, strict=True):
             end = self.streams.free[group] = max(self.now, self.streams.free[group]) + cost
-            for i in part:
-                self.ended[i], self.bucket_of[i] = end, part
-            if any(i in self.wait_of for i in part):
-                heapq.heappush(self.waiting, (end, part[0]))
-                if self.allowed is not None:
-                    self.under_way[group][part[0]] = self.bytes_of(part)
+            self.is_under_way(part, end)
             if len(part) > 1:
                 self.buckets.append(part)
                 self.prices.append(cost)
         for i in left:
             if i <= self.place and not self.state[i]:
                 self.start(i, hold=False)
-
-    # What is in flight.
-
-    def bytes_of(self, starts: Sequence[int]) -> int:
-        """Bytes that collectives make, read and write; what they share is counted for each."""
-        return sum(self.touched.get(i, 0) for i in starts)
-
-    def is_full(self, group: str, starts: Sequence[int]) -> bool:
-        """Whether as much is in flight that these, as one, would exceed a limit."""
-        if self.allowed is None or not any(i in self.wait_of for i in starts):
-            return False
-        most, most_bytes = self.allowed[group]
-        now = self.under_way[group]
-        return len(now) + 1 > most or sum(now.values()) + self.bytes_of(starts) > most_bytes
-
-    def make_way(self, group: str, starts: Sequence[int]) -> None:
-        """Wait for collectives, or go on in the own order, until these may be in flight."""
-        while self.is_full(group, starts):
-            if self.waiting:
-                self.stall(*heapq.heappop(self.waiting))
-            elif self.guard.next_in_order in starts:
-                return
-            else:
-                self.force(self.guard.next_in_order)
 
 
 def checked_price(dag: Dag, starts: Sequence[int], price: Callable[[list[int]], float]) -> float:
