@@ -1,9 +1,13 @@
 """Buckets: several collectives of a `Dag` as one, so that latency is paid once and fewer kernels are launched.
 
-`merge` makes of a dag and the buckets that were chosen the dag of merged collectives, in a legal order; `bucket` has a
-schedule's buckets chosen by `replay`, and what is merged scheduled again.
-
     dag, schedule ─► bucket ─► merged dag, its schedule ─► emit
+
+`merge` makes of a dag and the buckets that were chosen the dag of merged collectives, in a legal order. `bucket`
+chooses them, in two ways that take turns. `replay` runs the schedule once more and takes together what has the time to
+wait for one another: near-linear, many buckets at once, and nothing comes later than the schedule can bear. What it
+cannot find is a bucket that delays its readers and is worth it, since what follows is sooner by more. These are looked
+for by trial: `moves` names collectives on the chain that the makespan is made of, which are merged, or buckets that are
+cut in two, and all is scheduled again.
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ from spanwise.overlap.spare import in_flight
 # Shares of the time to spare that buckets may use. The first buckets shorten the makespan and leave the schedule that
 # is made of them free to move them; those that come then save launches.
 _SLACKS = (0.1, 0.5)
-_AGAIN = 1  # effort of the last schedule, of an order that is close to one already
-_REPAIRED = 1.01  # a makespan that is so much too long may be right again after that schedule
-# Schedules of other buckets that are tried, and of how many nodes altogether: few of a large graph.
-_TRIALS, _TRIED_NODES, _MANY_TRIALS = 48, 14_000, 24
-_ONE_BY_ONE, _REFILLED, _PAYS = 4, 3, 1e-3
-_GAIN = 1e-6  # what a move has to gain, as a share of the makespan
+_AGAIN = 1  # effort of schedules after the first: of an order that is close to one already
+_REPAIRED = 1.01  # a makespan that is so much too long may be right again after a schedule
+# Moves are tried until so many trials on end have gained nothing: as many as have so many nodes together, a single one
+# of a large graph. A gain that pays, as a share of the makespan, gives all of them back, but not without end.
+_TRIALS, _TRIED_NODES = 48, 14_000
+_PAYS, _REFILLED = 1e-3, 3
+_GAIN = 1e-6  # less is none
+_ONE_BY_ONE = 4  # moves for each trial at most that are tried one by one, rather than many together
+_MANY_TRIALS = 24  # from then on, moves are tried before anything has been taken together, too
 _ROUNDING = 1e-9
 
 
@@ -156,7 +163,8 @@ def bucket(
     for search in searches:
         for slack in _SLACKS:
             search.offer_replayed(slack)
-    searches[0].improve(trials)
+    if searches[0].improve(trials):
+        searches[0].offer_replayed(_SLACKS[-1])
     best = min(searches, key=lambda search: (search.best.timeline.makespan, search.merged.launches))
     return best.merged, best.best
 
@@ -216,29 +224,25 @@ class _Search:
         best = schedule(joint.dag, budget=self.best.budget, effort=effort, **self.options)
         return best if best.timeline.makespan <= own.makespan else dataclasses.replace(best, timeline=own)
 
-    def improve(self, trials: int) -> None:
-        """Make moves that shorten the makespan; at most so many are tried.
-
-        A batch that gains nothing is tried by halves, as in group testing, after the others.
-        """
-        batches, most = self._batches(trials), _REFILLED * trials
-        left = trials
+    def improve(self, trials: int) -> bool:
+        """Make moves that shorten the makespan, until so many on end do not; whether there were any."""
+        before, effort = self.best, min(_AGAIN, _AGAIN if self.effort is None else self.effort)
+        batches, left, most = self._batches(trials), trials, _REFILLED * trials
         while min(left, most) > 0 and (batch := next(batches, None)):
             known, new = self._moved(batch)
-            if (all_of := frozenset((*known, *new))) in self.tried:
+            if (buckets := frozenset((*known, *new))) in self.tried:
                 continue
-            self.tried.add(all_of)
-            left -= 1
-            most -= 1
+            self.tried.add(buckets)
+            left, most = left - 1, most - 1
             joint = self._joint(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
             if joint is None:
                 continue
-            best = self._scheduled(*joint, min(_AGAIN, _AGAIN if self.effort is None else self.effort))
+            best = self._scheduled(*joint, effort)
             gain = 1 - best.timeline.makespan / self.best.timeline.makespan
             if gain > _GAIN:
-                left = trials if gain > _PAYS else left
                 self.merged, self.best = joint[0], best
-                batches = self._batches(trials)
+                batches, left = self._batches(trials), trials if gain > _PAYS else left
+        return self.best is not before
 
     def _batches(self, trials: int) -> Iterator[list[Move]]:
         """Moves one by one, if there are few; many together."""
