@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -313,6 +314,90 @@ def test_buckets_repeat_and_multipliers_count() -> None:
     assert once[0].members == again[0].members and once[1].order == again[1].order
     assert once[0].dag.nodes == again[0].dag.nodes
     assert once[1].timeline.makespan <= before.timeline.makespan
+
+
+def gathers_with_readers(count: int, gather: float, read: float, *, chain: bool) -> Dag:
+    """Gathers, each with a reader, which reads what the one before it made as well if they are a chain."""
+    ops: list[tuple[str, Kind, float, str]] = []
+    for k in range(count):
+        needs = f"wait gather {k}" + (f",read {k - 1}" if chain and k else "")
+        ops += [(f"gather {k}", S, gather, ""), (f"wait gather {k}", W, 0.0, ""), (f"read {k}", C, read, needs)]
+    return collectives(*ops)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_reader_is_delayed_where_all_is_sooner_for_it(chain: bool) -> None:
+    """Of four gathers of 2 ms, 1 ms of which is latency: two together delay one reader by 1 ms."""
+    dag = gathers_with_readers(4, 2.0, 1.0, chain=chain)
+    found = bucketed(dag, saves(dag, 1.0))
+    assert found.before.timeline.makespan == 9.0 and found.after.timeline.makespan == 8.0
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_gathers_of_latency_alone_become_one(chain: bool) -> None:
+    dag = gathers_with_readers(3, 0.02, 0.001, chain=chain)
+    found = bucketed(dag, saves(dag, 0.02))
+    assert found.before.timeline.makespan == pytest.approx(0.061)
+    assert found.after.timeline.makespan == pytest.approx(0.023) and len(found.buckets[0]) == 3
+    # With two streams, of which one waits for the other.
+    ops = [(f"gather {k}", S, 0.02, "") for k in range(3)] + [(f"wait gather {k}", W, 0.0, "") for k in range(3)]
+    for k in range(3):
+        ops += [(f"read {k}", C, 0.001, f"wait gather {k}"), (f"scatter {k}", S, 0.02, f"read {k}")]
+        ops += [(f"wait scatter {k}", W, 0.0, "")]
+    both = collectives(*ops)
+    keys = {node.name.replace(" ", "_"): node.name[0] for node in both.nodes if node.kind == S}
+    found = bucketed(both, saves(both, 0.02), **keys)
+    assert found.after.timeline.makespan == pytest.approx(0.043) and len(found.buckets) == 2
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for k in range(len(parts)):
+            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
+
+
+def small_step(draw: random.Random) -> Dag:
+    """Four or five collectives of one or two groups, and some compute that needs them, and that they need."""
+    nodes: list[Node] = []
+    work: list[int] = []
+    waits: list[int] = []
+    groups, count = draw.choice(["a", "ab"]), draw.randint(4, 5)
+    while len(waits) < count or draw.random() < 0.5:
+        if len(waits) < count and draw.random() < 0.6:
+            deps = (draw.choice(work),) if work and draw.random() < 0.4 else ()
+            nodes.append(Node(f"start {len(waits)}", S, draw.choice([1.0, 2.0, 3.0]), deps, draw.choice(groups)))
+            nodes.append(Node(f"wait {len(waits)}", W, deps=(len(nodes) - 1,), start=len(nodes) - 1))
+            waits.append(len(nodes) - 1)
+        needed = {draw.choice(waits[-3:])} if waits and draw.random() < 0.7 else set()
+        needed |= {draw.choice(work[-3:])} if work and draw.random() < 0.5 else set()
+        nodes.append(Node(f"work {len(work)}", C, draw.choice([0.5, 1.0, 2.0]), tuple(sorted(needed))))
+        work.append(len(nodes) - 1)
+    return Dag(tuple(nodes))
+
+
+def test_of_all_sets_of_buckets_the_best_is_found() -> None:
+    """Nearly always, of steps so small that all can be tried."""
+    draw = random.Random(0)
+    shares = []
+    for _ in range(100):
+        dag, latency = small_step(draw), draw.choice([0.5, 1.0])
+        of_groups = [[i for i in dag.starts if dag.nodes[i].group == group] for group in dag.groups]
+        least = schedule(dag).timeline.makespan
+        for parts in itertools.product(*map(partitions, of_groups)):
+            buckets = [part for of_group in parts for part in of_group if len(part) > 1]
+            try:
+                merged = merge(dag, buckets, list(map(saves(dag, latency), buckets)))
+            except GraphError:
+                continue
+            least = min(least, schedule(merged.dag, effort=4).timeline.makespan)
+        shares.append(bucketed(dag, saves(dag, latency)).after.timeline.makespan / least)
+    assert max(shares) <= 1.15 and sum(shares) / len(shares) <= 1.004
+    assert sum(share <= 1 + 1e-9 for share in shares) >= 95
 
 
 @settings(deadline=None, max_examples=300)
