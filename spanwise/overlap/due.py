@@ -20,6 +20,7 @@ Pure and deterministic.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -81,6 +82,15 @@ class Problem:
         self.free = [m == 0 and ms == 0.0 for m, ms in zip(self.machine, self.ms, strict=True)]
         for guard in guards:
             self.free = [free and not new for free, new in zip(self.free, guard.takes, strict=True)]
+
+    def along(self, order: Sequence[int], budget: int) -> Problem:
+        """The same problem with another known order, which keeps the other limits, and other bytes of memory."""
+        found = copy.copy(self)
+        memory, *others = self.guards
+        found.order = order
+        found.guards = [memory.along(order, budget), *(guard.along(order, guard.budget) for guard in others)]
+        found.scarce = budget
+        return found
 
 
 def paced(problem: Problem, lead: float, margin: float = 0.0) -> list[float]:

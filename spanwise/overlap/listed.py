@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from spanwise.overlap.due import Listed, Problem
-from spanwise.overlap.memory import AllOf, Guard
+from spanwise.overlap.memory import AllOf
 
 # How many ready nodes are looked at when the first ones do not fit the limits.
 _LOOK = 8
@@ -270,18 +270,15 @@ def sunk(problem: Problem, order: Sequence[int], tiny: float) -> list[int]:
     return found
 
 
-def loosened(problem: Problem, order: Sequence[int], guards: Sequence[Guard]) -> list[int]:
-    """The same order, but all is started as soon, and waited for as late, as dependencies and limits let it be.
+def loosened(problem: Problem) -> list[int]:
+    """The known order, but all is started as soon, and waited for as late, as dependencies and limits let it be.
 
     Compute keeps its order, and so does every stream. A start that comes earlier among compute and a wait that comes
     later delay nothing, whatever the costs: at no cost does the new order take longer than the old one, and where a
     collective or compute before it takes longer than was thought, there is more time until somebody needs it.
-
-    Args:
-        guards: the limits, with `order` as their way out.
     """
-    machine, deps, users = problem.machine, problem.deps, problem.users
-    limits = AllOf(guards)
+    order, machine, deps, users = problem.order, problem.machine, problem.deps, problem.users
+    limits = AllOf([guard.copy() for guard in problem.guards])
     streams: list[list[int]] = [[] for _ in range(problem.streams)]  # starts, the next one last
     for i in reversed(order):
         if machine[i] > 0:

@@ -95,17 +95,12 @@ class Guard:
         other._has_run = self._has_run.copy()
         return other
 
-    def along(self, order: Sequence[int], budget: int | None = None) -> Guard:
-        """A guard of the same from the beginning, with another way out.
-
-        Args:
-            budget: another one; default: what the way out needs.
+    def along(self, order: Sequence[int], budget: int) -> Guard:
+        """A guard of the same from the beginning, with another way out and budget.
 
         Raises:
             ValueError: the way out needs more than the budget.
         """
-        if budget is None:
-            budget = Dag(self._dag.nodes, tuple(self._storages)).peak_bytes(order)
         return Guard(self._dag, budget, order=order, storages=self._storages)
 
     @property

@@ -179,18 +179,16 @@ class _Search:
         late = sunk(problem, order, _TINY * scale)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
             order, makespan, peak = late, late_span, late_peak
-        # Costs are guesses: collectives are started earlier, in the room that the way out needs anyway.
-        begin = simulate(problem.dag, order).begin.tolist()
-        room = min(self.budget, max(peak, self.before.peak_bytes))
-        found = forward(
-            problem, eased(problem, begin, _MARGIN * scale), _NARROW * scale, queue=_QUEUE * scale, budget=room
-        )
-        span = found.makespan if self.same_costs else self._simulated(found.order)
-        if span <= makespan and found.peak <= peak:
-            order, makespan, peak = found.order, span, found.peak
-        memory, *others = problem.guards
-        guards = [memory.along(order, peak), *(guard.along(order, guard.budget) for guard in others)]
-        order = loosened(problem, order, guards)
+        # Costs are guesses: collectives are started earlier, as far as memory that the order takes anyway has room.
+        way = problem.along(order, peak)
+        due = eased(way, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
+        for ahead in (_WIDE, _NARROW):
+            found = forward(way, due, ahead * scale, queue=_QUEUE * scale)
+            span = found.makespan if self.same_costs else self._simulated(found.order)
+            if span <= makespan:
+                way = problem.along(found.order, found.peak)
+                break
+        order = loosened(way)
         return order, self._simulated(order), self.dag.peak_bytes(order)
 
     def _moves(self) -> Iterator[Listed]:

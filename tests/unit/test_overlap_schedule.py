@@ -342,8 +342,7 @@ def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: r
     """Any order, made room in: other costs than were thought never make it slower, nor does it take more memory."""
     order = draw.choice(list(itertools.islice(orders(dag), 200)))
     peak = dag.peak_bytes(order) + room
-    guard = Guard(dag, dag.peak_bytes()).along(order, peak)
-    found = loosened(Problem(dag, range(len(dag)), [Guard(dag, 10**9)]), order, [guard])
+    found = loosened(Problem(dag, range(len(dag)), [Guard(dag, 10**9)]).along(order, peak))
     dag.check_order(found)
     assert dag.peak_bytes(found) <= peak
     for kind in (C, *dag.groups):
@@ -360,10 +359,10 @@ def test_what_is_started_early_and_waited_for_late_is_hidden_where_it_takes_long
         Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
     )  # fmt: skip
     problem = Problem(Dag(nodes), range(7), [Guard(Dag(nodes), 0)])
-    assert loosened(problem, range(7), problem.guards) == [0, 2, 1, 3, 5, 4, 6]
+    assert loosened(problem) == [0, 2, 1, 3, 5, 4, 6]
     small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # what the collective makes does not fit beside b
     problem = Problem(small, range(7), [Guard(small, 8)])
-    assert loosened(problem, range(7), problem.guards) == [0, 1, 2, 3, 5, 4, 6]
+    assert loosened(problem) == [0, 1, 2, 3, 5, 4, 6]
 
 
 def test_captured_layers_stay_ahead_of_pytorch_where_costs_are_wrong() -> None:
