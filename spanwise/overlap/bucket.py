@@ -238,10 +238,11 @@ class _Search:
             if joint is None:
                 continue
             best = self._scheduled(*joint, effort)
-            gain = 1 - best.timeline.makespan / self.best.timeline.makespan
-            if gain > _GAIN:
+            was = self.best.timeline.makespan
+            gain = was - best.timeline.makespan
+            if gain > _GAIN * was:
                 self.merged, self.best = joint[0], best
-                batches, left = self._batches(trials), trials if gain > _PAYS else left
+                batches, left = self._batches(trials), trials if gain > _PAYS * was else left
         return self.best is not before
 
     def _batches(self, trials: int) -> Iterator[list[Move]]:

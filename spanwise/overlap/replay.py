@@ -200,7 +200,7 @@ class _Replay(Running):
             bucket.ms + max(0.0, self.ms[i] - self.saved[key]),
             min(bucket.until, self.late.end[i]),
         )
-        if self.allowed is not None and self.bytes_of(joint.starts) > self.allowed[group][1]:
+        if self.is_too_much(group, joint.starts):
             return False
         others = [other for other in self.streams.held[group] if other is not bucket]
         if not self.streams.in_time(group, ready, [*others, joint], i):

@@ -213,17 +213,19 @@ class Running:
         """Bytes that collectives make, read and write; what they share is counted for each."""
         return sum(self.touched.get(i, 0) for i in starts)
 
+    def is_too_much(self, group: str, starts: Sequence[int]) -> bool:
+        """Whether these would exceed the limit on bytes beside what is in flight."""
+        if self.allowed is None:
+            return False
+        return sum(self.under_way[group].values()) + self.bytes_of(starts) > self.allowed[group][1]
+
     def is_full(self, group: str, starts: Sequence[int]) -> bool:
         """Whether as much is in flight that these, as one, would exceed a limit."""
         if self.allowed is None or not any(i in self.wait_of for i in starts):
             return False
-        most, most_bytes = self.allowed[group]
-        now = self.under_way[group]
-        return len(now) + 1 > most or sum(now.values()) + self.bytes_of(starts) > most_bytes
+        return len(self.under_way[group]) >= self.allowed[group][0] or self.is_too_much(group, starts)
 
     def make_way(self, group: str, starts: Sequence[int]) -> None:
         """Wait for collectives until these may be in flight."""
-        while self.is_full(group, starts):
-            if not self.under_way[group]:
-                return  # too much by itself
+        while self.waiting and self.is_full(group, starts):
             self.stall(*heapq.heappop(self.waiting))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.bucket import Merged, bucket, merge, unmerged
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.moves import Move, batched, critical, moves
 from spanwise.overlap.replay import replay
 from spanwise.overlap.schedule import Schedule, schedule
 from spanwise.overlap.simulate import simulate
+from spanwise.overlap.spare import in_flight
 from tests.unit.test_overlap_simulate import dags
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
@@ -398,6 +401,83 @@ def test_of_all_sets_of_buckets_the_best_is_found() -> None:
         shares.append(bucketed(dag, saves(dag, latency)).after.timeline.makespan / least)
     assert max(shares) <= 1.15 and sum(shares) / len(shares) <= 1.004
     assert sum(share <= 1 + 1e-9 for share in shares) >= 95
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "launches"),
+    [
+        ({"in_flight": 2}, (4, 10**9), 16),
+        ({"in_flight_bytes": 2}, (10**9, 4), 48),
+        ({"in_flight_bytes": 8}, (10**9, 8), 48),
+        ({"in_flight": 2, "in_flight_bytes": 8}, (4, 8), 24),
+    ],
+)
+@pytest.mark.parametrize("compute", [2.0, 4.0])
+def test_buckets_hold_the_limits_in_flight(
+    limits: dict[str, Any], most: tuple[int, int], launches: int, compute: float
+) -> None:
+    """A bucket is one collective in flight, with all of its bytes; the graph's own order has four of a byte each."""
+    dag, budget = layers(16, compute=compute)
+    before = schedule(dag, budget=budget, **limits)
+    merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.1), **limits)
+    count, num_bytes = in_flight(after.timeline)["dp"]
+    assert count <= most[0] and num_bytes <= most[1]
+    assert after.timeline.makespan < before.timeline.makespan and merged.launches <= launches
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
+def test_what_is_in_flight_is_within_limits_or_as_it_was(
+    dag: Dag, most: int, most_bytes: int | None, draw: random.Random
+) -> None:
+    limits: dict[str, Any] = {"in_flight": most if draw.random() < 0.7 else None, "in_flight_bytes": most_bytes}
+    before = schedule(dag, effort=2, **limits)
+    keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
+    _, after = bucket(dag, before, keys, saves(dag, 0.0), effort=2, **limits)
+    was, now = in_flight(before.timeline), in_flight(after.timeline)
+    assert was.keys() == now.keys()
+    for group, of_group in now.items():
+        for limit, least, found in zip(limits.values(), was[group], of_group, strict=True):
+            assert limit is None or found <= max(limit, least)
+
+
+def test_what_is_in_flight_is_counted_between_start_and_wait() -> None:
+    dag = two_gathers()
+    assert in_flight(simulate(dag)) == {"dp": (1, 4 + 9)}
+    assert in_flight(simulate(dag, [0, 3, 4, 1, 2, 5, 6])) == {"dp": (2, 8 + 4 + 9)}
+    assert in_flight(simulate(merge(dag, [[0, 4]], [4.0]).dag)) == {"dp": (1, 8 + 4 + 9)}
+    unwaited = Dag((Node("a", S, 1.0, group="dp"), Node("b", S, 1.0, group="dp")))
+    assert in_flight(simulate(unwaited)) == {"dp": (0, 0)}
+
+
+def test_the_chain_that_a_makespan_is_made_of() -> None:
+    """Compute stood still for the second gather, which had waited for the first; the third was in time."""
+    dag = gathers_with_readers(3, 2.0, 3.0, chain=True)
+    assert critical(simulate(dag, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0}
+    assert critical(simulate(dag, [0, 3, 1, 2, 6, 4, 5, 7, 8])) == {0}
+    slow = gathers_with_readers(3, 2.0, 1.0, chain=True)
+    assert critical(simulate(slow, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0, 3, 6}
+    assert critical(simulate(slow)) == {0, 3, 6}
+    assert critical(simulate(Dag((Node("a", C, 1.0), Node("b", S, 3.0, group="dp"))))) == {1}
+    assert critical(simulate(Dag((Node("a", C, 4.0),)))) == set()
+
+
+def test_moves_merge_neighbours_and_cut_buckets() -> None:
+    dag = gathers_with_readers(3, 2.0, 1.0, chain=True)
+    merged = merge(dag, [[0, 3]], [3.0])
+    first, second = merged.dag.starts
+    keys = [node.group or None for node in merged.dag.nodes]
+    found = moves(simulate(merged.dag), merged.members, keys, lambda starts: 1.0)
+    assert found == [Move((first, second), ((0, 3, 6),)), Move((first,), ((0,), (3,)))]
+    assert [*batched(found)] == [[found[0]], [found[1]]]
+    assert moves(simulate(merged.dag), merged.members, keys, lambda starts: 0.0) == found[1:]
+    # What waits for one another is not merged.
+    nodes = (*dag.nodes[:3], dataclasses.replace(dag.nodes[3], deps=(2,)), *dag.nodes[4:])
+    starts = [move.units for move in moves(simulate(Dag(nodes)), unmerged(dag).members, kind_of(dag), lambda s: 1.0)]
+    assert starts == [(3, 6), (0, 6)]
+    # Halves come after all others.
+    many = [Move((2 * k, 2 * k + 1), ((k,),)) for k in range(3)]
+    assert [*batched(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
 
 
 @settings(deadline=None, max_examples=300)
