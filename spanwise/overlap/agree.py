@@ -140,6 +140,7 @@ class _Told:
         self.store.add(f"{self.prefix}/same/{_digest(_unpacked(self.record)['starts'])}", 1)
 
     def arrive(self, hop: int) -> None:
+        self.store.set(f"{self.prefix}/arrived/{hop}/{self.group.rank()}", "here")
         if self.store.add(f"{self.prefix}/arrived/{hop}", 1) == self.group.size():
             self.store.set(f"{self.prefix}/all/{hop}", "here")
 
@@ -162,10 +163,10 @@ class _Told:
         records = [self.store.get(f"{self.prefix}/rank/{rank}").decode() for rank in range(size)]
         return _difference(self.group, [_unpacked(record) for record in records])
 
-    def lateness(self) -> str:
-        """Who has not come at all."""
+    def lateness(self, hop: int) -> str:
+        """Who has not arrived, or has not come at all."""
         ranks = enumerate(dist.get_process_group_ranks(self.group))
-        late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/rank/{r}"])]
+        late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/arrived/{hop}/{r}"])]
         return (
             f"ranks {late} of {_named(self.group)} did not come to compare a compiled graph within "
             f"{_compat.group_timeout(self.group)}: they run something else or are gone, and their own errors say more; "
@@ -201,7 +202,7 @@ def _wait(one: _Told, hop: int, all_of: Sequence[_Told]) -> str:
             if text := other.failure():
                 return text
         if time.monotonic() > until:
-            return one.lateness()
+            return one.lateness(hop)
         time.sleep(pause)
         pause = min(2 * pause, 0.2)  # ranks may compile for minutes
     return ""
@@ -229,11 +230,13 @@ def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> 
     parts = [f"ranks {[ranks[at] for at in camp]} start {said}" for said, camp in camps.items()]
     different = _differing([records[camp[0]]["facts"] for camp in camps.values()])
     causes = [f"{name} is {' / '.join(values)}" for name, values in different]
+    why = "They went by the same options and costs, as far as these can be told apart"
+    if causes:
+        why = f"Of what they went by, {'; '.join(causes)}"
     return (
         f"ranks of {_named(group)} scheduled the collectives of a graph differently, by their places among all that it "
-        f"starts: {'; '.join(parts)}. "
-        + (f"Of what they went by, {'; '.join(causes)}. " if causes else "They went by the same options and costs. ")
-        + "Compile the same model with the same costs, options and versions on every rank"
+        f"starts: {'; '.join(parts)}. {why}. "
+        "Compile the same model with the same costs, options and versions on every rank"
     )
 
 

@@ -5,7 +5,7 @@ Formulas are found by operator; those that others register with torch (``registe
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,9 +79,10 @@ def node_flops(node: fx.Node) -> float:
         shapes = given[first : first + 3]
         flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
     elif packet in _PRODUCTS and not node.kwargs:
-        shapes = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
-        symbolic = any(type(size) is not int for shape in shapes for size in shape)
-        flops = (_product_flops.__wrapped__ if symbolic else _product_flops)(packet, *shapes)
+        # Not by torch's formulas, which insist on one length of what is summed over: of sizes that a graph leaves open
+        # it may have two, as of the tokens that an all-to-all brings back, whatever is taken for them (`sizes`).
+        *_, left, right = (tensors_of(n)[0].shape for n in nodes_in(node.args))
+        flops = float(2 * math.prod(left) * right[-1])
     elif packet in flop_registry:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
         if isinstance(packet, _compat.HigherOrderOperator):
@@ -98,12 +99,6 @@ def node_flops(node: fx.Node) -> float:
             seen = min(q_len, kv_len)
             flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
     return flops
-
-
-@functools.lru_cache(maxsize=4096)
-def _product_flops(packet: Any, *shapes: torch.Size) -> float:
-    """A model has many products of the same shapes."""
-    return float(flop_registry[packet](*shapes))
 
 
 def _spans_are_known(node: fx.Node) -> bool:

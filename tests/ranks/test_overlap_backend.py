@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -283,6 +286,23 @@ def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
     assert nothing == ""
 
 
+def stop_midway(rank: int, mesh: DeviceMesh) -> str:
+    """Rank 1 tells what it decided, and dies before it says that it is there for the others to compare."""
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    told = agree._Told(short, "digest", base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode())
+    if rank == 1:
+        told.tell()
+    else:
+        with pytest.raises(ValueError, match="did not come") as failed:
+            agree._compare([told], 1)
+    dist.barrier()
+    return "" if rank else str(failed.value)
+
+
+def test_a_rank_that_stops_midway_is_named(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, stop_midway)[0].startswith("ranks [1] of the process group of ranks [0, 1] did not come")
+
+
 def gathered(shard: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     return shard if mesh is None else Gathered.apply(shard, mesh)
 
@@ -532,3 +552,43 @@ def test_context_parallel_exchange_is_scheduled(gloo_pool: GlooPool) -> None:
     for error, starts in gloo_pool.run(2, context_parallel):
         assert error < 1e-12
         assert starts == [["all_to_all_single"]] * 2
+
+
+class Experts(nn.Module):
+    """An expert on each rank; how many tokens travel is read from a tensor, and is another number on every rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.expert, self.shared = (nn.Linear(DIM, DIM, bias=False).double() for _ in range(3))
+        self.group = mesh.get_group()
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        sent, received = counts.unbind()
+        given, taken = sent.tolist(), received.tolist()
+        there = all_to_all_single_autograd(self.before(x), taken, given, self.group)
+        back = all_to_all_single_autograd(F.silu(self.expert(there)), given, taken, self.group)
+        return back + self.shared(x)
+
+
+def by_experts(rank: int, mesh: DeviceMesh) -> tuple[list[bool], int, list[list[str]]]:
+    torch._dynamo.reset()
+    counters.clear()
+    results: list[Result] = []
+    module = Experts(mesh)
+    run = torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=results.append), fullgraph=True)
+    equal = []
+    for of_ranks in ([[3, 5], [2, 6]], [[8, 0], [1, 7]]):  # rows from rank to rank
+        counts = torch.tensor([of_ranks[rank], [of_ranks[0][rank], of_ranks[1][rank]]])
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            got = step(functools.partial(run, counts=counts), module, *data(rank))
+        expected = step(functools.partial(module, counts=counts), module, *data(rank))
+        equal += [torch.equal(x, y) for x, y in zip(got, expected, strict=True)]
+    return equal, counters["stats"]["unique_graphs"], list(map(collectives, results))
+
+
+def test_experts_whose_tokens_are_counted_while_they_run(gloo_pool: GlooPool) -> None:
+    """Tokens that come back are as many as were sent, which is known of tensors, and not of what is taken for them."""
+    for equal, graphs, starts in gloo_pool.run(2, by_experts):
+        assert all(equal) and graphs == 1
+        assert starts == [["all_to_all_single"] * 2] * 2
