@@ -272,12 +272,11 @@ def rows_of(
         ours = schedule(to_dag(gm, lambda node: table[node.name]).dag)
         seconds = time.perf_counter() - began
         yield row("spanwise", ours.timeline, seconds)
-        if any(how != "reorder" for how in hows):
-            gc.collect()
-            began = time.perf_counter()
-            result = optimize(gm, Known(table, cost, latency))
-            seconds = time.perf_counter() - began
-            yield row("spanwise, buckets", result.timeline, seconds)
+        gc.collect()
+        began = time.perf_counter()
+        result = optimize(gm, Known(table, cost, latency))
+        seconds = time.perf_counter() - began
+        yield row("spanwise, buckets", result.timeline, seconds)
         if noise:
             for figures in noise_of(captured.dag, theirs, ours.order):
                 yield Noise(costs, config.batch, config.layers, graph, *figures)
