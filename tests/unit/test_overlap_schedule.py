@@ -353,6 +353,15 @@ def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: r
         assert simulate(other, found).makespan <= simulate(other, order).makespan + 1e-9
 
 
+@pytest.mark.parametrize("room", [4, 1000])
+def test_schedules_are_loosened(room: int) -> None:
+    dag = backward(12)
+    found = schedule(dag, budget=dag.peak_bytes() + room)
+    guard = Guard(dag, found.timeline.peak_bytes, order=found.order)
+    assert found.order != found.before.order.tolist()
+    assert loosened(Problem(dag, found.order, [guard])) == found.order
+
+
 def test_what_is_started_early_and_waited_for_late_is_hidden_where_it_takes_longer() -> None:
     nodes = (
         Node("a", C, 1.0), Node("b", C, 1.0), Node("start", S, 1.0, (), "dp"), Node("c", C, 1.0),
