@@ -35,6 +35,7 @@ _TRIALS, _TRIED_NODES = 48, 14_000
 _PAYS, _REFILLED = 1e-3, 3
 _GAIN = 1e-6  # less is none
 _ONE_BY_ONE = 4  # moves for each trial at most that are tried one by one, rather than many together
+_HOPELESS = 1.02  # a makespan that is so much too long stays so, as a rule: not scheduled, if trials are few
 _MANY_TRIALS = 24  # from then on, moves are tried before anything has been taken together, too
 _ROUNDING = 1e-9
 
@@ -235,10 +236,10 @@ class _Search:
             self.tried.add(buckets)
             left, most = left - 1, most - 1
             joint = self._joint(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
-            if joint is None:
+            was = self.best.timeline.makespan
+            if joint is None or (trials < _MANY_TRIALS and joint[1].makespan > _HOPELESS * was):
                 continue
             best = self._scheduled(*joint, effort)
-            was = self.best.timeline.makespan
             gain = was - best.timeline.makespan
             if gain > _GAIN * was:
                 self.merged, self.best = joint[0], best
