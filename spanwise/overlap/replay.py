@@ -2,13 +2,20 @@
 
     dag, a schedule of it ─► replay ─► buckets, an order ─► bucket.merge
 
-The nodes are issued in the schedule's order on the streams of `simulate`. When a start's turn comes, those of equal key
-that follow it on its stream are started with it if they can be, and it is held back for those that come soon. Two rules
-keep the schedule's makespan. Each node has a time by which it must run so that what follows it in the schedule is in
-time, as in the critical path method (J. E. Kelley and M. R. Walker, 1959), and what is taken together has to end in
-time for all of its readers and for what comes next on the stream. And memory is guarded: results that are made sooner
-and arguments that are given back later must fit. No bucket waits for itself: its members have been started, one after
-another in a legal order, before any of them is waited for. Pure, deterministic, near-linear.
+The nodes are issued in the schedule's order on the streams of `simulate` (`running`), but for collectives:
+
+1. When a start's turn comes, starts of equal key that follow it on its stream join it if they can: what they depend on
+   has run, or is a little cheap compute that is run for them.
+2. If more could join soon, the bucket is held back. It is launched when it is full, when it would be late otherwise, or
+   when somebody needs one of its members.
+3. A stream that would stand still meanwhile is given what was to begin as soon as it is free.
+
+Two rules keep the schedule's makespan. Each node has a time by which it must run so that what follows it in the
+schedule is in time, as in the critical path method (J. E. Kelley and M. R. Walker, 1959), and what is taken together
+has to end in time for all of its readers and for what comes next on the stream (`spare`). And memory and what is in
+flight are guarded: results that are made sooner and arguments that are given back later must fit. No bucket waits for
+itself: its members have been started, one after another in a legal order, before any of them is waited for. Pure,
+deterministic, near-linear.
 """
 
 from __future__ import annotations
@@ -107,20 +114,19 @@ class _Replay(Running):
         """Start `i`, with what can be started with it, or hold it back for more."""
         key, group = self.keys[i], self.dag.nodes[i].group
         bucket = self.open.get(key) if key is not None else None
-        if bucket is not None and not self.joins(bucket, i):
+        if bucket is not None and not self.add_if_in_time(bucket, i):
             self.launch(bucket)
             bucket = None
         if bucket is None:
             # It goes in front of what is held back, unless that cannot wait.
-            while self.streams.held[group] and not self.streams.in_time(
-                group, self.now, self.streams.held[group], i, self.ms[i]
-            ):
+            held = self.streams.held[group]
+            while held and not self.streams.in_time(group, self.now, held, i, self.ms[i]):
                 self.launch(self.streams.most_urgent(group))
             if self.state[i]:
                 return
             bucket = Held([i], self.ms[i], self.late.end[i])
         self.state[i] = HELD
-        more = self.gather(bucket, i) if self.may_share(i) else None
+        more = self.add_followers(bucket, i) if self.may_share(i) else None
         is_open = bucket in self.streams.held[group]
         if hold and more is not None and self.is_worth_holding(bucket, more):
             if not is_open:
@@ -135,7 +141,7 @@ class _Replay(Running):
         wait = self.wait_of.get(i)
         return self.keys[i] is not None and not self.room.given_back[i] and (wait is None or self.missing[wait] <= 1)
 
-    def gather(self, bucket: Held, i: int) -> int | None:
+    def add_followers(self, bucket: Held, i: int) -> int | None:
         """Add to the bucket what follows `i`; the first that could not be added."""
         alike = self.alike[self.keys[i]]
         refused: list[int] = []
@@ -147,8 +153,8 @@ class _Replay(Running):
             if (
                 extras is not None
                 and self.room.fits_at(other, self.place)
-                and self.fit(extras)
-                and self.joins(bucket, other, extras)
+                and self.extras_fit(extras)
+                and self.add_if_in_time(bucket, other, extras)
             ):
                 for extra in extras:
                     self.now += self.ms[extra]
@@ -179,12 +185,12 @@ class _Replay(Running):
 
         return found if needs(i) else None
 
-    def fit(self, extras: list[int]) -> bool:
+    def extras_fit(self, extras: list[int]) -> bool:
         """Whether there is memory for all of them; only one that takes any is known to leave room for the others."""
         taking = [extra for extra in extras if self.room.allocated[extra]]
         return not taking or (len(taking) == 1 and self.guard.is_safe(taking[0]))
 
-    def joins(self, bucket: Held, i: int, extras: Sequence[int] = ()) -> bool:
+    def add_if_in_time(self, bucket: Held, i: int, extras: Sequence[int] = ()) -> bool:
         """Add `i` to the bucket if all stay in time; `extras` run before it."""
         if not self.may_share(i):
             return False
@@ -218,19 +224,17 @@ class _Replay(Running):
         self.launch(self.open[self.keys[i]])
 
     def meanwhile(self, until: float) -> None:
-        self.release(until)
+        self.launch_urgent(until)
         if until < math.inf:
-            self.use_streams(until)
+            self.keep_streams_busy(until)
 
-    def release(self, until: float) -> None:
+    def launch_urgent(self, until: float) -> None:
         """Launch the buckets that cannot wait until then."""
         for group, held in self.streams.held.items():
-            while held and not self.streams.in_time(
-                group, until, held, max(i for bucket in held for i in bucket.starts)
-            ):
+            while held and not self.streams.in_time(group, until, held, max(max(bucket.starts) for bucket in held)):
                 self.launch(self.streams.most_urgent(group))
 
-    def use_streams(self, until: float) -> None:
+    def keep_streams_busy(self, until: float) -> None:
         """Start what can be, of what was only kept by its stream, where a stream would stand still before `until`."""
         for group in self.dag.groups:
             while self.streams.free[group] <= until:
@@ -250,7 +254,7 @@ class _Replay(Running):
         extras = self.extras(i)
         if extras is None or not self.room.fits_at(i, self.place):
             return False
-        if not self.fit(extras) or not self.guard.is_safe(i) or self.is_full(self.dag.nodes[i].group, [i]):
+        if not self.extras_fit(extras) or not self.guard.is_safe(i) or self.is_full(self.dag.nodes[i].group, [i]):
             return False
         if extras and self.now + sum(self.ms[extra] for extra in extras) > self.late.reach[self.place]:
             return False

@@ -66,7 +66,7 @@ class Running:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Run all nodes."""
+        """Run all nodes: compute in the known order, what may lag behind it when that costs no time."""
         count = len(self.dag)
         for i in range(count):
             self.place = i
@@ -88,7 +88,7 @@ class Running:
             self.work(i)
             self.catch_up()
             self.fill(self.late.reach[i + 1])
-        while len(self.order) < count:
+        while len(self.order) < count:  # only what lags is left
             self.meanwhile(math.inf)
             self.catch_up()
             self.fill(math.inf)
@@ -98,6 +98,7 @@ class Running:
                 self.force(self.guard.next_in_order)
 
     def issue(self, i: int) -> None:
+        """Run a node all of whose dependencies have run; whose time it takes is said by who calls."""
         self.guard.run(i)
         self.state[i] = DONE
         self.order.append(i)
@@ -116,13 +117,13 @@ class Running:
     def finish(self, end: float, start: int) -> None:
         """Wait for a collective and those of its bucket."""
         self.now = max(self.now, end)
-        self.under_way[self.dag.nodes[start].group].pop(self.together[start][0], None)
         for member in self.together[start]:
             wait = self.wait_of.get(member)
             if wait is not None and not self.state[wait]:
                 self.run_for(wait)
                 if not self.state[wait]:
                     self.issue(wait)
+        self.under_way[self.dag.nodes[start].group].pop(self.together[start][0], None)
 
     def stall(self, end: float, start: int) -> None:
         """Let compute stand still until a collective has ended, after what can be done meanwhile."""
