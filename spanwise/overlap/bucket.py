@@ -13,7 +13,6 @@ cut in two, and all is scheduled again.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from spanwise.overlap.moves import Move, batched, moves
 from spanwise.overlap.replay import checked_price, replay
 from spanwise.overlap.schedule import Schedule, schedule
 from spanwise.overlap.simulate import Timeline, simulate
-from spanwise.overlap.spare import in_flight
+from spanwise.overlap.spare import in_flight, limits_in_flight
 
 # Shares of the time to spare that buckets may use. The first buckets shorten the makespan and leave the schedule that
 # is made of them free to move them; those that come then save launches.
@@ -143,8 +142,8 @@ def bucket(
         found: schedule of `dag`; its budget holds for what is returned, and its makespan is not exceeded.
         keys: by node, what the starts of a bucket must have in common; None for those that must not be merged.
         merged_ms: milliseconds of the collective that starts, by number, become.
-        multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, of the new schedule. The order that is there
-            is that in which the buckets were found; a bucket is one collective in flight.
+        multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, of the new schedule. A bucket is one
+            collective in flight, with all of its bytes; where `found` has more than the limits, that is the limit.
 
     Returns:
         The merged dag and a schedule of it; without a bucket, `dag` itself and `found`.
@@ -156,7 +155,7 @@ def bucket(
     if len(keys) != len(dag):
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
-    trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag)))
+    trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort != 0 else 0
     searches = [_Search(dag, found, keys, merged_ms, options, effort)]
     if trials >= _MANY_TRIALS:  # a move may save more where nothing has been taken together yet
         searches.append(_Search(dag, found, keys, merged_ms, options, effort))
@@ -166,7 +165,12 @@ def bucket(
             search.offer_replayed(slack)
     if searches[0].improve(trials):
         searches[0].offer_replayed(_SLACKS[-1])
-    best = min(searches, key=lambda search: (search.best.timeline.makespan, search.merged.launches))
+    best = searches[0]
+    for other in searches[1:]:
+        shortest, launches = best.best.timeline.makespan, best.merged.launches
+        most = 1 + _ROUNDING if other.merged.launches < launches else 1 - _ROUNDING
+        if other.best.timeline.makespan <= shortest * most:
+            best = other
     return best.merged, best.best
 
 
@@ -178,6 +182,7 @@ class _Search:
 
     Attributes:
         allowed: of each group, collectives and bytes in flight at most; None for no limits.
+        longest: a makespan that buckets must not exceed.
     """
 
     def __init__(
@@ -191,7 +196,8 @@ class _Search:
     ) -> None:
         self.dag, self.keys, self.price, self.options, self.effort = dag, keys, price, options, effort
         self.merged, self.best = unmerged(dag), found
-        self.allowed = _allowed(found.timeline, options["in_flight"], options["in_flight_bytes"])
+        self.longest = found.timeline.makespan * (1 + _ROUNDING)
+        self.allowed = limits_in_flight(found.timeline, options["in_flight"], options["in_flight_bytes"])
         self.tried: set[frozenset[tuple[int, ...]]] = set()
         self.saved: dict[Hashable, float] = {}
 
@@ -212,7 +218,8 @@ class _Search:
         joint = self._replayed(slack)
         if joint.launches == self.merged.launches:
             return
-        own, limit = simulate(joint.dag), self.best.timeline.makespan * (1 + _ROUNDING)
+        own = simulate(joint.dag)
+        limit = min(self.longest, self.best.timeline.makespan * (1 + _ROUNDING))
         if own.makespan > limit * _REPAIRED or not self.holds(own):
             return
         best = self._scheduled(joint, own, self.effort)
@@ -234,7 +241,7 @@ class _Search:
             if (buckets := frozenset((*known, *new))) in self.tried:
                 continue
             self.tried.add(buckets)
-            left, most = left - 1, most - 1
+            left, most = left - 1, most - 1  # whether or not it comes to a schedule
             joint = self._joint(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
             was = self.best.timeline.makespan
             if joint is None or (trials < _MANY_TRIALS and joint[1].makespan > _HOPELESS * was):
@@ -306,14 +313,6 @@ class _Search:
         joint = {starts[0]: starts for starts in replayed.buckets}
         buckets = [flat(joint.get(i, [i])) for i in ms]
         return merge(dag, buckets, [cost / multiplier for cost in ms.values()], flat(replayed.order), late=True)
-
-
-def _allowed(timeline: Timeline, most: int | None, most_bytes: int | None) -> dict[str, tuple[float, float]] | None:
-    """Of each group, how many collectives and bytes may be in flight: the limits, or what the timeline has."""
-    if most is None and most_bytes is None:
-        return None
-    limits = (math.inf if most is None else most), (math.inf if most_bytes is None else most_bytes)
-    return {group: (max(limits[0], now[0]), max(limits[1], now[1])) for group, now in in_flight(timeline).items()}
 
 
 def _in_order(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:

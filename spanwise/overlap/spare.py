@@ -266,3 +266,13 @@ def in_flight(timeline: Timeline) -> dict[str, tuple[int, int]]:
             now[group][at] += sign * takes
             most[group][at] = max(most[group][at], now[group][at])
     return {group: (count, num_bytes) for group, (count, num_bytes) in most.items()}
+
+
+def limits_in_flight(
+    timeline: Timeline, most: int | None, most_bytes: int | None
+) -> dict[str, tuple[float, float]] | None:
+    """Of each group, how many collectives and bytes may be in flight: the limits, or what the timeline has."""
+    if most is None and most_bytes is None:
+        return None
+    limits = (math.inf if most is None else most), (math.inf if most_bytes is None else most_bytes)
+    return {group: (max(limits[0], now[0]), max(limits[1], now[1])) for group, now in in_flight(timeline).items()}
