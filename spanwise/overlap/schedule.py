@@ -182,12 +182,9 @@ class _Search:
         # Costs are guesses: collectives are started earlier, as far as memory that the order takes anyway has room.
         way = problem.along(order, peak)
         due = eased(way, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
-        for ahead in (_WIDE, _NARROW):
-            found = forward(way, due, ahead * scale, queue=_QUEUE * scale)
-            span = found.makespan if self.same_costs else self._simulated(found.order)
-            if span <= makespan:
-                way = problem.along(found.order, found.peak)
-                break
+        found = forward(way, due, _WIDE * scale, queue=_QUEUE * scale)
+        if (found.makespan if self.same_costs else self._simulated(found.order)) <= makespan:
+            way = problem.along(found.order, found.peak)
         order = loosened(way)
         return order, self._simulated(order), self.dag.peak_bytes(order)
 
