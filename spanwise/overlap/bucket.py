@@ -30,12 +30,12 @@ _AGAIN = 1  # effort of schedules after the first: of an order that is close to 
 _REPAIRED = 1.01  # a makespan that is so much too long may be right again after a schedule
 # Moves are tried until so many trials on end have gained nothing: as many as have so many nodes together, a single one
 # of a large graph. A gain that pays, as a share of the makespan, gives all of them back, but not without end.
-_TRIALS, _TRIED_NODES = 48, 14_000
+_TRIALS, _TRIED_NODES = 32, 10_000
 _PAYS, _REFILLED = 1e-3, 3
 _GAIN = 1e-6  # less is none
 _ONE_BY_ONE = 4  # moves for each trial at most that are tried one by one, rather than many together
 _HOPELESS = 1.02  # a makespan that is so much too long stays so, as a rule: not scheduled, if trials are few
-_MANY_TRIALS = 24  # from then on, moves are tried before anything has been taken together, too
+_MANY_TRIALS = 16  # from then on, moves are tried before anything has been taken together, too
 _ROUNDING = 1e-9
 
 
