@@ -128,6 +128,8 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise ValueError(f"cannot write {path}: name a file in a folder that exists")
     hardware = load_hardware(options.hardware)
+    if options.dynamic_size < 1:
+        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
     if options.costs not in ("roofline", "measured"):
         raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
     if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():

@@ -20,6 +20,7 @@ again: a rank whose input changes its size compiles anew, and others, whose inpu
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -83,6 +84,18 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
         node = graph.call_function(torch.ops.spanwise.agree.default, tuple(map(" ".join, (starts, digests, packed))))
     node.meta["val"] = None
     return node
+
+
+def give_up(graph: fx.Graph, why: str) -> None:
+    """Say in the groups of `graph` that this rank has none to run: the others come to compare theirs, and would wait.
+
+    What the store raises is for nobody: there is an error already.
+    """
+    with contextlib.suppress(Exception):
+        found = [_compat.find_group(group_of(node)) for node in graph.nodes if _talks(node) is not None]
+        for group in dict.fromkeys(found):
+            if group.size() > 1 and not _compat.is_simulated(group):
+                _Told(group, "", "").fail(f"rank {dist.get_rank()} could not schedule its graph: {why}")
 
 
 def _digest(value: Any) -> str:

@@ -47,9 +47,10 @@ def backend(
         torch.compile(model, backend=overlap.backend("inductor", cost=hardware))
 
     Graphs without collectives compile as ever. With collectives, all ranks compare what they decided at the first call
-    of a graph and raise ``ValueError`` if it differs; see `agree`. Where sizes vary from rank to rank, compile with
-    ``dynamic=True``: a rank that compiles anew must come to the same order. FSDP2's ``fully_shard`` communicates in
-    hooks outside of the graphs; parameters that are DTensors, gathered by the model, communicate inside.
+    of a graph and raise ``ValueError`` if it differs, or if a rank could not schedule its own; see `agree`. Where sizes
+    vary from rank to rank, compile with ``dynamic=True``: a rank that compiles anew must come to the same order.
+    FSDP2's ``fully_shard`` communicates in hooks outside of the graphs; parameters that are DTensors, gathered by the
+    model, communicate inside.
 
     Args:
         name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
@@ -128,12 +129,16 @@ class Backend:
         """Put `gm` into its new order, in place; `hold` Inductor to it."""
         if not any(node.target in STARTS for node in gm.graph.nodes):
             return gm
-        with assumed(gm, self._dynamic_size):
-            result = optimize(gm, self._cost, **self._options)
-            captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
-            emit(captured, result.timeline.order.tolist(), result.members)
-            tied = [node for node in gm.graph.nodes if _is_tied(node)]
-        self._on_result(result)
+        try:
+            with assumed(gm, self._dynamic_size):
+                result = optimize(gm, self._cost, **self._options)
+                captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
+                emit(captured, result.timeline.order.tolist(), result.members)
+                tied = [node for node in gm.graph.nodes if _is_tied(node)]
+            self._on_result(result)
+        except Exception as error:
+            agree.give_up(gm.graph, f"{type(error).__name__}: {error}")
+            raise
         first = agree.insert(gm.graph, self._facts(), _traced(result))
         if hold and first is not None:
             _compat.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))

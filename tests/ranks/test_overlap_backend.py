@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -185,6 +186,34 @@ def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: Gloo
         assert (said, ranks) == ("", 2)
 
 
+def refuse(rank: int, mesh: DeviceMesh) -> list[tuple[str, float]]:
+    """What ranks are told if rank 1 cannot schedule at first, and after how many seconds; then it can."""
+    said = []
+    for refusing in (True, False):
+        torch._dynamo.reset()
+
+        def result(result: Result, refusing: bool = refusing) -> None:
+            if refusing and rank == 1:
+                raise OSError("no space left")
+
+        module, began = Sharded(mesh), time.monotonic()
+        try:
+            step(torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=result)), module, *data(0))
+            said.append(("", 0.0))
+        except (ValueError, torch._dynamo.exc.BackendCompilerFailed) as error:
+            said.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+    return said
+
+
+def test_ranks_hear_of_one_that_cannot_schedule(gloo_pool: GlooPool) -> None:
+    """It never comes to compare, and they would wait for it until their group's timeout."""
+    first, second = gloo_pool.run(2, refuse)
+    assert first[0][0] == "ValueError: rank 1 could not schedule its graph: OSError: no space left"
+    assert second[0][0].startswith("BackendCompilerFailed") and "OSError: no space left" in second[0][0]
+    assert first[0][1] < 20
+    assert first[1] == second[1] == ("", 0.0)
+
+
 def with_widths(rank: int, mesh: DeviceMesh, widths: list[tuple[int, int]]) -> str:
     torch._dynamo.reset()
     module = Sharded(mesh, widths[rank])
@@ -201,25 +230,30 @@ def test_sizes_are_compared(gloo_pool: GlooPool) -> None:
     assert re.search(r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*by the same options", first)
 
 
-def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tuple[list[bool], int]:
-    """Whether steps of these batch sizes are the eager ones, and how many graphs were compiled."""
+def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tuple[list[bool], int, int]:
+    """Whether steps of these batch sizes are the eager ones; how many graphs were compiled, how many compared."""
     torch._dynamo.reset()
     counters.clear()
     module = Sharded(mesh)
     run = torch.compile(module, backend=backend("aot_eager", cost=Cost()))
     equal = []
-    for batch in batches[rank]:
-        x, grad = torch.randn(2, batch, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
-        expected, got = (step(f, module, x.requires_grad_(), grad) for f in (module, run))
-        equal += [relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True)]
-    return equal, counters["stats"]["unique_graphs"]
+    with mock.patch.object(agree._Told, "tell", autospec=True, side_effect=agree._Told.tell) as told:
+        for batch in batches[rank]:
+            x, grad = torch.randn(2, batch, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+            expected, got = (step(f, module, x.requires_grad_(), grad) for f in (module, run))
+            equal += [relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True)]
+    return equal, counters["stats"]["unique_graphs"], told.call_count
 
 
 def test_ranks_need_not_compile_anew_at_the_same_time(gloo_pool: GlooPool) -> None:
-    """Rank 0 sees another size and compiles for all of them; rank 1 does not, and their collectives are the same."""
-    (equal, graphs), (others, few) = gloo_pool.run(2, steps_of_sizes, [[8, 6, 5], [8, 8, 8]])
+    """Rank 0 sees another size and compiles for all of them; rank 1 does not, and their collectives are the same.
+
+    What they agreed on once they do not compare again: a forward and a backward graph in three steps each.
+    """
+    (equal, graphs, told), (others, few, by_others) = gloo_pool.run(2, steps_of_sizes, [[8, 6, 5], [8, 8, 8]])
     assert all(equal) and all(others)
     assert (graphs, few) == (2, 1)
+    assert told == by_others <= 2  # none if a test before has had them agree
 
 
 def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:

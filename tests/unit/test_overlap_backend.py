@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from spanwise import _compat
 from spanwise.cost import H100, H200
 from spanwise.overlap import agree, operators
-from spanwise.overlap.backend import backend
+from spanwise.overlap.backend import Backend, _implicit, _is_tied, backend
 from spanwise.overlap.costs import node_flops
 from spanwise.overlap.optimize import Result
 from spanwise.overlap.sizes import assumed
@@ -146,6 +147,23 @@ def kernels(code: str) -> int:
     return len(re.findall(r"^ +cpp_fused\w*\(", code.split("def call(")[1], re.MULTILINE))
 
 
+def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, other = (graph.call_function(op, (x,)) for op in (torch.ops.aten.sin.default, torch.ops.aten.cos.default))
+    of_first = graph.call_function(torch.ops.aten.exp.default, (first,))
+    by_data = graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.relu, (of_first,)),))
+    assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
+
+
+def test_operators_that_inductor_calls_are_tied_and_what_it_fuses_is_not() -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "xy"]
+    assert _is_tied(graph.call_function(torch.ops.quantized.add_relu.default, (*operands, 1.0, 0)))
+    assert not _is_tied(graph.call_function(torch.ops.aten.add.Tensor, tuple(operands)))
+    assert not _is_tied(operands[0])
+
+
 def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     results: list[Result] = []
     codes = compiled(group, backend("inductor", cost=Cost(), bucket=False, on_result=results.append))
@@ -153,6 +171,9 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     for code, result in zip(codes, results, strict=True):
         assert called(code) == scheduled(result)
         assert result.timeline.makespan < 0.95 * result.before.makespan
+        body = code.split("def call(")[1]
+        assert body.count("spanwise.agree.default(") == 1
+        assert body.index("spanwise.agree.default(") < min(map(body.index, ("_c10d_functional.", "extern_kernels.")))
     assert [len(called(code)) for code in codes] == [9, 12]
     # Left alone, Inductor hides nothing; and to be kept in order costs no kernel.
     plain = compiled(group, "inductor")
@@ -229,7 +250,7 @@ def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: s
     assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # of which nobody knows when it is another one
 
 
-def test_a_fingerprint_covers_costs_options_and_groups(group: str) -> None:
+def test_a_fingerprint_covers_costs_options_groups_and_the_source(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fingerprint(cost: Any = H100, **options: Any) -> str | None:
         return backend(cost=cost, **options).fingerprint()
 
@@ -240,6 +261,8 @@ def test_a_fingerprint_covers_costs_options_and_groups(group: str) -> None:
     others = [fingerprint(H200), fingerprint({"mm": 1.0}), fingerprint({"mm": 2.0}), fingerprint(Cost())]
     others += [fingerprint(bucket=False), fingerprint(memory_budget=1), fingerprint(dynamic_size=128)]
     dist.new_group([0])
+    others.append(fingerprint())
+    monkeypatch.setattr(sys.modules[Backend.__module__], "_source", lambda: "of another version")
     others.append(fingerprint())
     assert len({first, *others}) == 1 + len(others)
 
@@ -365,6 +388,20 @@ def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterw
         assert operators.storage_of(fixed[0].meta["val"]) != storage
         assert all(type(size) is int for n in gm.graph.nodes for t in operators.tensors_of(n) for size in t.shape)
     assert all(node.meta.get("val") is value for node, value in zip(gm.graph.nodes, before, strict=True))
+
+
+def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
+    """What is cut off is none where there is too little of it; a view reaches as far as its own sizes say."""
+
+    def cut(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (x.shape[0], 4), (4, 1))
+
+    gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(13, 4))
+    (none,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.new_empty.default)
+    (view,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.as_strided.default)
+    with assumed(gm, 5):
+        assert none.meta["val"].shape == (0, 4)
+        assert view.meta["val"].shape == (5, 4)
 
 
 def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:

@@ -330,6 +330,8 @@ def test_sizes_that_a_program_leaves_open(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
         assert one["num_bytes"] == 2 * size * 16 * 4
+    none = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0-1", "--dynamic-size", 0)
+    assert none.exit_code == 2 and "--dynamic-size must be at least 1, got 0" in none.stderr
 
 
 def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: Path) -> None:
