@@ -156,6 +156,17 @@ def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> Non
     assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
 
 
+def test_what_ranks_compare_is_tied_in_front_of_all(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[set[fx.Node]] = []
+    monkeypatch.setattr(
+        _compat, "keep_order", lambda graph, after: held.append({n for ns in after.values() for n in ns})
+    )
+    compiled(group, backend("inductor", cost=lambda node: 1.0))
+    for before in held:
+        assert sum(node.target is torch.ops.spanwise.agree.default for node in before) == 1
+    assert len(held) == 2
+
+
 def test_operators_that_inductor_calls_are_tied_and_what_it_fuses_is_not() -> None:
     graph = fx.Graph()
     operands = [graph.placeholder(name) for name in "xy"]
@@ -394,14 +405,16 @@ def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
     """What is cut off is none where there is too little of it; a view reaches as far as its own sizes say."""
 
     def cut(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (x.shape[0], 4), (4, 1))
+        return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (2 * x.shape[0] - 11, 4), (4, 1))
 
-    gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(13, 4))
+    gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(52))
     (none,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.new_empty.default)
     (view,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.as_strided.default)
     with assumed(gm, 5):
         assert none.meta["val"].shape == (0, 4)
-        assert view.meta["val"].shape == (5, 4)
+    with assumed(gm, 15):
+        assert view.meta["val"].shape == (19, 4)
+        assert view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
 
 
 def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:
