@@ -17,8 +17,8 @@ default but for bucketing:
     buckets      ``collective_bucketing=True``
     pre-buckets  the same, and ``pre_bucketing_fsdp_collectives=True``
 
-Ours is there without buckets ("spanwise", the order alone) and with them ("spanwise, buckets": `optimize`, all of it:
-the graph's copy and its new nodes are in its seconds, as they are in those of PyTorch's pass).
+Ours is there without buckets ("spanwise") and with them ("spanwise, buckets"), by `optimize`, all of it: the graph's
+copy and its new nodes are in its seconds; PyTorch's pass changes a graph that was copied before.
 
 With ``--noise``, the orders made for the costs as they were assumed are simulated with others: every node's cost times
 a log-normal factor of its own, the same for PyTorch's order and ours, 20 draws for each sigma. Printed are our makespan
@@ -61,7 +61,6 @@ from spanwise.overlap.costs import CostModel
 from spanwise.overlap.dag import Dag
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.optimize import optimize
-from spanwise.overlap.schedule import schedule
 from spanwise.overlap.simulate import Timeline, simulate
 
 Cost = Callable[[fx.Node], float]
@@ -267,18 +266,19 @@ def rows_of(
             if how == "reorder":
                 numbers = {name: number for number, name in enumerate(names)}
                 theirs = [numbers[node.name] for node in again.nodes]
+        known = Known(table, cost, latency)
         gc.collect()
         began = time.perf_counter()
-        ours = schedule(to_dag(gm, lambda node: table[node.name]).dag)
+        ours = optimize(gm, known, bucket=False)
         seconds = time.perf_counter() - began
         yield row("spanwise", ours.timeline, seconds)
         gc.collect()
         began = time.perf_counter()
-        result = optimize(gm, Known(table, cost, latency))
+        result = optimize(gm, known)
         seconds = time.perf_counter() - began
         yield row("spanwise, buckets", result.timeline, seconds)
         if noise:
-            for figures in noise_of(captured.dag, theirs, ours.order):
+            for figures in noise_of(captured.dag, theirs, ours.timeline.order.tolist()):
                 yield Noise(costs, config.batch, config.layers, graph, *figures)
 
 

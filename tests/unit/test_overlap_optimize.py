@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import io
 import json
 import math
@@ -456,3 +457,16 @@ def test_a_result_reports_and_is_drawn(tmp_path: Path) -> None:
     for name, processes in (("both", {"as given", "optimized"}), ("one", {"step"})):
         events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
         assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == processes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    gm = fx.symbolic_trace(torch.nn.Identity())
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError, match="memory_budget"):
+            overlap.optimize(gm, lambda node: 1.0, memory_budget=2**70)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
