@@ -41,12 +41,14 @@ NOT_HOT = {
     "_flex_masks.py": "masks from and to torch, when a plan is made",
     "layout.py": "numpy, when a plan is made; index tensors in host memory",
     "stages.py": "numpy, when a rank plan is built",
+    "kernels/_flops.py": "asked by torch's FLOP counters alone",
     "kernels/_segments.py": "numpy, when a plan is made",
     "kernels/_tiles.py": "numpy, CPU",
     "kernels/sdpa.py": "CPU",
 }
-# Functions that run before any step, when plans, rank plans or modules are made.
+# Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
+    "_compat.py": {"assume_symbols"},
     "rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
     "parallel.py": {"_check_module", "_probe_mask"},
     "kernels/flex.py": {"from_numpy"},
