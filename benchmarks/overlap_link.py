@@ -18,7 +18,6 @@ compared with those of the unscheduled step.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -27,9 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from hosts import Hosts, missing
-from slow_link import machine
+from slow_link import machine, run, write
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"
@@ -75,18 +73,7 @@ def main() -> None:
             for row in rows(answers):
                 result["rows"].append({"rate": hosts.rate, "share": share, **costs, **row})
                 print(show(row), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def run(hosts: Hosts, task: dict[str, Any]) -> list[dict[str, Any]]:
-    """One task on both hosts; what each measured."""
-    outs = [str(hosts.folder / f"rank-{rank}.pt") for rank in range(NUM_HOSTS)]
-    threads = max(1, len(os.sched_getaffinity(0)) // NUM_HOSTS)
-    about = {"num_ranks": NUM_HOSTS, "store": str(hosts.folder / "store"), "threads": threads}
-    jobs = [{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)]
-    hosts.run(jobs, 1800.0, lambda text: print(f"  {text}", flush=True))
-    return [torch.load(out, weights_only=True) for out in outs]
+    write(result, args.out)
 
 
 def rows(answers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

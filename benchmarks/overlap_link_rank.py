@@ -7,10 +7,8 @@ are readings of the monotonic clock, which all processes of one machine share.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from overlap_peers import torch_on_h100
+from slow_link_rank import say, say_once, timed
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -49,10 +48,6 @@ def main() -> None:
         say("done")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def say(event: str, **more: str) -> None:
-    print(json.dumps({"event": event, **more}), flush=True)
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -103,30 +98,6 @@ def ours(
     results: list[overlap.Result] = []
     step = step_of(model, x, overlap.backend(name, cost=cost, on_result=results.append, **options))
     return step, step(), results
-
-
-def timed(steps: dict[str, Step], repeats: int, rank: int) -> dict[str, list[tuple[float, float]]]:
-    """Begin and end of every step, `repeats` rounds over all of them, from a common start."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    names = list(steps)
-    gc.collect()
-    gc.disable()
-    for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
-            dist.barrier()
-            begin = time.monotonic()
-            steps[name]()
-            times[name].append((begin, time.monotonic()))
-        gc.collect()
-        say_once(rank, f"round {repeat + 1} of {repeats}")
-    gc.enable()
-    return times
-
-
-def say_once(rank: int, text: str) -> None:
-    if rank == 0:
-        say("progress", text=text)
 
 
 class Sharded(nn.Module):

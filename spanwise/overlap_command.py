@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from spanwise.overlap.peers import pytorch_order
 from spanwise.overlap.report import OrderFigures, arithmetic, figures, order_figures
 from spanwise.overlap.sizes import assumed
 from spanwise.overlap.trace import trace_events
-from spanwise.plan_command import load_hardware
+from spanwise.plan_command import command_line, load_hardware
 from spanwise.planner import make_plan
 from spanwise.report import overlap as pages
 from spanwise.report import text
@@ -102,20 +101,7 @@ class OverlapOptions:
 
     def command(self) -> str:
         """The command line that gives these options, for a shell; what is written where is left out."""
-        words = ["spanwise", "overlap"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("trace", "html", "json", "save") or value == field.default:
-                continue
-            flag = "--" + field.name.replace("_", "-")
-            if field.name == "bucket":
-                words.append("--no-bucket")
-            elif value is True:
-                words.append(flag)
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    words += [flag, str(one)]
-        return shlex.join(words)
+        return command_line("overlap", self, ("trace", "html", "json", "save"))
 
 
 def run(options: OverlapOptions) -> list[pages.GraphFigures]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,20 @@ class PlanOptions:
 
     def command(self) -> str:
         """The command line that gives these options, for a shell; what is written where is left out."""
-        words = ["spanwise", "plan"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("html", "json") or value == field.default:
-                continue
-            flag = "--" + field.name.replace("_", "-")
-            for one in value if isinstance(value, tuple) else (value,):
-                words += [flag] if one is True else [flag, str(one)]
-        return shlex.join(words)
+        return command_line("plan", self, ("html", "json"))
+
+
+def command_line(name: str, options: Any, files: Collection[str]) -> str:
+    """What gives the `options` of a command that are not their defaults, all fields but those called `files`."""
+    words = ["spanwise", name]
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in files or value == field.default:
+            continue
+        flag = field.name.replace("_", "-")
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [f"--{flag}"] if one is True else [f"--no-{flag}"] if one is False else [f"--{flag}", str(one)]
+    return shlex.join(words)
 
 
 def run(options: PlanOptions) -> dict[str, Any]:

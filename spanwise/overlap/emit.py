@@ -10,8 +10,7 @@ bits, and its own wait. Which collectives may be in one is said here, too, since
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,16 +18,10 @@ from torch import fx
 from spanwise import _compat
 from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.graph import Captured
-from spanwise.overlap.operators import arguments, group_of, nodes_in, tensors_of, traits
+from spanwise.overlap.operators import COALESCED, arguments, group_of, nodes_in, tensors_of, traits
 
 _ops = _compat.functional_collectives
-_COALESCED: Mapping[Any, Any] = MappingProxyType(
-    {
-        _ops.all_gather_into_tensor.default: _ops.all_gather_into_tensor_coalesced.default,
-        _ops.reduce_scatter_tensor.default: _ops.reduce_scatter_tensor_coalesced.default,
-        _ops.all_reduce.default: _ops.all_reduce_coalesced.default,
-    }
-)
+_TOGETHER = {one: several for several, one in COALESCED.items()}
 # What AOTAutograd cuts a joint graph by: on which side a node is, and whether it is done again.
 _CUT_BY = ("partitioner_tag", "autograd_backward", "recompute", "ac_graph_id")
 
@@ -46,7 +39,7 @@ def bucket_keys(captured: Captured) -> list[Hashable | None]:
     found: list[Hashable | None] = [None] * len(captured.dag)
     for start in captured.dag.starts:
         node = captured.nodes[start]
-        if node.target in _COALESCED and start in waits and list(node.users) == [captured.nodes[waits[start]]]:
+        if node.target in _TOGETHER and start in waits and list(node.users) == [captured.nodes[waits[start]]]:
             found[start] = _key(node)
     return found
 
@@ -164,7 +157,7 @@ def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
     """One collective for `starts`, which are erased, and its items, which their waits wait for."""
     first = starts[0]
     operands, *rest = zip(*(_given(start).values() for start in starts), strict=True)
-    target = _COALESCED[first.target]
+    target = _TOGETHER[first.target]
     args = (list(operands), *(values[0] for values in rest))
     with graph.inserting_before(first):
         merged = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)

@@ -9,7 +9,7 @@ comes. Pure and deterministic.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from spanwise.overlap.due import Listed, Problem
@@ -248,26 +248,30 @@ def sunk(problem: Problem, order: Sequence[int], tiny: float) -> list[int]:
     has_run = bytearray(len(order))
     found: list[int] = []
 
-    def issue(i: int) -> None:
-        stack = [i]
-        while stack:
-            i = stack[-1]
-            before = [dep for dep in deps[i] if not has_run[dep]]
-            if before:
-                stack += before
-                continue
-            stack.pop()
-            if not has_run[i]:
-                has_run[i] = True
-                found.append(i)
+    def run(i: int) -> None:
+        has_run[i] = True
+        found.append(i)
 
     for i in order:
         if not late[i]:
-            issue(i)
+            _with_deps(i, deps, has_run, run)
     for i in order:
-        if not has_run[i]:
-            issue(i)
+        _with_deps(i, deps, has_run, run)
     return found
+
+
+def _with_deps(i: int, deps: Sequence[Sequence[int]], has_run: bytearray, run: Callable[[int], None]) -> None:
+    """Run a node after all that it still needs; `run` marks what `has_run`."""
+    stack = [i]
+    while stack:
+        i = stack[-1]
+        before = [dep for dep in deps[i] if not has_run[dep]]
+        if before:
+            stack += before
+            continue
+        stack.pop()
+        if not has_run[i]:
+            run(i)
 
 
 def loosened(problem: Problem) -> list[int]:
@@ -288,22 +292,16 @@ def loosened(problem: Problem) -> list[int]:
     found: list[int] = []
     late: dict[int, None] = {}  # passed by; in the order of their turn
 
+    def run(i: int) -> None:
+        limits.run(i)
+        has_run[i] = True
+        late.pop(i, None)
+        found.append(i)
+        for user in users[i]:
+            missing[user] -= 1
+
     def issue(i: int) -> None:
-        stack = [i]
-        while stack:
-            i = stack[-1]
-            before = [dep for dep in deps[i] if not has_run[dep]]
-            if before:
-                stack += before
-                continue
-            stack.pop()
-            if not has_run[i]:
-                limits.run(i)
-                has_run[i] = True
-                late.pop(i, None)
-                found.append(i)
-                for user in users[i]:
-                    missing[user] -= 1
+        _with_deps(i, deps, has_run, run)
 
     def start_all() -> None:
         for starts in streams:

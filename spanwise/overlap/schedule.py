@@ -21,6 +21,7 @@ from spanwise.overlap.due import Listed, Problem, eased, latest, paced
 from spanwise.overlap.listed import forward, loosened, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
+from spanwise.overlap.spare import touched_bytes
 
 GIB = 2**30
 EFFORT = 8  # orders tried of a large graph
@@ -252,11 +253,7 @@ def _flight_guards(dag: Dag, order: Sequence[int], most: int | None, most_bytes:
     if most is None and most_bytes is None:
         return
     waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-    touched = dict.fromkeys(waits, 0)
-    for storage in dag.storages:
-        for user in {storage.maker, *storage.users}:
-            if user in touched:
-                touched[user] += storage.num_bytes
+    touched = touched_bytes(dag)
     for group in dag.groups:
         starts = [i for i in dag.starts if i in waits and dag.nodes[i].group == group]
         for limit, takes in ((most, dict.fromkeys(starts, 1)), (most_bytes, touched)):
