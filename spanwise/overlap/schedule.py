@@ -2,8 +2,8 @@
 
 Several list schedules (`listed`) are made, by due dates (`due`) that keep more or less close to the graph's own order,
 and then by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its
-makespan and, where these are close, by its peak of memory; the graph's own order is among them, so that no schedule is
-worse. Pure and deterministic.
+makespan and, where these are close, by its peak of memory, and polished; the graph's own order is among them, so that
+no schedule is worse. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GIB = 2**30
 EFFORT = 8  # orders tried of a large graph
 # Of orders about as good, the one with the lower peak: a budget that is filled counts as so much of the makespan.
 _FILLED = 0.0025
-_CLOSE = 1.001  # of the longest path or the busiest stream: no more is tried, where the peak is no higher than before
+_CLOSE = 1.001  # of a lower bound: no more is tried, where the peak is no higher than before
+_PATIENCE = 4  # how many of the first orders on end may be no better
 # Due dates that keep to the known order, all as shares of the longest path: by how much others lag behind it; how much
 # earlier than needed collectives are started; how far ahead of what is due first a node that takes memory may run; and
 # patience (see `forward`). The best of the first few is what is improved first.
@@ -59,6 +60,7 @@ class Schedule:
     timeline: Timeline
     before: Timeline
     budget: int
+    _bounds: Bounds | None = None
 
     @property
     def order(self) -> list[int]:
@@ -68,7 +70,7 @@ class Schedule:
     @functools.cached_property
     def bounds(self) -> Bounds:
         """What no order can beat, memory and limits in flight aside."""
-        return lower_bounds(self.timeline.dag)
+        return self._bounds or lower_bounds(self.timeline.dag)
 
 
 def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
@@ -101,8 +103,8 @@ def schedule(
             that is there has more of a group, its most is that group's limit. A collective without a wait is not
             counted.
         in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
-        effort: how many orders are tried, besides the one that is there; default: `default_effort`. With more, the
-            makespan is never longer.
+        effort: how many orders are tried at most, besides the one that is there; default: `default_effort`. From
+            `EFFORT` on, the makespan is never longer with more.
         fallback: an order that is there instead of the graph's own: one within the budget, where the own one is not.
             The schedule is no worse than it.
 
@@ -126,9 +128,7 @@ def schedule(
     problem = Problem(assumed, order, guards)
     search = _Search(dag, problem, before, budget)
     search.run(effort)
-    if search.order == order:
-        return Schedule(before, before, budget)
-    return Schedule(simulate(dag, search.order), before, budget)
+    return Schedule(search.best, before, budget, search.bounds)
 
 
 class _Search:
@@ -144,10 +144,8 @@ class _Search:
         busiest = max(_stream_ms(dag).values())
         self.floor = max(busiest, problem.longest if self.same_costs else 0.0)
         self.scale = problem.longest
-        self.tries = 0
-        self.order = before.order.tolist()
-        self.makespan, self.score = before.makespan, self._score(before.makespan, before.peak_bytes)
-        self.done = before.makespan <= _CLOSE * self.floor
+        self.best, self.makespan, self.peak = before, before.makespan, before.peak_bytes
+        self.bounds: Bounds | None = None
 
     def _score(self, makespan: float, peak: int) -> float:
         """Smaller is better: milliseconds, and something for memory."""
@@ -157,25 +155,43 @@ class _Search:
         return simulate(self.dag, order).makespan
 
     def run(self, effort: int) -> None:
-        """Try `effort` orders, or fewer where the best cannot get better."""
+        """Try `effort` orders, or fewer where the best cannot get better.
+
+        Each that is better is polished, but of the first of a large graph only the best: it takes as long as trying
+        several.
+        """
+        if effort > 1 and not self.done:
+            self.bounds = lower_bounds(self.dag)  # takes as long as two tries, and often saves more
         moves = self._moves()
-        while self.tries < effort and not self.done:
-            self.tries += 1
+        first = EFFORT if default_effort(self.dag) == EFFORT else 1
+        self._try(moves, min(effort, first))
+        for _ in range(first, effort):
+            self._try(moves, 1)
+
+    def _try(self, moves: Iterator[Listed], most: int) -> None:
+        """Keep the best of so many orders, or of fewer where `_PATIENCE` on end were no better."""
+        best: list[int] | None = None
+        no_better = 0
+        for _ in range(most):
+            if no_better == _PATIENCE or self.done:
+                break
             found = next(moves)
             makespan = found.makespan if self.same_costs else self._simulated(found.order)
-            if self._is_better(makespan, found.peak):
-                self._keep(*self._polished(found.order, makespan, found.peak))
+            no_better += 1
+            if makespan <= self.makespan and self._score(makespan, found.peak) < self._score(self.makespan, self.peak):
+                best, self.makespan, self.peak, no_better = found.order, makespan, found.peak, 0
+        if best is not None:
+            self.best = simulate(self.dag, self._polished(best, self.makespan, self.peak))
+            self.makespan, self.peak = self.best.makespan, self.best.peak_bytes
 
-    def _is_better(self, makespan: float, peak: int) -> bool:
-        return makespan <= self.makespan and self._score(makespan, peak) < self.score
+    @property
+    def done(self) -> bool:
+        """Whether the best is as short as it can be and takes no more memory than what was there."""
+        floor = self.floor if self.bounds is None else self.bounds.makespan
+        return self.makespan <= _CLOSE * floor and self.peak <= self.before.peak_bytes
 
-    def _keep(self, order: list[int], makespan: float, peak: int) -> None:
-        if self._is_better(makespan, peak):
-            self.order, self.makespan, self.score = order, makespan, self._score(makespan, peak)
-            self.done = makespan <= _CLOSE * self.floor and peak <= self.before.peak_bytes
-
-    def _polished(self, order: list[int], makespan: float, peak: int) -> tuple[list[int], float, int]:
-        """An order with less memory, or with more time before collectives are needed, that takes no longer; `_keep`."""
+    def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
+        """An order with less memory, or with more time before collectives are needed, that takes no longer."""
         problem, scale = self.problem, self.scale
         late = sunk(problem, order, _TINY * scale)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
@@ -186,8 +202,7 @@ class _Search:
         found = forward(way, due, _WIDE * scale, queue=_QUEUE * scale)
         if (found.makespan if self.same_costs else self._simulated(found.order)) <= makespan:
             way = problem.along(found.order, found.peak)
-        order = loosened(way)
-        return order, self._simulated(order), self.dag.peak_bytes(order)
+        return loosened(way)
 
     def _moves(self) -> Iterator[Listed]:
         """Schedules without end."""
