@@ -34,6 +34,9 @@ _COMPUTE = int(Kind.COMPUTE)
 # Of a bucket's followers on the stream, how many that cannot join are passed over; how many cheap nodes at most are run
 # for a start that still needs them.
 _REFUSED, _EXTRAS = 4, 8
+# A bucket is full that takes so many times what one more saves: it would hold memory, and keep its readers waiting, for
+# next to nothing. What is little more than its latency always has room.
+_FULL, _SMALL = 64, 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +204,11 @@ class _Replay(Running):
         if key not in self.saved:
             pair = [bucket.starts[0], i]
             self.saved[key] = max(0.0, sum(self.ms[j] for j in pair) - checked_price(self.dag, pair, self.price))
-        joint = Held(
-            [*bucket.starts, i],
-            bucket.ms + max(0.0, self.ms[i] - self.saved[key]),
-            min(bucket.until, self.late.end[i]),
-        )
+        saved = self.saved[key]
+        ms = bucket.ms + max(0.0, self.ms[i] - saved)
+        if saved > 0.0 and ms > _FULL * saved and min(bucket.ms, self.ms[i]) > _SMALL * saved:
+            return False
+        joint = Held([*bucket.starts, i], ms, min(bucket.until, self.late.end[i]))
         if self.is_too_much(group, joint.starts):
             return False
         others = [other for other in self.streams.held[group] if other is not bucket]

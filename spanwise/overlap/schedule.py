@@ -166,6 +166,8 @@ class _Search:
         first = EFFORT if default_effort(self.dag) == EFFORT else 1
         self._try(moves, min(effort, first))
         for _ in range(first, effort):
+            if self.done:
+                break
             self._try(moves, 1)
 
     def _try(self, moves: Iterator[Listed], most: int) -> None:

@@ -17,7 +17,7 @@ from spanwise.overlap.bucket import Merged, bucket, merge, unmerged
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.moves import Move, batched, critical, moves
 from spanwise.overlap.replay import replay
-from spanwise.overlap.schedule import Schedule, schedule
+from spanwise.overlap.schedule import EFFORT, Schedule, default_effort, schedule
 from spanwise.overlap.simulate import simulate
 from spanwise.overlap.spare import in_flight
 from tests.unit.test_overlap_simulate import dags
@@ -544,3 +544,33 @@ def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
     assert dag.peak_bytes(found.order) <= 8 + room
     merged = merge(dag, found.buckets, found.ms, found.order, late=True).dag
     assert simulate(merged).makespan == simulate(dag).makespan and merged.peak_bytes() <= 8 + room
+
+
+@pytest.mark.parametrize(("latency", "most"), [(0.05, 3), (0.02, 1), (0.5, 12), (0.0, 12)])
+def test_a_bucket_takes_no_more_where_little_is_saved(latency: float, most: int) -> None:
+    """Sixty-four times what one more saves; what is mostly latency may join, and launches are saved for nothing."""
+    ops = [(f"gather {i}", S, 1.2 * latency if i == 1 else 1.0, "") for i in range(13)] + [("work", C, 30.0, "")]
+    dag = collectives(*ops, *((f"wait {name}", W, 0.0, name) for name, kind, *_ in ops if kind == S))
+    found = replay(dag, simulate(dag), kind_of(dag), saves(dag, latency), budget=0, slack=1.0)
+    assert max(len(set(starts) - {1}) for starts in found.buckets) == most
+    assert any(1 in starts for starts in found.buckets)
+
+
+def test_of_a_large_graph_more_effort_is_never_worse() -> None:
+    dag, budget = layers(320, compute=2.0)
+    assert default_effort(dag) == EFFORT
+    spans = [schedule(dag, budget=budget, effort=effort).timeline.makespan for effort in (0, EFFORT, 9, 10, 12)]
+    assert spans[0] > spans[1] and spans == sorted(spans, reverse=True)
+
+
+def test_no_more_is_tried_of_what_cannot_get_better() -> None:
+    """Gathers and compute in turns: only the bound on both together says that nothing is left to gain."""
+    ops: list[tuple[str, Kind, float, str]] = []
+    for i in range(40):
+        ops += [(f"gather {i}", S, 1.0, f"mm {i - 1}" * (i > 0)), (f"wait gather {i}", W, 0.0, f"gather {i}")]
+        ops += [(f"mm {i}", C, 1.0, f"wait gather {i}"), (f"side {i}", C, 0.5, f"wait gather {i}")]
+        ops[-4] = (f"gather {i}", S, 1.0, f"mm {i - 1},side {i - 1}" * (i > 0))
+    dag = collectives(*ops)
+    found = schedule(dag, effort=10**9)
+    assert found.bounds == lower_bounds(dag)
+    assert found.timeline.makespan == pytest.approx(found.bounds.makespan)
