@@ -115,7 +115,7 @@ def schedule(
     if not (math.isfinite(multiplier) and multiplier > 0):
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
     for name, limit, least in (("in_flight", in_flight, 1), ("in_flight_bytes", in_flight_bytes, 0)):
-        if limit is not None and limit < least:
+        if limit is not None and not limit >= least:  # NaN is not, either
             raise ValueError(f"{name} must be at least {least}, got {limit}")
     effort = default_effort(dag) if effort is None else effort
     if effort < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -173,7 +174,7 @@ def test_limits_in_flight_bind_and_both_at_once() -> None:
         assert max(in_flight(dag, found.order, touched_bytes(dag)).values()) <= 4 * limit
         assert found.timeline.peak_bytes <= found.budget
         assert free.timeline.makespan <= found.timeline.makespan < simulate(dag).makespan
-    for bad in ({"in_flight": 0}, {"in_flight_bytes": -1}, {"effort": -1}):
+    for bad in ({"in_flight": 0}, {"in_flight_bytes": -1}, {"in_flight_bytes": math.nan}, {"effort": -1}):
         with pytest.raises(ValueError, match=r"must (be at least|not be negative).* got"):
             schedule(dag, **bad)
 
