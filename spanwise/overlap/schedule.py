@@ -28,7 +28,7 @@ EFFORT = 8  # orders tried of a large graph
 # Of orders about as good, the one with the lower peak: a budget that is filled counts as so much of the makespan.
 _FILLED = 0.0025
 _CLOSE = 1.001  # of a lower bound: no more is tried, where the peak is no higher than before
-_PATIENCE = 4  # how many of the first orders on end may be no better
+_PATIENCE = 3  # how many of the first orders on end may be no better
 # Due dates that keep to the known order, all as shares of the longest path: by how much others lag behind it; how much
 # earlier than needed collectives are started; how far ahead of what is due first a node that takes memory may run; and
 # patience (see `forward`). The best of the first few is what is improved first.
