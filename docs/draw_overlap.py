@@ -12,7 +12,6 @@ from torch import fx
 from spanwise.cost import H100
 from spanwise.overlap import CostModel, optimize, simulate
 from spanwise.overlap.capture import CaptureConfig, capture
-from spanwise.overlap.operators import group_of
 from spanwise.overlap.peers import pytorch_order
 from spanwise.overlap.simulate import Timeline
 from spanwise.report import overlap_drawing
