@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.due import Problem
+from spanwise.overlap.due import Listed, Problem
 from spanwise.overlap.listed import loosened
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.schedule import default_budget, schedule
@@ -194,6 +194,42 @@ def test_more_effort_finds_more() -> None:
     spans = [schedule(dag, effort=effort).timeline.makespan for effort in (0, 1, 4, 16)]
     assert spans[0] > spans[1] > spans[-1] and spans == sorted(spans, reverse=True)
     assert schedule(dag, effort=16).order == schedule(dag, effort=16).order
+
+
+def listing(dag: Dag, order: Sequence[int]) -> tuple[list[int], Callable[..., Listed]]:
+    """A list scheduler that knows one order only, and a list that grows with each call of it."""
+    calls: list[int] = []
+    timeline = simulate(dag, order)
+
+    def listed(*_: object, **__: object) -> Listed:
+        calls.append(len(calls))
+        return Listed(list(order), timeline.begin.tolist(), timeline.makespan, timeline.peak_bytes)
+
+    return calls, listed
+
+
+@pytest.mark.parametrize("effort", [0, 1, 2, 5, 20])
+def test_as_many_orders_are_tried_as_is_said(monkeypatch: pytest.MonkeyPatch, effort: int) -> None:
+    dag = backward(6, gradients=2.4)
+    calls, listed = listing(dag, range(len(dag)))
+    monkeypatch.setattr("spanwise.overlap.schedule.forward", listed)
+    schedule(dag, effort=effort)
+    assert len(calls) == effort
+
+
+def test_no_order_is_taken_that_is_longer_however_little_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousandth longer, and half of the peak."""
+    nodes = (
+        Node("gather", S, 10.0, group="dp"), Node("early", C, 1.0), Node("scatter", S, 0.01, (1,), "tp"),
+        Node("work", C, 9.0), Node("wait", W, deps=(0,), start=0), Node("wait too", W, deps=(2,), start=2),
+        Node("last", S, 1.0, group="tp"), Node("last wait", W, deps=(6,), start=6),
+    )  # fmt: skip
+    dag = Dag(nodes, (Storage(100, 1, (5,)), Storage(100, 3)))
+    order = [0, 3, 1, 2, 4, 5, 6, 7]
+    before, other = simulate(dag), simulate(dag, order)
+    assert before.makespan < other.makespan < 1.0011 * before.makespan and 2 * other.peak_bytes == before.peak_bytes
+    monkeypatch.setattr("spanwise.overlap.schedule.forward", listing(dag, order)[1])
+    assert schedule(dag, budget=200, effort=5).timeline.makespan == before.makespan
 
 
 @pytest.mark.parametrize("gradients", [2.8, 3.2, 6.4])
