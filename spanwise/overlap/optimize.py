@@ -108,7 +108,8 @@ def optimize(
         multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
         in_flight, in_flight_bytes: of each process group, how many collectives at most have been started and not yet
             waited for, and how many bytes they make, read and write; see `schedule.schedule`.
-        effort: how many orders are tried; default: `schedule.default_effort`.
+        effort: how many orders are tried at most; default: `schedule.default_effort`. More find better ones as a rule;
+            with buckets, which depend on what was found first, that is no promise.
 
     Raises:
         GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.

@@ -35,7 +35,7 @@ _COMPUTE = int(Kind.COMPUTE)
 # for a start that still needs them.
 _REFUSED, _EXTRAS = 4, 8
 # A bucket is full that takes so many times what one more saves: it would hold memory, and keep its readers waiting, for
-# next to nothing. What is little more than its latency always has room.
+# next to nothing. For what is little more than a latency there is room in any.
 _FULL, _SMALL = 64, 1.5
 
 
@@ -117,7 +117,7 @@ class _Replay(Running):
         """Start `i`, with what can be started with it, or hold it back for more."""
         key, group = self.keys[i], self.dag.nodes[i].group
         bucket = self.open.get(key) if key is not None else None
-        if bucket is not None and not self.add_if_in_time(bucket, i):
+        if bucket is not None and not (self.has_room(bucket, i) and self.add_if_in_time(bucket, i)):
             self.launch(bucket)
             bucket = None
         if bucket is None:
@@ -145,14 +145,16 @@ class _Replay(Running):
         return self.keys[i] is not None and not self.room.given_back[i] and (wait is None or self.missing[wait] <= 1)
 
     def add_followers(self, bucket: Held, i: int) -> int | None:
-        """Add to the bucket what follows `i`; the first that could not be added."""
+        """Add to the bucket what follows `i`; the first that could not be added, though there is room for it."""
         alike = self.alike[self.keys[i]]
-        refused: list[int] = []
+        more: int | None = None
+        passed = 0
         for at in range(bisect_right(alike, i), len(alike)):
             other = alike[at]
             if self.state[other]:
                 continue
-            extras = self.extras(other)
+            has_room = self.has_room(bucket, other)
+            extras = self.extras(other) if has_room else None
             if (
                 extras is not None
                 and self.room.fits_at(other, self.place)
@@ -163,10 +165,11 @@ class _Replay(Running):
                     self.now += self.ms[extra]
                     self.issue(extra)
             else:
-                refused.append(other)
-                if len(refused) == _REFUSED:
+                more = other if has_room and more is None else more
+                passed += 1
+                if passed == _REFUSED:
                     break
-        return refused[0] if refused else None
+        return more
 
     def extras(self, i: int) -> list[int] | None:
         """Compute that has to run before `i` can be issued, in a legal order; None if it is much or waits for more."""
@@ -193,6 +196,22 @@ class _Replay(Running):
         taking = [extra for extra in extras if self.room.allocated[extra]]
         return not taking or (len(taking) == 1 and self.guard.is_safe(taking[0]))
 
+    def saving(self, i: int) -> float:
+        """Milliseconds by which a bucket with one more like `i` is shorter than both; that of the two longest."""
+        key = self.keys[i]
+        if key not in self.saved:
+            pair = sorted(self.alike[key], key=self.ms.__getitem__)[-2:]
+            saved = sum(self.ms[j] for j in pair) - checked_price(self.dag, pair, self.price)
+            self.saved[key] = saved if saved > self.tiny else 0.0  # not what rounding leaves
+        return self.saved[key]
+
+    def has_room(self, bucket: Held, i: int) -> bool:
+        """Whether the bucket is not full, or `i`, or each of its members, is little more than a latency."""
+        saved = self.saving(i)
+        if saved == 0.0 or bucket.ms + self.ms[i] - saved <= _FULL * saved:
+            return True
+        return min(self.ms[i], max(self.ms[j] for j in bucket.starts)) <= _SMALL * saved
+
     def add_if_in_time(self, bucket: Held, i: int, extras: Sequence[int] = ()) -> bool:
         """Add `i` to the bucket if all stay in time; `extras` run before it."""
         if not self.may_share(i):
@@ -200,14 +219,8 @@ class _Replay(Running):
         ready = self.now + sum(self.ms[extra] for extra in extras)
         if extras and ready > self.late.reach[self.place] + self.tiny:
             return False
-        key, group = self.keys[i], self.dag.nodes[i].group
-        if key not in self.saved:
-            pair = [bucket.starts[0], i]
-            self.saved[key] = max(0.0, sum(self.ms[j] for j in pair) - checked_price(self.dag, pair, self.price))
-        saved = self.saved[key]
-        ms = bucket.ms + max(0.0, self.ms[i] - saved)
-        if saved > 0.0 and ms > _FULL * saved and min(bucket.ms, self.ms[i]) > _SMALL * saved:
-            return False
+        group = self.dag.nodes[i].group
+        ms = bucket.ms + max(0.0, self.ms[i] - self.saving(i))
         joint = Held([*bucket.starts, i], ms, min(bucket.until, self.late.end[i]))
         if self.is_too_much(group, joint.starts):
             return False

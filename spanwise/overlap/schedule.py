@@ -28,7 +28,7 @@ EFFORT = 8  # orders tried of a large graph
 # Of orders about as good, the one with the lower peak: a budget that is filled counts as so much of the makespan.
 _FILLED = 0.0025
 _CLOSE = 1.001  # of a lower bound: no more is tried, where the peak is no higher than before
-_PATIENCE = 3  # how many of the first orders on end may be no better
+_NEAR, _PATIENCE = 1.05, 3  # of a lower bound: of the first of a large graph so many on end may be no better
 # Due dates that keep to the known order, all as shares of the longest path: by how much others lag behind it; how much
 # earlier than needed collectives are started; how far ahead of what is due first a node that takes memory may run; and
 # patience (see `forward`). The best of the first few is what is improved first.
@@ -60,7 +60,7 @@ class Schedule:
     timeline: Timeline
     before: Timeline
     budget: int
-    _bounds: Bounds | None = None
+    _bounds: Bounds | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def order(self) -> list[int]:
@@ -157,13 +157,15 @@ class _Search:
     def run(self, effort: int) -> None:
         """Try `effort` orders, or fewer where the best cannot get better.
 
-        Each that is better is polished, but of the first of a large graph only the best: it takes as long as trying
-        several.
+        Each that is better is polished, but of the first of a large graph only the best: to polish an order takes as
+        long as to try three.
         """
         if effort > 1 and not self.done:
             self.bounds = lower_bounds(self.dag)  # takes as long as two tries, and often saves more
+            self.floor = self.bounds.makespan
         moves = self._moves()
-        first = EFFORT if default_effort(self.dag) == EFFORT else 1
+        is_large = default_effort(self.dag) == EFFORT
+        first = EFFORT if is_large else 1
         self._try(moves, min(effort, first))
         for _ in range(first, effort):
             if self.done:
@@ -171,26 +173,28 @@ class _Search:
             self._try(moves, 1)
 
     def _try(self, moves: Iterator[Listed], most: int) -> None:
-        """Keep the best of so many orders, or of fewer where `_PATIENCE` on end were no better."""
-        best: list[int] | None = None
+        """Keep the best of so many orders, polished; fewer if near the bound and `_PATIENCE` on end are no better."""
+        better: list[int] | None = None
         no_better = 0
         for _ in range(most):
-            if no_better == _PATIENCE or self.done:
+            if self.done or (no_better >= _PATIENCE and self.makespan <= _NEAR * self.floor):
                 break
             found = next(moves)
             makespan = found.makespan if self.same_costs else self._simulated(found.order)
             no_better += 1
             if makespan <= self.makespan and self._score(makespan, found.peak) < self._score(self.makespan, self.peak):
-                best, self.makespan, self.peak, no_better = found.order, makespan, found.peak, 0
-        if best is not None:
-            self.best = simulate(self.dag, self._polished(best, self.makespan, self.peak))
-            self.makespan, self.peak = self.best.makespan, self.best.peak_bytes
+                better, self.makespan, self.peak, no_better = found.order, makespan, found.peak, 0
+        if better is None:
+            return
+        self.best = simulate(self.dag, self._polished(better, self.makespan, self.peak))
+        if self.best.makespan > self.makespan or self.best.peak_bytes > self.peak:
+            self.best = simulate(self.dag, better)
+        self.makespan, self.peak = self.best.makespan, self.best.peak_bytes
 
     @property
     def done(self) -> bool:
         """Whether the best is as short as it can be and takes no more memory than what was there."""
-        floor = self.floor if self.bounds is None else self.bounds.makespan
-        return self.makespan <= _CLOSE * floor and self.peak <= self.before.peak_bytes
+        return self.makespan <= _CLOSE * self.floor and self.peak <= self.before.peak_bytes
 
     def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
         """An order with less memory, or with more time before collectives are needed, that takes no longer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -546,14 +546,57 @@ def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
     assert simulate(merged).makespan == simulate(dag).makespan and merged.peak_bytes() <= 8 + room
 
 
+def gathers(sizes: Sequence[float]) -> Dag:
+    """All-gathers that compute hides, of so many milliseconds each."""
+    ops = [(f"gather {i}", S, ms, "") for i, ms in enumerate(sizes)] + [("work", C, 3 * sum(sizes) + 1.0, "")]
+    return collectives(*ops, *((f"wait {name}", W, 0.0, name) for name, kind, *_ in ops if kind == S))
+
+
+def taken(dag: Dag, merged_ms: Callable[[list[int]], float]) -> list[list[int]]:
+    return replay(dag, simulate(dag), kind_of(dag), merged_ms, budget=0, slack=1.0).buckets
+
+
 @pytest.mark.parametrize(("latency", "most"), [(0.05, 3), (0.02, 1), (0.5, 12), (0.0, 12)])
 def test_a_bucket_takes_no_more_where_little_is_saved(latency: float, most: int) -> None:
     """Sixty-four times what one more saves; what is mostly latency may join, and launches are saved for nothing."""
-    ops = [(f"gather {i}", S, 1.2 * latency if i == 1 else 1.0, "") for i in range(13)] + [("work", C, 30.0, "")]
-    dag = collectives(*ops, *((f"wait {name}", W, 0.0, name) for name, kind, *_ in ops if kind == S))
-    found = replay(dag, simulate(dag), kind_of(dag), saves(dag, latency), budget=0, slack=1.0)
-    assert max(len(set(starts) - {1}) for starts in found.buckets) == most
-    assert any(1 in starts for starts in found.buckets)
+    dag = gathers([1.0] * 12 + [1.4 * latency])
+    buckets = taken(dag, saves(dag, latency))
+    assert max(len(set(starts) - {12}) for starts in buckets) == most
+    assert any(12 in starts for starts in buckets)
+    if latency:
+        dag = gathers([65 * latency, 65 * latency, 1.6 * latency])
+        assert taken(dag, saves(dag, latency)) == []
+
+
+@pytest.mark.parametrize("sizes", [[100.0] + [1.2] * 6, [1.2] * 6 + [100.0], [1.2] * 3 + [100.0] + [1.2] * 3])
+def test_a_large_one_and_small_ones_are_one_bucket_in_any_order(sizes: list[float]) -> None:
+    dag = gathers(sizes)
+    assert taken(dag, saves(dag, 1.0)) == [list(range(7))]
+
+
+def test_what_rounding_leaves_is_no_saving() -> None:
+    dag = gathers([0.1 * i for i in range(1, 40)])
+    assert taken(dag, lambda starts: (1 - 1e-15) * sum(dag.nodes[i].ms for i in starts)) == [list(range(39))]
+
+
+def test_what_one_more_saves_is_that_of_the_longest() -> None:
+    """A first member of next to nothing says nothing of the others."""
+    dag = gathers([1e-3] + [1.0] * 11)
+    latency = [min(node.ms, 0.5) for node in dag.nodes]
+    buckets = taken(
+        dag, lambda starts: max(latency[i] for i in starts) + sum(dag.nodes[i].ms - latency[i] for i in starts)
+    )
+    assert buckets == [list(range(12))]
+
+
+def test_a_full_bucket_is_not_held_back() -> None:
+    dag = collectives(
+        ("gather 0", S, 1.0, ""), ("mm", C, 3.0, ""), ("gather 1", S, 1.0, "mm"), ("work", C, 20.0, "mm"),
+        ("wait gather 0", W, 0.0, "gather 0"), ("wait gather 1", W, 0.0, "gather 1"),
+    )  # fmt: skip
+    for latency, begin in ((0.01, 0.0), (0.5, 3.0)):
+        found = replay(dag, simulate(dag), kind_of(dag), saves(dag, latency), budget=0, slack=0.5)
+        assert simulate(dag, found.order).begin[0] == begin and bool(found.buckets) == (begin > 0)
 
 
 def test_of_a_large_graph_more_effort_is_never_worse() -> None:
@@ -567,10 +610,10 @@ def test_no_more_is_tried_of_what_cannot_get_better() -> None:
     """Gathers and compute in turns: only the bound on both together says that nothing is left to gain."""
     ops: list[tuple[str, Kind, float, str]] = []
     for i in range(40):
-        ops += [(f"gather {i}", S, 1.0, f"mm {i - 1}" * (i > 0)), (f"wait gather {i}", W, 0.0, f"gather {i}")]
+        ops.append((f"gather {i}", S, 1.0, f"mm {i - 1},side {i - 1}" * (i > 0)))
+        ops.append((f"wait gather {i}", W, 0.0, f"gather {i}"))
         ops += [(f"mm {i}", C, 1.0, f"wait gather {i}"), (f"side {i}", C, 0.5, f"wait gather {i}")]
-        ops[-4] = (f"gather {i}", S, 1.0, f"mm {i - 1},side {i - 1}" * (i > 0))
     dag = collectives(*ops)
-    found = schedule(dag, effort=10**9)
+    found = schedule(dag, effort=10**5)
     assert found.bounds == lower_bounds(dag)
     assert found.timeline.makespan == pytest.approx(found.bounds.makespan)

@@ -19,7 +19,7 @@ from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.due import Listed, Problem
 from spanwise.overlap.listed import loosened
 from spanwise.overlap.memory import Guard
-from spanwise.overlap.schedule import default_budget, schedule
+from spanwise.overlap.schedule import EFFORT, default_budget, schedule
 from spanwise.overlap.simulate import simulate
 from tests.unit.test_overlap_simulate import dags, orders
 
@@ -215,6 +215,23 @@ def test_as_many_orders_are_tried_as_is_said(monkeypatch: pytest.MonkeyPatch, ef
     monkeypatch.setattr("spanwise.overlap.schedule.forward", listed)
     schedule(dag, effort=effort)
     assert len(calls) == effort
+
+
+@pytest.mark.parametrize(("gap", "tries"), [(0.04, 3), (0.06, 8)])
+def test_of_a_large_graph_fewer_are_tried_near_the_bound(
+    monkeypatch: pytest.MonkeyPatch, gap: float, tries: int
+) -> None:
+    """All that is left to gain is the gather at the end, which could have come first."""
+    compute = tuple(Node(f"mm {i}", C, 1.0) for i in range(4000))
+    count = len(compute)
+    gather = (Node("gather", S, gap * count, group="dp"), Node("wait", W, deps=(count,), start=count))
+    dag = Dag((*compute, *gather))
+    calls, listed = listing(dag, range(len(dag)))
+    monkeypatch.setattr("spanwise.overlap.schedule.forward", listed)
+    schedule(dag)
+    assert len(calls) == tries and tries in (EFFORT, 3)
+    monkeypatch.undo()
+    assert schedule(dag).timeline.makespan == count
 
 
 def test_no_order_is_taken_that_is_longer_however_little_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
