@@ -10,8 +10,11 @@ Programs of ``torch.export`` can be loaded as well.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
+import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +26,18 @@ from spanwise import _compat
 from spanwise.overlap import operators
 
 _MAGIC = b"spanwise graphs 1\n"
+
+#: Files in the archives of ``torch.export.save``: of torch 2.8 and later, and of those before.
+_OF_PROGRAMS = frozenset({"archive_format", "serialized_exported_program.json"})
+
+#: Modules that define the operators of this package, by the operators' names; this half of it imports the last alone.
+_DEFINED_IN = {
+    "sdpa": "spanwise.kernels.sdpa",
+    "sdpa_backward": "spanwise.kernels.sdpa",
+    "varlen": "spanwise.kernels.varlen",
+    "varlen_backward": "spanwise.kernels.varlen",
+    "agree": "spanwise.overlap.agree",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +77,13 @@ def save_graphs(
     Raises:
         ValueError: no graph, or one that torch's pickler does not take.
     """
+    if not isinstance(graphs, Mapping) or not all(isinstance(gm, fx.GraphModule) for gm in graphs.values()):
+        kind = (
+            f"a mapping from names to {', '.join(sorted({type(gm).__name__ for gm in graphs.values()}))}"
+            if isinstance(graphs, Mapping)
+            else type(graphs).__name__
+        )
+        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, {{"forward": gm}} say, got {kind}')
     if not graphs:
         raise ValueError("there is no graph to save")
     known = {name: [int(rank) for rank in members] for name, members in (ranks or {}).items()}
@@ -93,22 +115,33 @@ def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is neither, or another torch wrote it and this one does not understand it.
+        ValueError: it is neither, a graph calls an operator that nothing has registered in this process (import the
+            module that defines it first), or another torch wrote it and this one does not understand it.
     """
     path = Path(path)
     data = path.read_bytes()
     if data.startswith(_MAGIC):
         return _load_own(path, data)
-    if data.startswith(b"PK"):
+    if data.startswith(b"PK") and _is_program(data):
         try:
-            program = torch.export.load(path)
-        except Exception as error:  # a zip file of something else, or of another version
+            program = torch.export.load(io.BytesIO(data))  # of a path it warns that the name should end in .pt2
+        except Exception as error:  # of another version, say
             raise ValueError(f"{path} is no program of torch.export: {type(error).__name__}: {error}") from error
         return SavedGraphs({"graph": program.graph_module}, {}, {})
+    what = "is a zip file without a program of torch.export, by torch.save perhaps" if data.startswith(b"PK") else ""
     raise ValueError(
-        f"{path} holds no graphs: save them with spanwise.overlap.graph_file.save_graphs, or a program with "
-        f"torch.export.save"
+        f"{path} {what or 'holds no graphs'}: save them with spanwise.overlap.graph_file.save_graphs, or a program "
+        f"with torch.export.save"
     )
+
+
+def _is_program(data: bytes) -> bool:
+    """Whether a zip file has what ``torch.export.save`` puts into all of its own; torch's loader warns about others."""
+    try:
+        names = zipfile.ZipFile(io.BytesIO(data)).namelist()
+    except zipfile.BadZipFile:
+        return False
+    return any(Path(name).name in _OF_PROGRAMS for name in names)
 
 
 def _load_own(path: Path, data: bytes) -> SavedGraphs:
@@ -127,9 +160,25 @@ def _load_own(path: Path, data: bytes) -> SavedGraphs:
         try:
             graphs[name] = _compat.load_graph(rest[at : at + size])
         except Exception as error:  # of whatever kind an unknown operator or class gives
+            unknown = _unknown_operator(error)
             raise ValueError(
-                f"{path}: graph {name!r} of torch {written} cannot be read by torch {torch.__version__}: "
+                f"{path}: graph {name!r} {unknown}"
+                if unknown
+                else f"{path}: graph {name!r} of torch {written} cannot be read by torch {torch.__version__}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         at += size
     return SavedGraphs(graphs, ranks, labels)
+
+
+def _unknown_operator(error: Exception) -> str:
+    """Which operator is not registered in this process, and what would work; "" if that is not the error."""
+    found = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    if not found:
+        return ""
+    namespace, operator = found.groups()
+    module = _DEFINED_IN.get(operator) if namespace == "spanwise" else None
+    return (
+        f"calls {namespace}::{operator}, and no such operator of the namespace {namespace!r} is registered in this "
+        f"process: import {module or 'the module that defines it'} before you load the graphs"
+    )

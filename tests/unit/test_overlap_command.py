@@ -339,7 +339,7 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
     data = (tmp_path / "g").read_bytes()
     for name, content, text in (
         ("none", b"hello", "holds no graphs"),
-        ("zip", b"PK\x03\x04 and so on", "is no program of torch.export"),
+        ("zip", b"PK\x03\x04 and so on", "is a zip file without a program of torch.export"),
         ("short", data[:-10], "is damaged: "),
         ("head", b"spanwise graphs 1\n{}\n", "its second line does not say"),
         ("body", data[:-3000] + bytes(3000), "cannot be read by torch"),

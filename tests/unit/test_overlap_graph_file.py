@@ -1,0 +1,83 @@
+"""Graph files: operators that a process has not registered, files of others, and what saving takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from spanwise.__main__ import app
+from spanwise.overlap.graph_file import load_graphs, save_graphs
+
+SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}
+FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.items()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph whose attention is an operator of this package."""
+    path = tmp_path_factory.mktemp("graphs") / "cp.pt"
+    result = CliRunner().invoke(app, ["overlap", *FLAGS, "--graph", "forward", "--save", str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def test_another_process_loads_our_own_operators(saved: Path) -> None:
+    done = python("-m", "spanwise", "overlap", "--load", saved, "--graph", "forward")
+    assert done.returncode == 0, done.stderr
+    assert "Forward, " in done.stdout
+
+
+def test_operators_that_are_not_registered(saved: Path) -> None:
+    load = f"from spanwise.overlap.graph_file import load_graphs; print(*load_graphs({str(saved)!r}).graphs)"
+    bare = python("-c", load)
+    last = bare.stderr.strip().splitlines()[-1]
+    assert bare.returncode and last.startswith("ValueError") and "cannot be read by torch" not in last
+    assert "'spanwise' is registered in this process: import spanwise.kernels.sdpa before" in last
+    known = python("-c", f"import spanwise.kernels.sdpa; {load}")
+    assert (known.returncode, known.stdout.strip()) == (0, "forward backward"), known.stderr
+
+
+def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
+    library = torch.library.Library("spanwise_test_elsewhere", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    graph = torch.fx.Graph()
+    operator = torch.ops.spanwise_test_elsewhere.double.default
+    graph.output(graph.call_function(operator, (graph.placeholder("x"),)))
+    save_graphs(tmp_path / "g", {"one": torch.fx.GraphModule({}, graph)})
+    library._destroy()
+    text = "calls spanwise_test_elsewhere::double.*: import the module that defines it before you load the graphs"
+    with pytest.raises(ValueError, match=text):
+        load_graphs(tmp_path / "g")
+
+
+def test_what_torch_save_wrote(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "plain.pt")
+    done = python("-m", "spanwise", "overlap", "--load", tmp_path / "plain.pt")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, "torch's own warnings say less"
+    assert "is a zip file without a program of torch.export, by torch.save perhaps: save them with" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_a_program_by_any_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), tmp_path / "m.pt2")
+    path = (tmp_path / "m.pt2").rename(tmp_path / "m")
+    capfd.readouterr()
+    assert list(load_graphs(path).graphs) == ["graph"]
+    assert "pt2" not in capfd.readouterr().err
+
+
+def test_what_saving_takes(tmp_path: Path) -> None:
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "a mapping from names to ReLU")):
+        with pytest.raises(ValueError, match=f"must be a mapping from names to fx.GraphModule, .* got {kind}"):
+            save_graphs(tmp_path / "g", given)  # type: ignore[arg-type]
+    assert not (tmp_path / "g").exists()
