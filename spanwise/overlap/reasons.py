@@ -63,7 +63,16 @@ class Reason:
         ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # the others are not worth a word
         if len(ranked) == 1:
             return self.main.value
-        return ", ".join(f"{why.value} ({ms:.3g} ms)" for why, ms in ranked)
+        return ", ".join(f"{why.value} ({duration(ms)})" for why, ms in ranked)
+
+
+def duration(ms: float) -> str:
+    """Milliseconds as people read them: three significant digits, in the unit that suits; "168 µs"."""
+    if ms >= 999.5:
+        return f"{ms / 1e3:.3g} s" if ms < 999.5e3 else f"{ms / 1e3:,.0f} s"
+    if ms >= 0.9995:
+        return f"{ms:.3g} ms"
+    return f"{1e3 * ms:.3g} µs" if ms else "0"
 
 
 def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:

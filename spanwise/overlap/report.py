@@ -17,10 +17,10 @@ from torch import fx
 
 from spanwise.overlap import operators
 from spanwise.overlap.bounds import Bounds, lower_bounds
-from spanwise.overlap.dag import Kind
+from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.flops import node_flops
 from spanwise.overlap.operators import tensors_of
-from spanwise.overlap.reasons import Reason, Why, hidden_counts, hideable, reasons
+from spanwise.overlap.reasons import Reason, Why, duration, hidden_counts, hideable, reasons
 from spanwise.overlap.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Collective:
             return ""
         # Of no account beside what is exposed, nor where it would have been hidden anyhow.
         late = self.spread if Why.DEPENDENCY in self.reason.parts else 0.0
-        bucket = f"; of its {self.members}, the first was ready {late:.3g} ms before the last"
+        bucket = f"; of its {self.members}, the first was ready {duration(late)} before the last"
         return str(self.reason) + (bucket if late > 0.01 * self.exposed else "")
 
     @property
@@ -82,10 +82,11 @@ class OrderFigures:
     Attributes:
         name: what made it.
         compute: all work of the compute stream.
-        bound: what no order of these nodes can beat; `bound_by`: which bound that is.
-        counts: of the hideable collectives, how many are "hidden", "partly", "exposed". Of a `Result`'s new graph those
-            of the given graph are counted: each is what the one that it became part of is.
-        launches: collectives that are started.
+        bound: what no order of these nodes can beat; `bound_by`: which bound that is. Other buckets have other nodes.
+        counts: of the hideable launches, how many are "hidden", "partly", "exposed"; a bucket is one.
+        given_counts: the same of the given graph's collectives, each of which is what the launch that it became part of
+            is; None where others have merged them.
+        launches: collectives that are started, a bucket as one.
         why: exposed milliseconds by reason, the most first.
         seconds: that it took to find; None where that is not known.
     """
@@ -97,6 +98,7 @@ class OrderFigures:
     bound: float
     bound_by: str
     counts: dict[str, int]
+    given_counts: dict[str, int] | None
     launches: int
     peak_bytes: int
     why: dict[str, float]
@@ -104,12 +106,12 @@ class OrderFigures:
 
     @property
     def hideable(self) -> int:
-        """Collectives that take time and for which there are independent matrix products, convolutions or attention."""
+        """Launches that take time and for which there are independent matrix products, convolutions or attention."""
         return sum(self.counts.values())
 
     @property
     def left(self) -> float:
-        """Milliseconds that are left to gain at most."""
+        """Milliseconds that are left to gain at most, by other orders of the same nodes."""
         left = self.makespan - self.bound
         return left if left > 1e-9 * self.makespan else 0.0  # less is rounding
 
@@ -157,13 +159,11 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     nodes = dict(zip(issued, starts, strict=True))
     why = reasons(result.timeline, budget=result.budget)
     spread = _spread(result)
-    given = result.before.dag
-    among = hideable(given, [i for i, node in enumerate(given.nodes) if node.name in heavy])
-    counts = hidden_counts(result.timeline, among, result.members)
+    given_counts = hidden_counts(result.timeline, _hideable(result.before.dag, heavy), result.members)
     return Figures(
         before=order_figures("as given", result.before, heavy, names=names, budget=result.budget),
         after=order_figures(
-            "spanwise", result.timeline, heavy, names=names, bounds=result.bounds, why=why, counts=counts
+            "spanwise", result.timeline, heavy, names=names, bounds=result.bounds, why=why, given_counts=given_counts
         ),
         collectives=tuple(
             _collective(result.timeline, i, nodes[i], len(result.members[i]), names, why.get(i), spread.get(i, 0.0))
@@ -189,7 +189,8 @@ def order_figures(
     names: Mapping[str, str] | None = None,
     bounds: Bounds | None = None,
     why: Mapping[int, Reason] | None = None,
-    counts: dict[str, int] | None = None,
+    given_counts: dict[str, int] | None = None,
+    merged: bool = False,
     budget: int | None = None,
     seconds: float | None = None,
 ) -> OrderFigures:
@@ -198,18 +199,20 @@ def order_figures(
     Args:
         heavy: names of the nodes that count as compute which hides.
         names: as `figures` has it.
-        bounds, why, counts: where they are known; `budget` is for `reasons`.
+        bounds, why: where they are known; `budget` is for `reasons`.
+        given_counts: of the collectives that were merged, if that is known. If none were, it is left out.
+        merged: whether some may have been, of which nothing is known.
     """
-    dag, chosen = timeline.dag, frozenset(heavy)
+    dag = timeline.dag
     bounds = lower_bounds(dag) if bounds is None else bounds
     why = reasons(timeline, budget=budget) if why is None else why
     parts: dict[str, float] = {}
     for reason in why.values():
         for one, ms in reason.parts.items():
             parts[one.value] = parts.get(one.value, 0.0) + ms
-    if counts is None:
-        among = hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
-        counts = hidden_counts(timeline, among)
+    counts = hidden_counts(timeline, _hideable(dag, heavy))
+    if given_counts is None and not merged:
+        given_counts = dict(counts)
     return OrderFigures(
         name=name,
         makespan=timeline.makespan,
@@ -218,11 +221,18 @@ def order_figures(
         bound=bounds.makespan,
         bound_by=bound_by(bounds, names or {}),
         counts=counts,
+        given_counts=given_counts,
         launches=len(dag.starts),
         peak_bytes=timeline.peak_bytes,
         why=dict(sorted(parts.items(), key=lambda part: -part[1])),
         seconds=seconds,
     )
+
+
+def _hideable(dag: Dag, heavy: Iterable[str]) -> set[int]:
+    """Starts that the nodes of these names could hide."""
+    chosen = frozenset(heavy)
+    return hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
 
 
 def bound_by(bounds: Bounds, names: Mapping[str, str]) -> str:
@@ -287,35 +297,43 @@ def report(result: Result, groups: Mapping[str, str] | None = None) -> str:
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
     rows = [
-        (one.name, one.group, _bytes(one.num_bytes), f"{one.ms:.3f}", f"{one.exposed:.3f}", one.why)
+        (one.name, one.group, _bytes(one.num_bytes), duration(one.ms), duration(one.exposed), one.why)
         for one in found.most_exposed[:MOST]
     ]
     if rows:
-        lines += ["", *_table(("most exposed", "group", "size", "ms", "exposed", "why"), rows, "<<>>><")]
+        lines += ["", *_table(("most exposed", "group", "size", "takes", "exposed", "why"), rows, "<<>>><")]
     return "\n".join(lines)
 
 
 def summary(found: Figures) -> dict[str, str]:
     """What there is to say of all, in words, by what it is about."""
     before, after = found.before, found.after
+    bucketed = after.launches < before.launches
+    bound = (
+        f"{duration(after.bound)}, by {after.bound_by}; {duration(after.left)}{_share(after.left, after.bound)} left "
+    )
+    if bucketed:  # what was merged is merged: of other buckets the bound says nothing
+        bound += f"to gain at most with these buckets; without buckets the bound is {duration(before.bound)}"
+    else:
+        bound += "to gain at most"
     facts = {
-        "makespan": f"{after.makespan:,.2f} ms, was {before.makespan:,.2f} ms{_times(before.makespan, after.makespan)}",
-        "bound": f"{after.bound:,.2f} ms, by {after.bound_by}; {after.left:,.2f} ms{_share(after.left, after.bound)} "
-        f"left to gain at most",
-        "compute": f"{after.compute:,.2f} ms",
-        "exposed": f"{after.exposed:,.2f} ms, was {before.exposed:,.2f} ms",
+        "makespan": f"{duration(after.makespan)}, was {duration(before.makespan)}"
+        f"{_times(before.makespan, after.makespan)}",
+        "bound": bound,
+        "compute": duration(after.compute),
+        "exposed": f"{duration(after.exposed)}, was {duration(before.exposed)}",
         "hideable": f"{before.hideable:,} of {before.launches:,} collectives: {_counted(after)}; were "
         f"{_counted(before)}",
         "launches": f"{after.launches:,}, were {before.launches:,} before bucketing",
         "peak memory": f"{_bytes(after.peak_bytes)}, was {_bytes(before.peak_bytes)}; budget {_bytes(found.budget)}",
     }
     if after.why:
-        facts["exposed for"] = ", ".join(f"{why} {ms:,.2f} ms" for why, ms in after.why.items())
+        facts["exposed for"] = ", ".join(f"{why} {duration(ms)}" for why, ms in after.why.items())
     return facts
 
 
 def _counted(order: OrderFigures) -> str:
-    counts = order.counts
+    counts = order.given_counts or order.counts
     return f"{counts['hidden']:,} hidden, {counts['partly']:,} partly, {counts['exposed']:,} exposed"
 
 

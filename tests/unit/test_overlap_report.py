@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from spanwise.cost import H100
-from spanwise.overlap.bounds import Bounds
+from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.capture import CaptureConfig, capture
 from spanwise.overlap.costs import CostModel
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.graph import to_dag
 from spanwise.overlap.optimize import Result, optimize
-from spanwise.overlap.reasons import Reason, Why, hidden_counts, hideable, reasons
-from spanwise.overlap.report import MOST, bound_by, figures, report
+from spanwise.overlap.reasons import Reason, Why, duration, hidden_counts, hideable, reasons
+from spanwise.overlap.report import MOST, _hideable, arithmetic, bound_by, figures, report, summary
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 
@@ -72,18 +72,19 @@ def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     result, names = optimized
     found, text = figures(result, names), report(result, names)
     facts = dict(line.split("  ", 1) for line in text.split("\n\n")[0].splitlines())
-    assert f"{result.timeline.makespan:,.2f} ms, was {result.before.makespan:,.2f} ms" in facts["makespan"]
-    assert f"{result.bounds.makespan:,.2f} ms, by {found.after.bound_by}" in facts["bound"]
+    assert f"{duration(result.timeline.makespan)}, was {duration(result.before.makespan)} (" in facts["makespan"]
+    assert f"{duration(result.bounds.makespan)}, by {found.after.bound_by}" in facts["bound"]
     left = result.timeline.makespan - result.bounds.makespan
-    assert f"{left:,.2f} ms ({left / result.bounds.makespan:.1%}) left to gain" in facts["bound"]
+    said = f"{duration(left)} ({left / result.bounds.makespan:.1%}) left to gain at most"
+    assert facts["bound"].endswith(said), "no word of buckets where there are none"
     assert f"{found.after.counts['partly']} partly, {found.after.counts['exposed']} exposed" in facts["hideable"]
     assert f"{len(result.timeline.dag.starts)}, were {len(result.before.dag.starts)}" in facts["launches"]
     assert f"{result.timeline.peak_bytes / 1e6:.2f} MB" in facts["peak memory"]
     for why, ms in found.after.why.items():
-        assert f"{why} {ms:,.2f} ms" in facts["exposed for"]
+        assert f"{why} {duration(ms)}" in facts["exposed for"]
     heads, *rows = text.split("\n\n")[1].splitlines()
     longest = sorted(result.timeline.exposed.values(), reverse=True)[:MOST]
-    assert len(rows) == MOST and [f"{ms:.3f}" in row for ms, row in zip(longest, rows, strict=True)] == [True] * MOST
+    assert len(rows) == MOST and [duration(ms) in row for ms, row in zip(longest, rows, strict=True)] == [True] * MOST
     at = heads.index("group")
     assert {row[at - 2 : at + 2] for row in rows} <= {"  dp", "  tp"}  # columns are aligned
     assert report(result) != text  # the groups' own names
@@ -107,6 +108,17 @@ def test_only_arithmetic_makes_a_collective_hideable() -> None:
     assert hideable(result.timeline.dag) and figures(result).after.hideable == 0
 
 
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0.0, "0"), (2e-4, "0.2 µs"), (0.0200001, "20 µs"), (0.16849, "168 µs"), (0.9995, "1 ms"), (5.906, "5.91 ms"),
+        (999.4, "999 ms"), (999.5, "1 s"), (12_345.0, "12.3 s"), (999_500.0, "1,000 s"), (4.32e6, "4,320 s"),
+    ],
+)  # fmt: skip
+def test_durations(ms: float, text: str) -> None:
+    assert duration(ms) == text
+
+
 def test_bound_by() -> None:
     assert bound_by(Bounds(3.0, 2.0, {"compute": 3.0, "1": 1.0}), {}) == "all compute"
     assert bound_by(Bounds(3.0, 4.0, {"compute": 3.5, "1": 1.0}), {}) == "the longest path"
@@ -121,7 +133,16 @@ def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, st
     result = optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=True)
     found, plain = figures(result), figures(optimized[0])
     assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
-    assert found.after.launches < found.before.launches and found.after.hideable == found.before.hideable
+    after, before = found.after, found.before
+    assert after.launches < before.launches and after.hideable < before.hideable  # a bucket is one launch
+    assert after.counts == hidden_counts(result.timeline, _hideable(result.timeline.dag, arithmetic(graphs.backward)))
+    assert before.given_counts == before.counts != after.counts
+    assert after.given_counts is not None and sum(after.given_counts.values()) == before.hideable
+    of_given = ", ".join(f"{after.given_counts[key]} {key}" for key in ("hidden", "partly", "exposed"))
+    assert f"{before.hideable} of {before.launches} collectives: {of_given}; were" in summary(found)["hideable"]
+    bound = f"with these buckets; without buckets the bound is {duration(lower_bounds(result.before.dag).makespan)}"
+    assert summary(found)["bound"].endswith(bound)
+    assert duration(before.bound) != duration(after.bound)
     assert sum(one.num_bytes or 0 for one in found.collectives) == sum(one.num_bytes or 0 for one in plain.collectives)
     assert len(to_dag(result.graph_module, lambda node: 1.0).dag.starts) == found.after.launches
     assert isinstance(result.graph_module, torch.fx.GraphModule)
