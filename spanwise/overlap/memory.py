@@ -79,7 +79,7 @@ class Guard:
         self._next = 0
         if self._highest > budget:
             raise ValueError(
-                f"the graph's own order needs {self._highest:,} bytes at its peak, more than the budget of "
+                f"the order that is there needs {self._highest:,} bytes at its peak, more than the budget of "
                 f"{budget:,}: allow as many"
             )
 

@@ -102,7 +102,8 @@ def optimize(
     Args:
         gm: an ATen graph with ``meta["val"]``: of a forward, a backward, or both.
         cost: milliseconds of a node: a function, a `CostModel`, a `Hardware`, or a table by the nodes' names.
-        memory_budget: most bytes of what the graph allocates; default: `schedule.default_budget`.
+        memory_budget: most bytes of what the graph allocates; default: `schedule.default_budget`. Where the graph's own
+            order exceeds it, one is looked for that does not; it may take longer than the own one then.
         bucket: whether collectives may be merged where that costs no time. A cost that has a method ``merged(nodes)``
             prices what they become, as `CostModel` does; of any other it is the sum of theirs.
         multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
@@ -113,7 +114,8 @@ def optimize(
 
     Raises:
         GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.
-        ValueError: a budget that the graph's own order exceeds, or a multiplier, a limit or an effort that is none.
+        ValueError: a budget that no order was found for (it names the least peak that was), or a multiplier, a limit or
+            an effort that is none.
     """
     cost = as_cost(cost)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
@@ -123,7 +125,8 @@ def optimize(
     captured = _captured(gm, cost)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     found = schedule(captured.dag, budget=memory_budget, **options)
-    before, merged = found.before, unmerged(captured.dag)
+    before = found.before if memory_budget is None else run(captured.dag)
+    merged = unmerged(captured.dag)
     if bucket:
         keys, price = emission.bucket_keys(captured), _bucket_price(captured, cost)
         merged, found = into_buckets(captured.dag, found, keys, price, **options)

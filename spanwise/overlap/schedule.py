@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Storage
 from spanwise.overlap.due import Listed, Problem, eased, latest, paced
+from spanwise.overlap.lean import within
 from spanwise.overlap.listed import forward, loosened, sunk
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.simulate import Timeline, simulate
@@ -53,7 +54,7 @@ class Schedule:
 
     Attributes:
         timeline: of that order, with the costs as they were given.
-        before: of the order that was there: the graph's own, or the fallback.
+        before: of the order that was there: the graph's own, the fallback, or one that `lean` found.
         budget: bytes that the order was allowed.
     """
 
@@ -97,7 +98,8 @@ def schedule(
     """Look for the order of the shortest makespan.
 
     Args:
-        budget: bytes of the dag's storages at most; default: `default_budget`.
+        budget: bytes of the dag's storages at most; default: `default_budget`. Where the graph's own order exceeds it,
+            one is looked for that does not (`lean`), and is the order that is there.
         multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
         in_flight: collectives of each group at most that have been started and not yet waited for. Where the order
             that is there has more of a group, its most is that group's limit. A collective without a wait is not
@@ -105,12 +107,11 @@ def schedule(
         in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
         effort: how many orders are tried at most, besides the one that is there; default: `default_effort`. From
             `EFFORT` on, the makespan is never longer with more.
-        fallback: an order that is there instead of the graph's own: one within the budget, where the own one is not.
-            The schedule is no worse than it.
+        fallback: an order that is there instead of the graph's own. The schedule is no worse than it.
 
     Raises:
-        ValueError: the order that is there exceeds the budget or is none, the multiplier is not positive and finite, or
-            a limit or the effort is too small.
+        ValueError: no order was found within the budget, the fallback exceeds it or is no order, the multiplier is not
+            positive and finite, or a limit or the effort is too small.
     """
     if not (math.isfinite(multiplier) and multiplier > 0):
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
@@ -121,6 +122,8 @@ def schedule(
     if effort < 0:
         raise ValueError(f"effort must not be negative, got {effort}")
     before = simulate(dag, fallback)
+    if fallback is None and budget is not None and before.peak_bytes > budget:
+        before = simulate(dag, within(dag, budget))
     order = before.order.tolist()
     budget = default_budget(dag, order) if budget is None else budget
     guards = [Guard(dag, budget, order=order), *_flight_guards(dag, order, in_flight, in_flight_bytes)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.due import Listed, Problem
+from spanwise.overlap.lean import within
 from spanwise.overlap.listed import loosened
 from spanwise.overlap.memory import Guard
 from spanwise.overlap.schedule import EFFORT, default_budget, schedule
@@ -73,13 +74,19 @@ def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
     found = schedule(dag, budget=least + room)
     assert found.timeline.peak_bytes <= least + room == found.budget
     assert found.timeline.makespan <= schedule(dag, budget=least).timeline.makespan
-    with pytest.raises(ValueError, match=f"needs {least} bytes at its peak, more than the budget of {least - 1}"):
+    with pytest.raises(
+        ValueError, match=f"takes {least - 1} bytes at its peak.* own takes {least}, the least .* {least};"
+    ):
         schedule(dag, budget=least - 1)
+    with pytest.raises(ValueError, match=f"needs {least} bytes at its peak, more than the budget of {least - 1}"):
+        schedule(dag, budget=least - 1, fallback=range(len(dag)))
 
 
 def test_a_budget_below_the_own_order_is_refused_where_that_order_is_the_best() -> None:
     dag = Dag((Node("a", C, 1.0),), (Storage(7, 0),))
-    with pytest.raises(ValueError, match="needs 7 bytes at its peak, more than the budget of 6"):
+    with pytest.raises(
+        ValueError, match="takes 6 bytes at its peak: the graph's own takes 7, the least that was found 7"
+    ):
         schedule(dag, budget=6)
 
 
@@ -263,13 +270,42 @@ def test_an_order_to_fall_back_to() -> None:
     """The own order makes both large storages before it reads any; the other one reads one first."""
     nodes = (Node("a", C, 1.0), Node("b", C, 1.0), Node("read a", C, 1.0, (0,)), Node("read b", C, 1.0, (1,)))
     dag = Dag((*nodes, Node("s", S, 2.0, group="dp")), (Storage(10, 0, (2,)), Storage(10, 1, (3,))))
-    with pytest.raises(ValueError, match="needs 20 bytes at its peak, more than the budget of 15"):
-        schedule(dag, budget=15)
-    found = schedule(dag, budget=15, fallback=[0, 2, 1, 3, 4])
+    for fallback in (None, [0, 2, 1, 3, 4]):
+        found = schedule(dag, budget=15, fallback=fallback)
+        assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 and found.before.peak_bytes == 10
     assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 < found.before.makespan == 6
     assert found.before.order.tolist() == [0, 2, 1, 3, 4]
     with pytest.raises(GraphError, match="'read a': it comes before 'a'"):
         schedule(dag, fallback=[2, 0, 1, 3, 4])
+
+
+@settings(deadline=None, max_examples=200)
+@given(with_memory())
+def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
+    own, least = dag.peak_bytes(), min(map(dag.peak_bytes, orders(dag)))
+    for budget in {own, (own + least) // 2, least, least - 1}:
+        try:
+            order = within(dag, budget)
+        except ValueError as error:
+            assert budget < own and f"takes {budget:,} bytes" in str(error)
+            continue
+        dag.check_order(order)
+        assert least <= dag.peak_bytes(order) <= budget
+        found = schedule(dag, budget=budget)
+        assert found.timeline.peak_bytes <= budget and found.timeline.makespan <= found.before.makespan
+
+
+def test_results_that_are_made_too_early_are_made_late() -> None:
+    """Of results that are all made before any of them is read."""
+    draw = random.Random(0)
+    for count in range(2, 12):
+        sizes = [draw.randint(1, 100) for _ in range(count)]
+        reads = [Node(f"read {i}", C, 1.0, (i,)) for i in draw.sample(range(count), count)]
+        makers = [Node(f"make {i}", C, 1.0) for i in range(count)]
+        readers = {node.deps[0]: count + at for at, node in enumerate(reads)}
+        dag = Dag((*makers, *reads), tuple(Storage(size, i, (readers[i],)) for i, size in enumerate(sizes)))
+        assert dag.peak_bytes() == sum(sizes)
+        assert dag.peak_bytes(within(dag, max(sizes))) == max(sizes)
 
 
 def random_layers(seed: int) -> Dag:
