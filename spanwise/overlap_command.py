@@ -30,7 +30,8 @@ from spanwise.overlap.graph_file import SavedGraphs, load_graphs, save_graphs
 from spanwise.overlap.measure import Measured, measure
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.peers import pytorch_order
-from spanwise.overlap.report import OrderFigures, arithmetic, figures, order_figures
+from spanwise.overlap.report import arithmetic, figures, order_figures
+from spanwise.overlap.simulate import Timeline
 from spanwise.overlap.sizes import assumed
 from spanwise.overlap.trace import trace_events
 from spanwise.plan_command import command_line, load_hardware
@@ -65,7 +66,7 @@ class OverlapOptions:
         multiplier: collectives are scheduled as if they took so many times as long.
         in_flight: collectives of a process group that may have been started and not yet waited for.
         effort: how many orders are tried.
-        torch: whether PyTorch's own pass is run beside.
+        torch: whether PyTorch's own pass is run beside, and ours without buckets.
         trace, html, json, save: files to write.
     """
 
@@ -137,7 +138,7 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
     pages.show(page)
     writers: tuple[tuple[str | None, Callable[[Path], object]], ...] = (
         (options.json, lambda path: path.write_text(json.dumps(page.as_dict(), indent=1) + "\n", encoding="utf-8")),
-        (options.trace, lambda path: path.write_text(_trace(found), encoding="utf-8")),
+        (options.trace, lambda path: path.write_text(_trace(found, source.labels), encoding="utf-8")),
         (options.html, lambda path: path.write_text(pages.render(page), encoding="utf-8")),
         (options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels)),
     )
@@ -289,50 +290,77 @@ def _figures(
     try:
         cost, measured = _priced(name, gm, model, options)
         with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
-            began = time.perf_counter()
-            result = optimize(
-                gm,
-                cost,
-                memory_budget=options.budget,
-                bucket=options.bucket,
-                multiplier=options.multiplier,
-                in_flight=options.in_flight,
-                effort=options.effort,
-            )
-            seconds = time.perf_counter() - began
+            result, seconds = _optimized(gm, cost, options, bucket=options.bucket)
     except GraphError as error:
         hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
         raise ValueError(f"{name}: {error}{hint}") from error
     found = figures(result, labels)
     found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
-    peers, note = _torch_orders(name, gm, cost, result, labels) if options.torch else ((), "")
+    peers, note = _beside(name, gm, cost, result, labels, options) if options.torch else ((), "")
     return pages.GraphFigures(
         name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note)))
     )
 
 
-def _torch_orders(
-    name: str, gm: fx.GraphModule, cost: _Priced, result: Result, labels: Mapping[str, str]
-) -> tuple[tuple[OrderFigures, ...], str]:
-    """Orders of PyTorch's own pass at the same costs; and why there are none."""
-    found: list[OrderFigures] = []
+def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
+    """What `optimize` makes, and the seconds that it takes."""
+    began = time.perf_counter()
+    result = optimize(
+        gm,
+        cost,
+        memory_budget=options.budget,
+        bucket=bucket,
+        multiplier=options.multiplier,
+        in_flight=options.in_flight,
+        effort=options.effort,
+    )
+    return result, time.perf_counter() - began
+
+
+def _beside(
+    name: str,
+    gm: fx.GraphModule,
+    cost: _Priced,
+    result: Result,
+    labels: Mapping[str, str],
+    options: OverlapOptions,
+) -> tuple[tuple[pages.Peer, ...], str]:
+    """Orders of PyTorch's own pass at the same costs, ours without buckets; and why some of PyTorch's are not there.
+
+    With and without buckets, so that like is compared with like: where none are merged, all orders have the same
+    launches.
+    """
+    found: list[pages.Peer] = []
     heavy = arithmetic(gm)
+
+    def add(what: str, timeline: Timeline, seconds: float, merged: bool) -> None:
+        own = order_figures(what, timeline, heavy, names=labels, merged=merged, budget=result.budget, seconds=seconds)
+        found.append(pages.Peer(own, timeline))
+
+    note = ""
     for bucket in (False, True):
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
         with text.working(f"{what}: {name}"):
             try:
                 timeline, seconds = pytorch_order(gm, cost, cost.latency, ranks=cost.model.ranks, bucket=bucket)
             except Exception as error:  # of its own graph code: whatever it raises, ours goes on
-                return tuple(found), f"{what} cannot run here: {type(error).__name__}: {error}"
-        found.append(order_figures(what, timeline, heavy, names=labels, budget=result.budget, seconds=seconds))
-    return tuple(found), ""
+                note = f"{what} cannot run here: {type(error).__name__}: {error}"
+                break
+        add(what, timeline, seconds, merged=bucket)
+    if options.bucket:
+        with text.working(f"scheduling the {name} without buckets"):
+            plain, seconds = _optimized(gm, cost, options, bucket=False)
+        add("spanwise, reorder", plain.timeline, seconds, merged=False)
+    return tuple(found), note
 
 
-def _trace(found: Sequence[pages.GraphFigures]) -> str:
-    """Chrome's trace events of all graphs, before and after; see `trace`."""
+def _trace(found: Sequence[pages.GraphFigures], labels: Mapping[str, str]) -> str:
+    """Chrome's trace events of all graphs, a process for each order; see `trace`."""
     events: list[dict[str, Any]] = []
+    process = 0
     for one in found:
-        for name, timeline in (("as given", one.result.before), ("spanwise", one.result.timeline)):
-            process = len({event["pid"] for event in events})
-            events += trace_events(timeline, f"{one.name}, {name}", process, budget=one.result.budget)
+        for order, timeline in zip(one.orders, one.timelines, strict=True):
+            name = f"{one.name}, {order.name}"
+            events += trace_events(timeline, name, process, budget=one.result.budget, groups=labels)
+            process += 1
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +24,50 @@ _COMPUTE = 0  # its track; groups follow
 
 
 def save_chrome_trace(
-    path: str | os.PathLike[str], timelines: Mapping[str, Timeline], *, budget: int | None = None
+    path: str | os.PathLike[str],
+    timelines: Mapping[str, Timeline],
+    *,
+    budget: int | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> None:
     """Write `timelines`, by their names, to a JSON file.
 
     Args:
         budget: bytes that the orders were allowed; what is exposed says why, see `reasons.reasons`.
+        groups: what process groups are called, by their names; others keep theirs.
     """
     events = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        events += trace_events(timeline, name, process, budget=budget)
+        events += trace_events(timeline, name, process, budget=budget, groups=groups)
     lines = ",\n".join(json.dumps(event) for event in events)
     Path(path).write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
+def in_order(groups: Sequence[str], labels: Mapping[str, str]) -> list[str]:
+    """Process groups as they are shown, alike for all orders of a graph: as `labels` has them, then others by name."""
+    known = list(labels)
+    return sorted(groups, key=lambda name: (known.index(name) if name in labels else len(known), len(name), name))
+
+
 def trace_events(
-    timeline: Timeline, name: str = "step", process: int = 0, *, budget: int | None = None
+    timeline: Timeline,
+    name: str = "step",
+    process: int = 0,
+    *,
+    budget: int | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Events of one timeline; nodes that take no time are left out, collectives never are."""
-    dag = timeline.dag
-    tracks = {group: at for at, group in enumerate(dag.groups, _COMPUTE + 1)}
+    dag, labels = timeline.dag, groups or {}
+    tracks = {group: at for at, group in enumerate(in_order(dag.groups, labels), _COMPUTE + 1)}
     begin, end, issued = (1e3 * times for times in (timeline.begin, timeline.end, timeline.issued))
     why = reasons(timeline, budget=budget)
     events = [_called("process_name", process, _COMPUTE, name), _called("thread_name", process, _COMPUTE, "compute")]
-    events += [_called("thread_name", process, at, f"group {group}") for group, at in tracks.items()]
+    for group, at in tracks.items():
+        events.append(_called("thread_name", process, at, labels.get(group, f"group {group}")))
+    for at in (_COMPUTE, *tracks.values()):  # viewers sort by name otherwise
+        event = {"ph": "M", "pid": process, "tid": at, "name": "thread_sort_index", "args": {"sort_index": at}}
+        events.append(event)
 
     def slice_(text: str, track: int, category: str, since: float, until: float, **facts: Any) -> None:
         times = {"ts": float(since), "dur": float(until - since)}
@@ -62,7 +82,7 @@ def trace_events(
     for i in timeline.order.tolist():
         node = dag.nodes[i]
         if node.kind == Kind.COMPUTE and node.ms > 0:
-            slice_(node.name, _COMPUTE, "compute", begin[i], end[i])
+            slice_(node.name, _COMPUTE, "compute", begin[i], end[i], ms=node.ms)
         elif node.kind == Kind.START:
             track = tracks[node.group]
             slice_(node.name, _COMPUTE, "issue", issued[i], issued[i])

@@ -19,10 +19,22 @@ from spanwise.cost import Hardware
 from spanwise.overlap.optimize import Result
 from spanwise.overlap.reasons import reasons
 from spanwise.overlap.report import Collective, Figures, OrderFigures, summary
+from spanwise.overlap.simulate import Timeline
 from spanwise.report import overlap_drawing, terminal, units
+
+#: What the tables of orders count.
+COUNTED = "of the launches that compute could hide at all; collectives that were merged are one launch"
 
 #: Rows of a table of exposed collectives, on a terminal and on a page.
 MOST, MOST_HTML = 10, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """An order beside ours, of the same graph at the same costs."""
+
+    figures: OrderFigures
+    timeline: Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +43,25 @@ class GraphFigures:
 
     Attributes:
         nodes: of the fx graph.
-        peers: orders that others found for the same graph at the same costs; `note`: why there are none, or not all.
+        peers: orders beside; `note`: why there are none, or not all.
     """
 
     name: str
     nodes: int
     result: Result
     figures: Figures
-    peers: tuple[OrderFigures, ...] = ()
+    peers: tuple[Peer, ...] = ()
     note: str = ""
 
     @property
     def orders(self) -> tuple[OrderFigures, ...]:
-        """All orders: as given, others', ours."""
-        return (self.figures.before, *self.peers, self.figures.after)
+        """All orders: as given, those beside, ours."""
+        return (self.figures.before, *(peer.figures for peer in self.peers), self.figures.after)
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Of each of `orders`."""
+        return (self.result.before, *(peer.timeline for peer in self.peers), self.result.timeline)
 
     def by_group(self) -> list[dict[str, Any]]:
         """Collectives of each process group in the new order: how many, milliseconds, of them exposed."""
@@ -88,7 +105,7 @@ class Page:
                 one.name: {
                     "nodes": one.nodes,
                     **one.figures.as_dict(),
-                    "peers": [dataclasses.asdict(peer) for peer in one.peers],
+                    "peers": [dataclasses.asdict(peer.figures) for peer in one.peers],
                     "note": one.note,
                 }
                 for one in self.graphs
@@ -107,7 +124,7 @@ def show(page: Page) -> None:
         if one.note:
             console.print(one.note, highlight=False)
         facts = summary(one.figures)
-        for name in ("bound", "peak memory", "exposed for"):
+        for name in ("bound", "hideable", "peak memory", "exposed for"):
             if name in facts:
                 console.print(f"{name}: {facts[name]}", highlight=False)
         if one.figures.collectives:
@@ -131,7 +148,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def counted(order: OrderFigures) -> str:
-    """Hideable collectives that are hidden, partly hidden, exposed."""
+    """Hideable launches that are hidden, partly hidden, exposed."""
     return " / ".join(f"{order.counts[key]:,}" for key in ("hidden", "partly", "exposed"))
 
 
@@ -141,7 +158,12 @@ def ms(value: float) -> str:
 
 
 def _order_table(one: GraphFigures) -> Table:
-    table = Table(title=f"{one.name[0].upper()}{one.name[1:]}, {one.nodes:,} nodes", title_justify="left")
+    table = Table(
+        title=f"{one.name[0].upper()}{one.name[1:]}, {one.nodes:,} nodes",
+        title_justify="left",
+        caption=f"Hidden, partly, exposed: {COUNTED}.",
+        caption_justify="left",
+    )
     table.add_column("order")
     heads = ("makespan", "exposed", "bound", "above it", "hidden / partly / exposed", "launches", "peak memory", "took")
     for head in heads:
@@ -216,24 +238,23 @@ def render(page: Page) -> str:
         graphs=list(zip(page.graphs, drawings, strict=True)),
         summary=summary,
         counted=counted,
+        counted_are=COUNTED,
         named=named,
         most=MOST_HTML,
     )
 
 
 def _drawings(key: str, one: GraphFigures, labels: Mapping[str, str]) -> dict[str, Any]:
-    before, after = one.result.before, one.result.timeline
-    most = max(before.makespan, after.makespan)
+    most = max(timeline.makespan for timeline in one.timelines)
     drawn: list[dict[str, Any]] = []
     data = []
-    why = {collective.start: collective.reason for collective in one.figures.collectives if collective.reason}
-    for name, timeline, of in (
-        ("as given", before, reasons(before, budget=one.result.budget)),
-        ("after", after, why),
-    ):
-        lanes = overlap_drawing.lanes(timeline, labels, of)
-        svg = overlap_drawing.draw(f"{key}-{len(drawn)}", f"{one.name}, {name}", lanes, most)
-        drawn.append({"svg": Markup(str(svg)), "end": timeline.makespan})
+    known = {collective.start: collective.reason for collective in one.figures.collectives if collective.reason}
+    for order, timeline in zip(one.orders, one.timelines, strict=True):
+        ours = timeline is one.result.timeline
+        why = known if ours else reasons(timeline, budget=one.result.budget)
+        lanes = overlap_drawing.lanes(timeline, labels, why)
+        svg = overlap_drawing.draw(f"{key}-{len(drawn)}", f"{one.name}, {order.name}", lanes, most)
+        drawn.append({"svg": Markup(str(svg)), "name": order.name, "end": timeline.makespan})
         data.append([lane.as_list() for lane in lanes])
     # "<" would end the script that holds the names.
     text = json.dumps({"most": most, "timelines": data}, separators=(",", ":")).replace("<", "\\u003c")

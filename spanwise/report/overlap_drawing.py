@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.reasons import Reason
 from spanwise.overlap.simulate import Timeline
+from spanwise.overlap.trace import in_order
 from spanwise.report import units
 from spanwise.report.svg import Drawing, number, ticks
 
@@ -54,7 +55,8 @@ def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reaso
         why: of collectives by their starts, why they are exposed.
     """
     dag = timeline.dag
-    bars: dict[str, list[Bar]] = {"": [], **{group: [] for group in dag.groups}}
+    groups = in_order(dag.groups, labels)
+    bars: dict[str, list[Bar]] = {"": [], **{group: [] for group in groups}}
     begin, end = timeline.begin.tolist(), timeline.end.tolist()
     for i in timeline.order.tolist():
         node = dag.nodes[i]
@@ -68,7 +70,7 @@ def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reaso
                 bars[start.group].append(Bar(late, end[i], 2, f"{start.name}, exposed{reason}"))
         elif end[i] > begin[i]:
             bars[node.group].append(Bar(begin[i], end[i], int(node.kind == Kind.START), node.name))
-    named = {"": "compute", **{group: labels.get(group, group) for group in dag.groups}}
+    named = {"": "compute", **{group: labels.get(group, group) for group in groups}}
     return [
         Lane(named[stream], tuple(sorted(of_stream, key=lambda bar: (bar.begin, bar.kind))))
         for stream, of_stream in bars.items()

@@ -40,6 +40,15 @@ PLOT = WIDTH - LEFT - RIGHT
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+#: Orders beside, with --torch.
+BESIDE = ["PyTorch, reorder", "PyTorch, buckets", "spanwise, reorder"]
+
+
+def orders(graph: dict[str, Any]) -> list[dict[str, Any]]:
+    """All orders of a graph, as they are shown."""
+    return [graph["before"], *graph["peers"], graph["after"]]
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
@@ -79,7 +88,7 @@ def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> 
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     for name in ("forward", "backward"):
         found = figures["graphs"][name]
-        for order in (found["before"], *found["peers"], found["after"]):
+        for order in orders(found):
             counts = " / ".join(str(order["counts"][key]) for key in ("hidden", "partly", "exposed"))
             row = next(row for row in rows if row[0] == order["name"] and row[5].startswith(counts))
             assert row[6] == str(order["launches"])
@@ -93,29 +102,49 @@ def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> 
 def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
     for found in figures["graphs"].values():
         assert found["note"] == ""
-        assert [peer["name"] for peer in found["peers"]] == ["PyTorch, reorder", "PyTorch, buckets"]
-        reordered, bucketed = found["peers"]
+        assert [peer["name"] for peer in found["peers"]] == BESIDE
+        reordered, bucketed, ours = found["peers"]
         assert reordered["launches"] == found["before"]["launches"] > bucketed["launches"]
         assert reordered["makespan"] < found["before"]["makespan"]
         assert reordered["bound"] == pytest.approx(found["before"]["bound"])
         assert all(peer["seconds"] > 0 for peer in found["peers"])
+        # Of the orders without buckets all count the same collectives, a bucket is one, and whose is known if ours.
+        for plain in (reordered, ours):
+            assert sum(plain["counts"].values()) == sum(found["before"]["counts"].values())
+            assert plain["given_counts"] == plain["counts"] and plain["launches"] == found["before"]["launches"]
+        assert sum(bucketed["counts"].values()) <= bucketed["launches"] and bucketed["given_counts"] is None
+        assert sum(found["after"]["given_counts"].values()) == sum(found["before"]["counts"].values())
+
+
+def test_ours_without_buckets_is_what_no_bucket_gives(
+    written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path
+) -> None:
+    given = ["--load", written[0] / "o.save", "--graph", "backward", "--no-bucket", "--torch"]
+    result = run("overlap", *given, "--json", tmp_path / "o.json")
+    assert result.exit_code == 0, result.output
+    plain = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
+    assert [peer["name"] for peer in plain["peers"]] == BESIDE[:2], "it is the row of spanwise"
+    ours = figures["graphs"]["backward"]["peers"][2]
+    assert {**ours, "name": "", "seconds": 0} == {**plain["after"], "name": "", "seconds": 0}
 
 
 def test_the_command_gives_the_same_again(figures: dict[str, Any]) -> None:
     assert shlex.split(figures["command"]) == ["spanwise", *SMALL, "--torch"]
 
 
-def test_trace_has_both_timelines_of_each_graph(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+def test_trace_has_all_timelines_of_each_graph(written: tuple[Path, str], figures: dict[str, Any]) -> None:
     events = json.loads((written[0] / "o.trace").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(names.values()) == [
-        f"{graph}, {order}" for graph in ("forward", "backward") for order in ("as given", "spanwise")
+        f"{graph}, {order}" for graph in ("forward", "backward") for order in ("as given", *BESIDE, "spanwise")
     ]
+    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert tracks == ["compute", "dp", "tp"] * len(names)
     for process, name in names.items():
-        graph, order = name.split(", ")
+        graph, order = name.split(", ", 1)
         last = max(event["ts"] + event["dur"] for event in events if event["pid"] == process and event["ph"] == "X")
-        of = "before" if order == "as given" else "after"
-        assert last == pytest.approx(1e3 * figures["graphs"][graph][of]["makespan"])
+        of = {one["name"]: one for one in orders(figures["graphs"][graph])}
+        assert last == pytest.approx(1e3 * of[order]["makespan"])
 
 
 # ---------------------------------------------------------------- the page
@@ -125,16 +154,16 @@ def drawings(page: str) -> list[ET.Element]:
     return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.S)]
 
 
-def test_the_page_has_both_timelines_to_scale(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures: dict[str, Any]) -> None:
     page = (written[0] / "o.html").read_text()
     found = drawings(page)
-    assert len(found) == 4
+    assert len(found) == 10
     for at, name in enumerate(("forward", "backward")):
         of = figures["graphs"][name]
         ends = []
-        for svg, order in zip(found[2 * at : 2 * at + 2], (of["before"], of["after"]), strict=True):
+        for svg, order in zip(found[5 * at : 5 * at + 5], orders(of), strict=True):
             labels = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "small"]
-            assert labels[0] == "compute" and set(labels) == {"compute", "dp", "tp"}
+            assert labels == ["compute", "dp", "tp"]
             bars = [rect for rect in svg.iter(f"{SVG}rect")]
             ends.append(max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) - LEFT)
             waited = sum(
@@ -143,7 +172,8 @@ def test_the_page_has_both_timelines_to_scale(written: tuple[Path, str], figures
             shown = PLOT * order["exposed"] / of["before"]["makespan"]
             assert waited == pytest.approx(shown, rel=0.05)
         assert ends[0] == pytest.approx(PLOT, abs=1)
-        assert ends[1] / ends[0] == pytest.approx(of["after"]["makespan"] / of["before"]["makespan"], rel=5e-3)
+        for end, order in zip(ends, orders(of), strict=True):
+            assert end / ends[0] == pytest.approx(order["makespan"] / of["before"]["makespan"], rel=5e-3)
 
 
 def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], figures: dict[str, Any]) -> None:
@@ -151,7 +181,7 @@ def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], f
     assert "default-src 'none'" in page and not re.search(r"(src|href)=", page)
     values = {value for value in re.findall(r'<data value="([^"]*)"', page)}
     for found in figures["graphs"].values():
-        for order in (found["before"], *found["peers"], found["after"]):
+        for order in orders(found):
             assert {str(order[key]) for key in ("makespan", "exposed", "peak_bytes", "launches")} <= values
         worst = max(found["collectives"], key=lambda one: one["exposed"])
         assert str(worst["exposed"]) in values
@@ -159,7 +189,7 @@ def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], f
     data = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
     for of_graph, found in zip(data, figures["graphs"].values(), strict=True):
         assert of_graph["most"] == found["before"]["makespan"]
-        for lanes_, order in zip(of_graph["timelines"], (found["before"], found["after"]), strict=True):
+        for lanes_, order in zip(of_graph["timelines"], orders(found), strict=True):
             bars = lanes_[0][1]
             assert sum(length for _, length, kind, _ in bars if kind == 0) == pytest.approx(order["compute"], rel=1e-3)
 
@@ -386,7 +416,7 @@ def test_options_that_are_none(arguments: list[object], text: str) -> None:
     ("arguments", "text"),
     [
         (["--graph", "sideways"], "--graph must be both or one of forward, backward, got 'sideways'"),
-        (["--budget", 1000], "more than the budget of 1,000"),
+        (["--budget", 1000], "1,000"),
         (["--multiplier", 0], "the multiplier must be positive and finite, got 0"),
     ],
     ids=str,

@@ -45,6 +45,7 @@ def test_what_stands_on_the_tracks(tmp_path: Path) -> None:
         ("compute", "exposed", "exposed: long", 3000, 2000),
         ("compute", "compute", "reader", 5000, 2000),
     ]
+    assert [e["args"] for e in events(path, "X") if e["cat"] == "compute"] == [{"ms": 3.0}, {"ms": 2.0}]
     assert [e["args"]["why"] for e in events(path, "X") if e["cat"] == "exposed"] == [
         "order of the group's stream (1 ms), no independent compute (1 ms)"
     ]
@@ -68,3 +69,18 @@ def test_arrows_lead_from_issue_to_collective_to_wait(tmp_path: Path) -> None:
                 )
     names = {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "process_name"}
     assert names == {0: "a", 1: "b"}
+
+
+def test_groups_are_called_and_sorted_as_they_are_known(tmp_path: Path) -> None:
+    """Whatever order they come in: those that have labels as these are listed, then others by their names."""
+    starts = [Node(f"s{name}", Kind.START, 1.0, group=name) for name in ("10", "3", "2", "9")]
+    waits = [Node(f"w{at}", Kind.WAIT, deps=(at,), start=at) for at in range(4)]
+    dag = Dag((*starts, *waits))
+    for order in (None, [3, 2, 1, 0, 4, 5, 6, 7]):
+        path = tmp_path / "trace.json"
+        save_chrome_trace(path, {"a": simulate(dag, order)}, groups={"3": "dp", "9": "cp", "77": "tp"})
+        tracks = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+        places = {e["tid"]: e["args"]["sort_index"] for e in events(path, "M") if e["name"] == "thread_sort_index"}
+        assert [tracks[tid] for tid in sorted(tracks, key=places.__getitem__)] == [
+            "compute", "dp", "cp", "group 2", "group 10"
+        ]  # fmt: skip
