@@ -353,6 +353,15 @@ def decomposes(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Operators within are seen by no mode that was entered before: none fakes, traces or counts them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of ``group`` may take before it fails."""
     options = getattr(group._get_backend(comparison_device(group)), "options", None)
