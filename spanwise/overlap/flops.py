@@ -111,8 +111,8 @@ def node_flops(node: fx.Node) -> float:
 
 
 # FLOPs of what operators decompose into, by the shapes of the result and of operands. Graphs have hundreds of them, and
-# to run one takes a millisecond; what attention decomposes into depends on the device besides. None where dims are too
-# few to say.
+# to run one takes a millisecond, a recurrent one that for each step; and what attention decomposes into depends on the
+# device. None where dims are too few to say.
 
 
 def _matmul(out: torch.Size, left: torch.Size, right: torch.Size) -> float | None:
@@ -135,6 +135,11 @@ def _attention(out: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size) -> 
     return 2.0 * math.prod(out[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
+def _recurrent(out: torch.Size, x: torch.Size, *params: torch.Size) -> float:
+    """Every matrix of every layer and direction is multiplied with what each step of each sequence has."""
+    return 2.0 * math.prod(x[:-1]) * sum(math.prod(param) for param in params if len(param) == 2)
+
+
 _COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = MappingProxyType(
     {
         _aten.matmul: (("self", "other"), _matmul),
@@ -144,6 +149,9 @@ _COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = 
         **dict.fromkeys(
             (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
             (("input", "weight"), _transposed_convolution),
+        ),
+        **dict.fromkeys(
+            (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), (("input", "data", "params"), _recurrent)
         ),
     }
 )
@@ -159,12 +167,9 @@ def _composite_flops(node: fx.Node, packet: Any) -> float:
     if packet in _COMPOSITE:
         names, formula = _COMPOSITE[packet]
         named = dict(arguments(node, traits(node)))
-        shapes = [
-            x.shape
-            for x in (node.meta.get("val"), *(_value(named.get(name)) for name in names))
-            if isinstance(x, torch.Tensor)
-        ]
-        if len(shapes) == 1 + len(names) and (flops := formula(*shapes)) is not None:
+        given = [_value(arg) for name in names for arg in nodes_in(named.get(name))]
+        shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
+        if len(shapes) > len(names) and (flops := formula(*shapes)) is not None:
             return float(flops)
     if traits(node).role is not Role.COMPUTE:  # views; and what talks to other ranks must not be run
         return 0.0
@@ -177,7 +182,7 @@ def _composite_flops(node: fx.Node, packet: Any) -> float:
 def _value(arg: Any) -> Any:
     if not isinstance(arg, fx.Node):
         return arg
-    return arg.meta["val"] if "val" in arg.meta or arg.op != "get_attr" else attribute(arg)
+    return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
 
 
 class _Layout(NamedTuple):

@@ -18,6 +18,7 @@ from spanwise.cost import H100
 from spanwise.overlap.costs import CostModel
 from spanwise.overlap.flops import is_attention, is_attention_backward, node_flops
 from spanwise.overlap.report import arithmetic
+from spanwise.overlap.sizes import assumed
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's, in export
 
@@ -178,12 +179,47 @@ def test_operators_are_run_without_contents_once_and_not_if_they_talk() -> None:
 
 def test_sizes_that_are_not_numbers_and_layouts_without_strides_are_no_error() -> None:
     size = torch.export.Dim("size", min=2)
-    program = export(Calls(lambda x: torch.einsum("ij,kj->ik", x, x)), (torch.randn(6, 4),),
+    program = export(Calls(lambda x: (torch.einsum("ij,kj->ik", x, x), F.linear(x, x))), (torch.randn(6, 4),),
                      dynamic_shapes=(({0: size},),), strict=False)  # fmt: skip
-    (einsum,) = (n for n in calls(program.graph_module) if n.target is ATEN.einsum.default)
+    gm = program.graph_module
+    einsum, linear = calls(gm)
     assert node_flops(einsum) == 0
+    with assumed(gm, 10):
+        assert node_flops(einsum) == node_flops(linear) == 2 * 10 * 10 * 4
     sparse = torch.eye(4).to_sparse()
     assert node_flops(node(ATEN.einsum.default, "ij,jk->ik", [sparse, sparse], val=torch.empty(4, 4))) == 0
+
+
+@pytest.mark.parametrize("kind", ["lstm.input", "gru.input", "rnn_tanh.input", "lstm.data", "gru.data"])
+def test_recurrent_layers_have_the_flops_of_their_steps(kind: str) -> None:
+    """As they run on no device: for kernels that do all steps at once torch has no formulas."""
+    name, overload = kind.split(".")
+    layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}[name](6, 8, num_layers=2, bidirectional=True)
+    op = getattr(getattr(ATEN, name), overload)
+    hidden = torch.zeros(4, 3, 8, device="meta")
+    state: Any = [hidden, hidden] if name == "lstm" else hidden
+    weights = [w.detach() for w in layer.to("meta").parameters()]
+    x, sizes = torch.zeros(5, 3, 6, device="meta"), torch.tensor([3, 2, 2, 1])  # of sequences of 4, 3 and 1 steps
+    if overload == "input":
+        args = [x, state, weights, True, 2, 0.0, False, True, False]
+    else:
+        args = [x.view(15, 6)[:8], sizes, state, weights, True, 2, 0.0, False, True]
+    with FlopCounterMode(display=False) as counter:
+        op(*args)
+    assert node_flops(node(op, *args)) == counter.get_total_flops() > 0
+
+
+def test_weights_that_the_module_has_are_known_by_it() -> None:
+    module, graph = nn.Linear(5, 7), fx.Graph()
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    x.meta["val"] = torch.empty(3, 5)
+    call = graph.call_function(ATEN.linear.default, (x, weight))
+    call.meta["val"] = torch.empty(3, 7)
+    graph.output(call)
+    gm = fx.GraphModule(module, graph)
+    assert total(gm) == 2 * 3 * 5 * 7
+    del next(iter(gm.graph.nodes)).meta["val"]
+    assert total(gm) == 0
 
 
 class Block(nn.Module):
