@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from spanwise.overlap.dag import Dag
+from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.due import Problem, paced
 from spanwise.overlap.listed import forward, sunk
 from spanwise.overlap.memory import Guard
@@ -41,9 +41,26 @@ def within(dag: Dag, budget: int) -> list[int]:
 def _tried(dag: Dag, order: Sequence[int], peak: int) -> Iterator[list[int]]:
     """Orders whose peaks are no higher, or that come of those by doing everything as late as it is needed."""
     problem = Problem(dag, order, [Guard(dag, peak, order=order)])
-    yield sunk(problem, order, math.inf)
+    found = [list(order)]
     for lead in _LEADS:
         for ahead in (0.0, 1 / 64):
-            found = forward(problem, paced(problem, lead * problem.longest), ahead * problem.longest).order
-            yield found
-            yield sunk(problem, found, math.inf)
+            found.append(forward(problem, paced(problem, lead * problem.longest), ahead * problem.longest).order)
+    for one in found:
+        yield one
+        for late in _late(dag, one):
+            yield sunk(problem, one, late)
+
+
+def _late(dag: Dag, order: Sequence[int]) -> Iterator[list[bool]]:
+    """Of each node, whether it is compute that takes memory; and whether it takes more than is free after it."""
+    place = [0] * len(dag)
+    for at, i in enumerate(order):
+        place[i] = at
+    taken, freed = [0] * len(dag), [0] * len(dag)
+    for storage in dag.storages:
+        taken[storage.maker] += storage.num_bytes
+        if not storage.kept:
+            freed[max((storage.maker, *storage.users), key=place.__getitem__)] += storage.num_bytes
+    compute = [node.kind == Kind.COMPUTE for node in dag.nodes]
+    yield [is_compute and new > 0 for is_compute, new in zip(compute, taken, strict=True)]
+    yield [is_compute and new > old for is_compute, new, old in zip(compute, taken, freed, strict=True)]

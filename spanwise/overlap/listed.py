@@ -237,14 +237,9 @@ def forward(
     return Listed(order, begin, max([now, *free]), memory.peak)
 
 
-def sunk(problem: Problem, order: Sequence[int], tiny: float) -> list[int]:
-    """The same order, but what takes memory and next to no time comes right before whoever needs it first.
-
-    Args:
-        tiny: milliseconds of compute at most.
-    """
-    takes, deps = problem.guards[0].takes, problem.deps
-    late = [m == 0 and takes[i] > 0 and problem.ms[i] <= tiny for i, m in enumerate(problem.machine)]
+def sunk(problem: Problem, order: Sequence[int], late: Sequence[bool]) -> list[int]:
+    """The same order, but what is `late`, by node, comes right before whoever needs it first."""
+    deps = problem.deps
     has_run = bytearray(len(order))
     found: list[int] = []
 

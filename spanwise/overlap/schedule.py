@@ -202,7 +202,9 @@ class _Search:
     def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
         """An order with less memory, or with more time before collectives are needed, that takes no longer."""
         problem, scale = self.problem, self.scale
-        late = sunk(problem, order, _TINY * scale)
+        takes = problem.guards[0].takes
+        cheap = [m == 0 and takes[i] > 0 and problem.ms[i] <= _TINY * scale for i, m in enumerate(problem.machine)]
+        late = sunk(problem, order, cheap)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
             order, makespan, peak = late, late_span, late_peak
         # Costs are guesses: collectives are started earlier, as far as memory that the order takes anyway has room.
