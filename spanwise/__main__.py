@@ -324,7 +324,9 @@ def overlap(
     ] = None,
     group: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=RANKS", help="Ranks of a process group that --load does not know: 1=0-7 or 2=0,8."),
+        typer.Option(
+            metavar="NAME=RANKS", help="Ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8."
+        ),
     ] = None,
     dynamic_size: Annotated[int, typer.Option(help="What a size is taken for that a loaded graph leaves open.")] = 4096,
     hardware: Annotated[str, typer.Option(help="h100, h200, b200, cpu, or a file that calibrate wrote.")] = "h100",
@@ -346,8 +348,12 @@ def overlap(
     in_flight: Annotated[
         int | None, typer.Option(help="Collectives of a group that may be started and not yet waited for.")
     ] = None,
-    effort: Annotated[int | None, typer.Option(help="How many orders are tried; more find better ones.")] = None,
-    torch: Annotated[bool, typer.Option("--torch", help="Run PyTorch's own overlap pass beside.")] = False,
+    effort: Annotated[
+        int | None, typer.Option(help="How many orders are tried; more find better ones, as a rule.")
+    ] = None,
+    torch: Annotated[
+        bool, typer.Option("--torch", help="Beside: PyTorch's own overlap pass, and ours without buckets.")
+    ] = False,
     trace: Annotated[str | None, typer.Option(help="File for Chrome's trace events, for ui.perfetto.dev.")] = None,
     html: Annotated[str | None, typer.Option(help="File for the report: timelines and figures, one page.")] = None,
     json: Annotated[str | None, typer.Option(help="File for all figures.")] = None,

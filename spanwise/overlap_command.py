@@ -26,7 +26,7 @@ from spanwise.overlap.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.graph import to_dag
-from spanwise.overlap.graph_file import SavedGraphs, load_graphs, save_graphs
+from spanwise.overlap.graph_file import SavedGraphs, group_sizes, load_graphs, save_graphs
 from spanwise.overlap.measure import Measured, measure
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.peers import pytorch_order
@@ -56,7 +56,7 @@ class OverlapOptions:
         device: whose operators the graph has, "cuda" or "cpu".
         graph: "forward", "backward" or "both"; of a loaded file also the name of one of its graphs.
         load: file of graphs, see `graph_file`; nothing is captured then.
-        group: ranks of process groups that the file does not know, "NAME=RANKS" each.
+        group: ranks of process groups of `load`, of those that the file does not know above all, "NAME=RANKS" each.
         dynamic_size: what a size is taken for that a loaded graph leaves open.
         hardware: name of a preset, or a file of ``spanwise calibrate``.
         costs: "roofline" of the hardware, or "measured": operators run on `device`, collectives are the hardware's.
@@ -125,7 +125,11 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
     if options.measurements is not None and options.costs != "measured":
         raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
     given = parse_groups(options.group)
+    if given and options.load is None:
+        flags = " ".join(f"--group {one}" for one in options.group)
+        raise ValueError(f"{flags} is for groups of --load: those of what is captured are known")
     source, what = _graphs(options, hardware)
+    _check_groups(given, source)
     ranks = {**source.ranks, **given}
     chosen = _chosen(options, source)
     on_cpu = "cpu" in (options.device, options.hardware.lower())
@@ -231,6 +235,22 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
         {axis.name: axis.ranks for axis in axes.values()},
         {axis.name: "cp (K/V)" if name == "cp" else name for name, axis in axes.items()},
     ), what
+
+
+def _check_groups(given: Mapping[str, Sequence[int]], source: SavedGraphs) -> None:
+    """Refuse groups that the graphs do not have, and those of another size."""
+    known = group_sizes(source.graphs.values()) if given else {}
+    for name, ranks in given.items():
+        if name not in known:
+            called = [f"{one} ({source.labels[one]})" if one in source.labels else one for one in sorted(known)]
+            have = ", ".join(called) or "none"
+            raise ValueError(f"--group {name}: no collective of the graphs is of such a group; their groups: {have}")
+        for size, node in known[name].items():
+            if size != len(ranks):
+                raise ValueError(
+                    f"--group {name}={pages.listed(ranks)} has {len(ranks)} ranks; by the node {node!r} the group has "
+                    f"{size}"
+                )
 
 
 def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.GraphModule]:

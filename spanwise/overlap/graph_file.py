@@ -15,7 +15,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -133,6 +133,24 @@ def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
         f"{path} {what or 'holds no graphs'}: save them with spanwise.overlap.graph_file.save_graphs, or a program "
         f"with torch.export.save"
     )
+
+
+def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
+    """The process groups of the graphs' collectives, by name: how many ranks each has, and a node that says so.
+
+    A sum or a broadcast does not say; a group that nothing but such are of has no sizes.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            if node.target in operators.STARTS:
+                sizes = found.setdefault(operators.group_of(node), {})
+                given = dict(operators.arguments(node, operators.traits(node)))
+                rows = given.get("output_split_sizes")  # of an exchange: of each rank
+                size = len(rows) if isinstance(rows, (list, tuple)) else given.get("group_size")
+                if isinstance(size, int):
+                    sizes.setdefault(size, node.name)
+    return found
 
 
 def _is_program(data: bytes) -> bool:

@@ -136,11 +136,12 @@ def show(page: Page) -> None:
 
 def groups(page: Page) -> str:
     """Process groups in words."""
-    named = [f"{page.labels.get(name, name)} {_ranks(ranks)}" for name, ranks in page.ranks.items()]
+    named = [f"{page.labels.get(name, name)} {listed(ranks)}" for name, ranks in page.ranks.items()]
     return ", ".join(named) or "none"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks as --group takes them: "0-7", "0-56:8" or "0,2"."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")

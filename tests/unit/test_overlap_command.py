@@ -400,6 +400,7 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         (["--costs", "guessed"], "--costs must be roofline or measured, got 'guessed'"),
         (["--measurements", "ms.json"], "--measurements ms.json is a file for --costs measured"),
         (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
+        (["--group", "1=0-3"], "--group 1=0-3 is for groups of --load"),
         (["--load", "x", "--dp", 4], "--dp say what model to capture"),
         (["--html", "/no/such/folder/o.html"], "cannot write /no/such/folder/o.html"),
     ],
@@ -417,6 +418,11 @@ def test_options_that_are_none(arguments: list[object], text: str) -> None:
     [
         (["--graph", "sideways"], "--graph must be both or one of forward, backward, got 'sideways'"),
         (["--budget", 1000], "1,000"),
+        (["--group", "1=0-7"], "--group 1=0-7 has 8 ranks; by the node 'all_gather_into_tensor' the group has 2"),
+        (
+            ["--group", "dp=0,2"],
+            "--group dp: no collective of the graphs is of such a group; their groups: 1 (dp), 2 (tp)",
+        ),
         (["--multiplier", 0], "the multiplier must be positive and finite, got 0"),
     ],
     ids=str,
@@ -435,6 +441,16 @@ def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: 
     assert found["after"]["peak_bytes"] <= found["budget_bytes"] == peak
     assert found["after"]["launches"] == found["before"]["launches"]
     assert all(one["members"] == 1 for one in found["collectives"])
+
+
+def test_other_ranks_for_a_group(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
+    """As many, elsewhere: on another node gathers take longer."""
+    given = ["--load", written[0] / "o.save", "--graph", "forward", "--group", "1=0,8", "--json", tmp_path / "o.json"]
+    result = run("overlap", *given)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["groups"]["dp"] == [0, 8]
+    assert found["graphs"]["forward"]["before"]["makespan"] > 1.2 * figures["graphs"]["forward"]["before"]["makespan"]
 
 
 def test_groups_by_ranks() -> None:

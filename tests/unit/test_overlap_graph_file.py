@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from spanwise.__main__ import app
-from spanwise.overlap.graph_file import load_graphs, save_graphs
+from spanwise.overlap.graph_file import group_sizes, load_graphs, save_graphs
 
 SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}
 FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.items()]
@@ -57,6 +57,24 @@ def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
     text = "calls spanwise_test_elsewhere::double.*: import the module that defines it before you load the graphs"
     with pytest.raises(ValueError, match=text):
         load_graphs(tmp_path / "g")
+
+
+def test_sizes_of_groups() -> None:
+    """Gathers, scatters and exchanges say how many ranks they are of; a sum does not."""
+    ops, graph = torch.ops._c10d_functional, torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [
+        graph.call_function(ops.all_gather_into_tensor.default, (x, 4, "a")),
+        graph.call_function(ops.reduce_scatter_tensor.default, (x, "sum", 4, "a")),
+        graph.call_function(ops.all_gather_into_tensor_coalesced.default, ([x], 2, "a")),
+        graph.call_function(ops.all_to_all_single.default, (x, [1, 2, 3], [3, 2, 1], "b")),
+        graph.call_function(ops.all_reduce.default, (x, "sum", "c")),
+    ]
+    graph.output(tuple(nodes))
+    gm = torch.fx.GraphModule({}, graph)
+    assert group_sizes([gm, gm]) == {
+        "a": {4: nodes[0].name, 2: nodes[2].name}, "b": {3: nodes[3].name}, "c": {}
+    }  # fmt: skip
 
 
 def test_what_torch_save_wrote(tmp_path: Path) -> None:
