@@ -80,6 +80,9 @@ def node_flops(node: fx.Node) -> float:
     (``torch.fx.traceback.annotate``).
     """
     packet = getattr(node.target, "overloadpacket", node.target)
+    registered = packet in flop_registry
+    if not registered and not (isinstance(node.target, _compat.OpOverload) and _is_counted(node.target)):
+        return 0.0
     if packet in _CPU_ATTENTION:
         first = 1 if packet in _ATTENTION_BACKWARD else 0
         given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
@@ -90,17 +93,15 @@ def node_flops(node: fx.Node) -> float:
         # it may have two, as of the tokens that an all-to-all brings back, whatever is taken for them (`sizes`).
         *_, left, right = (tensors_of(n)[0].shape for n in nodes_in(node.args))
         flops = float(2 * math.prod(left) * right[-1])
-    elif packet in flop_registry:
+    elif registered:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
         if isinstance(packet, _compat.HigherOrderOperator):
             kwargs = {**kwargs, "_node_meta": node.meta}
         flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
         if _is_ours(node) and not _spans_are_known(node):
             flops *= 1 - min(1.0, max(0.0, (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)))
-    elif isinstance(node.target, _compat.OpOverload) and _is_composite(node.target):
-        flops = _composite_flops(node, packet)
     else:
-        return 0.0
+        flops = _composite_flops(node, packet)
     if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
         named = dict(arguments(node, traits(node)))
         if named.get("is_causal"):
@@ -158,9 +159,11 @@ _COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = 
 
 
 @functools.cache
-def _is_composite(op: _compat.OpOverload) -> bool:
-    """Whether what it decomposes into may hold products; not so if it runs in one loop."""
-    return op.overloadpacket in _COMPOSITE or (torch.Tag.pointwise not in op.tags and _compat.decomposes(op))
+def _is_counted(op: _compat.OpOverload) -> bool:
+    """Whether it has FLOPs here, or decomposes into what may have some; not so if it runs in one loop."""
+    if op.overloadpacket in _CPU_ATTENTION or op.overloadpacket in _COMPOSITE:
+        return True
+    return torch.Tag.pointwise not in op.tags and _compat.decomposes(op)
 
 
 def _composite_flops(node: fx.Node, packet: Any) -> float:
