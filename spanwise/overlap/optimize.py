@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ def optimize(
             with buckets, which depend on what was found first, that is no promise.
 
     Raises:
+        TypeError: no fx.GraphModule.
         GraphError: a graph that cannot be scheduled, or a cost that is none; names the node. See `graph.to_dag`.
         ValueError: a budget that no order was found for (it names the least peak that was), or a multiplier, a limit or
             an effort that is none.
@@ -120,8 +122,12 @@ def optimize(
     cost = as_cost(cost)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
     for name, value in {"memory_budget": memory_budget, **limits}.items():
-        if value is not None and not value < 2**63:  # NaN is not, either
-            raise ValueError(f"{name} must be a number below 2**63, got {value}")
+        if value is not None and not (_is_number(value) and value < 2**63):  # NaN is not, either
+            raise ValueError(f"{name} must be a number below 2**63, got {value!r}")
+    if effort is not None and effort != int(effort):
+        raise ValueError(f"effort must be a whole number of orders, got {effort}")
+    if not _is_number(multiplier):
+        raise ValueError(f"the multiplier must be a number, got {multiplier!r}")
     captured = _captured(gm, cost)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     found = schedule(captured.dag, budget=memory_budget, **options)
@@ -142,15 +148,26 @@ def optimize(
     return Result(made, found.timeline, before, found.bounds, merged.members, found.budget)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
 def simulate(
-    gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float], order: Sequence[int] | None = None
+    gm: fx.GraphModule,
+    cost: Cost | Hardware | Mapping[str, float],
+    order: Sequence[int] | None = None,
+    *,
+    contention: float = 1.0,
 ) -> Timeline:
     """Timeline of `gm` in its own order, or in another one of the nodes of its `Dag`; milliseconds.
 
+    Args:
+        contention: how much longer compute takes while a collective is under way; see `simulate.simulate`.
+
     Raises:
-        GraphError, ValueError: as `optimize`, or `order` is no order of these nodes.
+        TypeError, GraphError, ValueError: as `optimize`; `order` is no order of these nodes; a contention below 1.
     """
-    return run(_captured(gm, as_cost(cost)).dag, order)
+    return run(_captured(gm, as_cost(cost)).dag, order, contention=contention)
 
 
 def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:
@@ -179,6 +196,11 @@ def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], f
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
     """`to_dag` of a graph that is in order; says more of missing metadata."""
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(
+            f"expected an fx.GraphModule of ATen operators, got {type(gm).__name__}: of a program of torch.export hand "
+            "over its graph_module; of a model compiled with overlap.backend, on_result= hands its graphs over"
+        )
     seen: set[str] = set()
     for node in gm.graph.nodes:
         for arg in node.all_input_nodes:

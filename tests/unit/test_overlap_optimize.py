@@ -190,6 +190,14 @@ def test_a_cost_that_is_none_is_refused(ms: float) -> None:
     assert error.node == "_foreach_add_" and f"got {ms} ms" in str(error)
 
 
+def test_a_graph_is_simulated_with_contention() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    order = overlap.optimize(gm, costs).timeline.order.tolist()
+    alone = overlap.simulate(gm, costs, order)
+    beside = overlap.simulate(gm, costs, order, contention=1.5)
+    assert alone.makespan < beside.makespan <= 1.5 * alone.makespan
+
+
 def test_a_budget_below_the_own_order_is_kept() -> None:
     """Both products are made before either is read; the result is compared with that order."""
 
@@ -214,8 +222,16 @@ def test_a_budget_or_multiplier_that_cannot_be_kept_is_refused() -> None:
         overlap.optimize(gm, costs, memory_budget=16)
     with pytest.raises(ValueError, match="multiplier must be positive and finite, got 0"):
         overlap.optimize(gm, costs, multiplier=0)
+    with pytest.raises(ValueError, match="multiplier must be a number, got '2'"):
+        overlap.optimize(gm, costs, multiplier="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"effort must be a whole number of orders, got 1\.5"):
+        overlap.optimize(gm, costs, effort=1.5)  # type: ignore[arg-type]
+    for other in (torch.nn.Linear(2, 2), gathered, torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))):
+        for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
+            with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
+                function(other, costs)  # type: ignore[arg-type]
     for name in ("memory_budget", "in_flight", "in_flight_bytes", "effort"):
-        for value in (math.nan, math.inf, 2**63):
+        for value in (math.nan, math.inf, 2**63, "1GB"):
             with pytest.raises(ValueError, match=f"{name} must be a number below"):
                 overlap.optimize(gm, costs, **{name: value})
     assert state(gm) == before
