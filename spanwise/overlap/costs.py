@@ -130,7 +130,8 @@ def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
         written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
         total += sum(map(_held_by, written))
     fuse = fuse and known.pointwise
-    if not known.is_alias and not (fuse and _fused_away(node)):
+    in_place = known.is_alias and (known.surely or bool(known.writes))  # `reshape` is asked only where it copies
+    if not in_place and not (fuse and _fused_away(node)):
         total += results
     first = node.args[0] if node.args and packet in _SPARING else None
     for arg in node.all_input_nodes:

@@ -220,6 +220,8 @@ def _of_operator(op: _compat.OpOverload) -> Traits:
     handles = any("torch.classes." in str(a.type) for a in arguments)
     if op.namespace in _TALKING or "group_name" in names or "process_group" in names:
         return known(Role.BARRIER, talks=True)
+    if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export has one in front of every cast
+        return known(Role.FREE)
     nothing = not returns and not writes
     if handles or nothing or _compat.has_hidden_effects(op) or op.overloadpacket in (_aten.set_, _aten.resize_):
         return known(Role.BARRIER)

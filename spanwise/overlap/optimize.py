@@ -64,9 +64,14 @@ class Result:
 
         return report(self, groups)
 
-    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write both timelines as Chrome's trace events, to look at in Perfetto; see `trace`."""
-        save_chrome_trace(path, {"as given": self.before, "optimized": self.timeline}, budget=self.budget)
+    def save_chrome_trace(self, path: str | os.PathLike[str], groups: Mapping[str, str] | None = None) -> None:
+        """Write both timelines as Chrome's trace events, to look at in Perfetto; see `trace`.
+
+        Args:
+            groups: as `report` has it.
+        """
+        timelines = {"as given": self.before, "optimized": self.timeline}
+        save_chrome_trace(path, timelines, budget=self.budget, groups=groups)
 
 
 @contextlib.contextmanager

@@ -449,3 +449,23 @@ def test_as_cost() -> None:
         ValueError, match="cost must be a function of a node, a Hardware or a table by node names, got 3"
     ):
         as_cost(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_exported_programs_cost_what_they_decompose_into() -> None:
+    """Copies that views turn out to be read and write; what torch.export asserts of a cast holds nothing up."""
+
+    class Casts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            low = x.to(torch.bfloat16)
+            return low.float() @ x, x.t().reshape(-1)
+
+    program = torch.export.export(Casts(), (torch.ones(32, 32),))
+    whole = program.graph_module
+    assert any("_assert_tensor_metadata" in str(node.target) for node in whole.graph.nodes)
+    captured = to_dag(whole, lambda node: float(node_bytes(node)))
+    assert captured.barriers == ()
+    found = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
+    assert found["to"] == found["to_1"] == 4096 + 2048 and found["reshape"] == 2 * 4096
+    apart = to_dag(program.run_decompositions().graph_module, lambda node: float(node_bytes(node)))
+    assert captured.dag.compute_ms == apart.dag.compute_ms == 6144 + 6144 + 8192 + 3 * 4096
