@@ -316,6 +316,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.noise and "reorder" not in args.bucketing:
         parser.error("--noise compares with PyTorch's order without buckets: it needs --bucketing reorder")
+    if args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
     logging.disable(logging.INFO)  # PyTorch's pass tells of its buckets
     print(
         f"{'graph':<9}{'costs':<11}{'b':>3}{'L':>5}{'nodes':>7}  {'order':<21}{'makespan':>9}{'exposed':>9}{'bound':>9}"
