@@ -78,7 +78,7 @@ class Result:
 def _no_collector() -> Iterator[None]:
     """Python's collector of cycles off for a while: it looks through all graphs of the process again and again.
 
-    That was a sixth of the time of `optimize` with buckets, on a graph of 9,000 nodes. What is made here holds no cycles.
+    That was a sixth of the time of `optimize` with buckets, of 9,000 nodes. What is made here holds no cycles.
     """
     enabled = gc.isenabled()
     gc.disable()
