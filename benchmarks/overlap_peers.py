@@ -173,13 +173,8 @@ def cost_of(name: str, axes: dict[str, Axis]) -> tuple[Cost, Cost]:
     if name == "torch":
         return torch_cost, torch_latency
     ranks = {axis.name: axis.ranks for axis in axes.values() if axis.name}
-    inner, outer = CALIBRATED.links
-
-    def latency(node: fx.Node) -> float:
-        members = ranks[operators.group_of(node)]
-        return 1e3 * (inner if len({rank // 8 for rank in members}) == 1 else outer).latency
-
-    return CostModel(CALIBRATED, ranks=ranks, fuse=name == "fused"), latency
+    model = CostModel(CALIBRATED, ranks=ranks, fuse=name == "fused")
+    return model, model.latency
 
 
 def pytorch_pass(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import fx
-
 from spanwise.cost import H100
 from spanwise.overlap import CostModel, optimize, simulate
 from spanwise.overlap.capture import CaptureConfig, capture
@@ -26,12 +24,7 @@ def main() -> None:
     graphs = capture(LAYERS)
     axes = {axis.name: axis for axis in graphs.axes.values() if axis.name}
     cost = CostModel(H100, ranks={name: axis.ranks for name, axis in axes.items()})
-
-    def latency(node: fx.Node) -> float:
-        """Of a collective of two, less what one more costs."""
-        return 2 * cost(node) - cost.merged([node, node])
-
-    theirs, _ = pytorch_order(graphs.backward, cost, latency, ranks=cost.ranks, bucket=True)
+    theirs, _ = pytorch_order(graphs.backward, cost, cost.latency, ranks=cost.ranks, bucket=True)
     timelines = {
         "as captured": simulate(graphs.backward, cost),
         "PyTorch's overlap pass, with buckets": theirs,

@@ -281,14 +281,6 @@ class _Priced:
     def merged(self, nodes: Sequence[fx.Node]) -> float:
         return self.costs.merged(nodes)
 
-    def latency(self, node: fx.Node) -> float:
-        """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
-        members = self.model.ranks[operators.group_of(node)]
-        for link in self.model.hardware.links:
-            if not link.ranks or len({rank // link.ranks for rank in members}) == 1:
-                return 1e3 * link.latency
-        return 1e3 * self.model.hardware.links[-1].latency
-
 
 def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
     """Costs, and what there is to say of them."""
@@ -362,7 +354,7 @@ def _beside(
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
         with text.working(f"{what}: {name}"):
             try:
-                timeline, seconds = pytorch_order(gm, cost, cost.latency, ranks=cost.model.ranks, bucket=bucket)
+                timeline, seconds = pytorch_order(gm, cost, cost.model.latency, ranks=cost.model.ranks, bucket=bucket)
             except Exception as error:  # of its own graph code: whatever it raises, ours goes on
                 note = f"{what} cannot run here: {type(error).__name__}: {error}"
                 break

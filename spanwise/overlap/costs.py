@@ -260,6 +260,13 @@ class CostModel:
                 raise GraphError(node.name, text)
         return 1e3 * self._collective_seconds(nodes)
 
+    def latency(self, node: fx.Node) -> float:
+        """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
+        members = ranks_of(group_of(node), self.ranks)
+        links = self.hardware.links
+        meet = (link for link in links if not link.ranks or len({rank // link.ranks for rank in members}) == 1)
+        return 1e3 * next(meet, links[-1]).latency
+
     def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
         sent = received = 0
         for node in nodes:

@@ -183,12 +183,16 @@ class Dag:
             raise GraphError(node.name, f"it comes before {dep.name!r}, on which it depends")
 
     def peak_bytes(self, order: Sequence[int] | None = None) -> int:
-        """Most bytes of the storages alive at once, in the given order or the graph's own.
+        """Most bytes of the storages alive at once, in the given order or the graph's own."""
+        return int(self.alive_bytes(order).max(initial=0))
+
+    def alive_bytes(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """Bytes of the storages alive while each node runs, by its place in the order; int64 ``[n]``.
 
         What a node allocates is there beside what it frees. Storages without a user are free at once, kept ones never.
         """
         if not self.storages:
-            return 0
+            return np.zeros(len(self), np.int64)
         place = np.arange(len(self))
         if order is not None:
             place[np.asarray(order, np.int64)] = np.arange(len(order))
@@ -198,4 +202,4 @@ class Dag:
         change = np.zeros(len(self) + 1, np.int64)
         np.add.at(change, place[users[begins]], num_bytes)
         np.subtract.at(change, np.maximum.reduceat(place[users], begins)[freed] + 1, num_bytes[freed])
-        return int(change.cumsum().max(initial=0))
+        return change[:-1].cumsum()

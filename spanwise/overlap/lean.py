@@ -29,12 +29,13 @@ def within(dag: Dag, budget: int) -> list[int]:
     peak = dag.peak_bytes()
     while peak > budget:
         best = min(_tried(dag, order, peak), key=dag.peak_bytes)
-        if dag.peak_bytes(best) >= peak:
+        lower = dag.peak_bytes(best)
+        if lower >= peak:
             raise ValueError(
                 f"no order was found that takes {budget:,} bytes at its peak: the graph's own takes "
                 f"{dag.peak_bytes():,}, the least that was found {peak:,}; allow as many"
             )
-        order, peak = best, dag.peak_bytes(best)
+        order, peak = best, lower
     return order
 
 

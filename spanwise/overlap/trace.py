@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.reasons import reasons
 from spanwise.overlap.simulate import Timeline
@@ -105,19 +107,10 @@ def _called(what: str, process: int, track: int, name: str) -> dict[str, Any]:
 
 def _memory(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     """The bytes alive at each node that changes them."""
-    dag, order = timeline.dag, timeline.order.tolist()
-    place = [0] * len(order)
-    for at, i in enumerate(order):
-        place[i] = at
-    change = [0] * (len(order) + 1)
-    for storage in dag.storages:
-        change[place[storage.maker]] += storage.num_bytes
-        if not storage.kept:
-            change[max(place[user] for user in (storage.maker, *storage.users)) + 1] -= storage.num_bytes
-    events, alive = [], 0
-    for at, i in enumerate(order):
-        alive += change[at]
-        if change[at]:
-            facts = {"ph": "C", "pid": process, "name": "memory", "args": {"bytes": alive}}
-            events.append({**facts, "ts": float(1e3 * timeline.issued[i])})
+    order = timeline.order.tolist()
+    alive = timeline.dag.alive_bytes(order)
+    events = []
+    for at in np.flatnonzero(np.diff(alive, prepend=0)).tolist():
+        facts = {"ph": "C", "pid": process, "name": "memory", "args": {"bytes": int(alive[at])}}
+        events.append({**facts, "ts": float(1e3 * timeline.issued[order[at]])})
     return events

@@ -319,6 +319,8 @@ def test_a_small_group_that_spans_hosts_is_slow(ranks: tuple[int, ...], alpha: f
     assert collective("all_reduce", ranks) == pytest.approx(2 * (alpha + others / rate))
     assert collective("broadcast", ranks) == pytest.approx(alpha + n * 4000 / rate)
     assert collective("all_gather", (3,)) == 0 == collective("all_reduce", (3,))
+    gather = node(OPS.all_gather_into_tensor.default, empty(8), n, "g")
+    assert CostModel(HARDWARE, ranks={"g": ranks}).latency(gather) == pytest.approx(1e3 * alpha)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 11, 16, 20, 64])
