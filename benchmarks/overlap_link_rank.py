@@ -25,12 +25,12 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 
 from spanwise import overlap
-from spanwise.overlap.bounds import lower_bounds
-from spanwise.overlap.dag import Kind
-from spanwise.overlap.graph import to_dag
-from spanwise.overlap.measure import measure
-from spanwise.overlap.operators import Cost
-from spanwise.overlap.simulate import simulate
+from spanwise.overlap.costs.measure import measure
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.operators import Cost
+from spanwise.overlap.ir.bounds import lower_bounds
+from spanwise.overlap.ir.dag import Kind
+from spanwise.overlap.ir.simulate import simulate
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
 Step = Callable[[], list[torch.Tensor]]

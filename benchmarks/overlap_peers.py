@@ -5,7 +5,7 @@
     python benchmarks/overlap_peers.py --layers 4 32 80 126 --costs calibrated --batch 1 --bucketing reorder
     python benchmarks/overlap_peers.py --bucketing reorder --noise  # costs that turn out to be others
 
-Graphs are captured on fake process groups (`spanwise.overlap.capture`), and their orders simulated
+Graphs are captured on fake process groups (`spanwise.overlap.fx.capture`), and their orders simulated
 (`spanwise.overlap.simulate`): milliseconds of makespan, of compute standing still for collectives (exposed), and what
 no order of that graph can beat (bound); collectives that are hidden wholly, partly, not at all; the peak of memory
 without inputs; seconds that the pass took, the least of two runs. PyTorch's pass is
@@ -53,15 +53,15 @@ import numpy as np
 import torch
 from torch import fx
 
-from spanwise.cost import H100, Link
-from spanwise.overlap import operators
-from spanwise.overlap.bounds import lower_bounds
-from spanwise.overlap.capture import Axis, CaptureConfig, capture, fake_world, relabel
-from spanwise.overlap.costs import CostModel
-from spanwise.overlap.dag import Dag
-from spanwise.overlap.graph import to_dag
+from spanwise.hardware import H100, Link
+from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.capture import Axis, CaptureConfig, capture, fake_world, relabel
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.bounds import lower_bounds
+from spanwise.overlap.ir.dag import Dag
+from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.optimize import Result, optimize
-from spanwise.overlap.simulate import Timeline, simulate
 
 Cost = Callable[[fx.Node], float]
 

@@ -41,7 +41,7 @@ from slow_link_cases import Scenario, Variant, reference
 from slow_link_peers import INSTALL, PEERS
 from slow_link_rows import describe, peer_row, scenario_row, show, show_peer
 
-from spanwise.cost import Hardware
+from spanwise.hardware import Hardware
 
 TIMEOUT = 1800.0
 # Seconds after which a package that has not answered is reported as such.

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 import spanwise
-from spanwise import footprint
-from spanwise.bench.plan import document_offsets
-from spanwise.cost import Hardware
-from spanwise.mask import SpanMask
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.hardware import Hardware
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning import memory as footprint
 
 HEADS, HEAD_DIM = 8, 64
 RESULTS = ("out", "dq", "dk", "dv")

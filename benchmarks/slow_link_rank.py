@@ -24,12 +24,12 @@ from slow_link_peers import PEERS, Refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise.attention import merged
+from spanwise.attention.attention import merged
+from spanwise.attention.exchange import ulysses
+from spanwise.attention.kv import Piece, kv_pieces
+from spanwise.attention.rank_plan import RankPlan, inner_group
 from spanwise.calibrate import calibrate
-from spanwise.cost import Hardware
-from spanwise.exchange import ulysses
-from spanwise.kv_pieces import Piece, kv_pieces
-from spanwise.rank_plan import RankPlan, inner_group
+from spanwise.hardware import Hardware
 
 Call = Callable[[], Any]
 Tensors = tuple[torch.Tensor, ...]

@@ -11,7 +11,7 @@ import torch
 from slow_link_cases import HEADS, RESULTS, Results, Scenario, Variant, between_hosts, bytes_between, make_plan
 
 from spanwise import Plan
-from spanwise.cost import Hardware
+from spanwise.hardware import Hardware
 
 # Of the largest entry of each result: float32 sums over thousands of keys, as one device has them too.
 TOLERANCE = 2e-5

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spanwise.cost import H100
-from spanwise.overlap import CostModel, optimize, simulate
-from spanwise.overlap.capture import CaptureConfig, capture
-from spanwise.overlap.peers import pytorch_order
-from spanwise.overlap.simulate import Timeline
-from spanwise.report import overlap_drawing
-from spanwise.report.svg import Drawing
+from spanwise.cli.report import overlap_drawing
+from spanwise.cli.report.svg import Drawing
+from spanwise.hardware import H100
+from spanwise.overlap import CostModel, optimize
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.ir import simulate
+from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.pytorch_pass import pytorch_order
 
 LAYERS = CaptureConfig(layers=4, dim=4096, heads=32, kv_heads=8, ffn=14336, seq_len=8192, batch=2, dp=8, tp=8)
 COLORS = {"local": "#2f5d94", "exchange": "#e8a33d", "waited": "#c2255c"}

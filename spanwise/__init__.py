@@ -1,21 +1,21 @@
 """Context parallelism for PyTorch, planned from the attention mask."""
 
-from spanwise.attention import Aux, AuxRequest, context_parallel_attention
-from spanwise.balancers import LayoutProblem, LoadBalancer
-from spanwise.batch import cross_entropy, roll, shard, shard_batch, unshard
-from spanwise.cost import B200, CPU_HOST, H100, H200, Hardware, Link
-from spanwise.exchange.failure import ExchangeError
-from spanwise.layout import Layout
-from spanwise.mask import SpanMask
-from spanwise.packed import packed_attention
-from spanwise.packing import Packing
-from spanwise.parallel import ContextParallel
-from spanwise.plan import Plan
-from spanwise.planner import make_plan
-from spanwise.ptrr import ptrr_schedule
-from spanwise.rank_plan import RankPlan
-from spanwise.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
-from spanwise.verify import VerifyReport, verify
+from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.context_parallel import ContextParallel
+from spanwise.attention.exchange.failure import ExchangeError
+from spanwise.attention.packed import packed_attention
+from spanwise.attention.rank_plan import RankPlan
+from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.batch import cross_entropy, roll, shard, shard_batch, unshard
+from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
+from spanwise.layouts.balancers import LayoutProblem, LoadBalancer
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.packing import Packing
+from spanwise.layouts.ptrr import ptrr_schedule
+from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.make_plan import make_plan
+from spanwise.planning.plan import Plan
 
 __all__ = [
     "Aux",

@@ -248,7 +248,7 @@ def plan(
     """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
     options = {**locals(), "data": (*(data or ()), *(more_data or ()))}
     del options["more_data"]
-    from spanwise import plan_command
+    from spanwise.cli import plan as plan_command
 
     try:
         plan_command.run(plan_command.PlanOptions(**options))
@@ -282,7 +282,7 @@ def calibrate(
     mine = torchrun_rank()
     given = {**locals()}
     try:
-        from spanwise import calibrate_command
+        from spanwise.cli import calibrate as calibrate_command
 
         if mine is not None and ranks not in (None, mine.size):
             raise ValueError(f"torchrun started {mine.size} processes, and --ranks says {ranks}; leave --ranks out")
@@ -361,7 +361,7 @@ def overlap(
 ) -> None:
     """Hide the communication of a training step: schedule a captured graph, and say what is exposed and why."""
     options = {**locals(), "group": tuple(group or ())}
-    from spanwise import overlap_command
+    from spanwise.cli import overlap as overlap_command
 
     try:
         overlap_command.run(overlap_command.OverlapOptions(**options))
@@ -394,7 +394,7 @@ def _bench_all(context: typer.Context, out: _OUT = None, quick: _QUICK = False) 
 @bench.command("kernels")
 def bench_kernels(out: _OUT = None, quick: _QUICK = False) -> None:
     """Attention on the CPU against torch's own: time forward and backward, and memory."""
-    from spanwise.bench import kernels
+    from spanwise.cli.bench import kernels
 
     kernels.run(out, quick)
 
@@ -402,7 +402,7 @@ def bench_kernels(out: _OUT = None, quick: _QUICK = False) -> None:
 @bench.command("plan")
 def bench_plan(out: _OUT = None, quick: _QUICK = False) -> None:
     """Planning times, and each balancer's work and traffic."""
-    from spanwise.bench import plan
+    from spanwise.cli.bench import plan
 
     plan.run(out, quick)
 
@@ -410,7 +410,7 @@ def bench_plan(out: _OUT = None, quick: _QUICK = False) -> None:
 @bench.command("layout")
 def bench_layout(out: _OUT = None, quick: _QUICK = False) -> None:
     """Balance and traffic of every balancer on documents, windows, prefixes and video."""
-    from spanwise.bench import layout
+    from spanwise.cli.bench import layout
 
     layout.run(out, quick)
 
@@ -418,7 +418,7 @@ def bench_layout(out: _OUT = None, quick: _QUICK = False) -> None:
 @bench.command("packed")
 def bench_packed(out: _OUT = None, quick: _QUICK = False) -> None:
     """Packed documents as they are against documents padded to twice the ranks: time, padding and traffic."""
-    from spanwise.bench import packed
+    from spanwise.cli.bench import packed
 
     packed.run(out, quick)
 
@@ -426,7 +426,7 @@ def bench_packed(out: _OUT = None, quick: _QUICK = False) -> None:
 @bench.command("memory")
 def bench_memory(out: _OUT = None, quick: _QUICK = False) -> None:
     """K/V that each exchange holds and keeps, against the length of the sequence: planned, and measured beside it."""
-    from spanwise.bench import memory
+    from spanwise.cli.bench import memory
 
     memory.run(out, quick)
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from spanwise.overlap.capture import Axis
+from spanwise.overlap.fx.capture import Axis
 
 OPS = torch.ops._c10d_functional
 

@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import pad
 
 from spanwise import Plan
-from spanwise.kernels import attend
-from spanwise.kernels.merge import merge
-from spanwise.rank_plan import build
+from spanwise.attention.kernels import attend
+from spanwise.attention.kernels.merge import merge
+from spanwise.attention.rank_plan import build
 
 
 def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: str) -> torch.Tensor:

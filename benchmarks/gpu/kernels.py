@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spanwise._flex_masks import block_tables
-from spanwise.kernels.flex import FlexTables, flex, pad_spans
-from spanwise.mask import SpanMask
+from spanwise.attention.kernels.flex import FlexTables, flex, pad_spans
+from spanwise.masks.flex import block_tables
+from spanwise.masks.span_mask import SpanMask
 
 BLOCK = 128
 

@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 
 import spanwise
-from spanwise import SpanMask, kernels
-from spanwise.attention import merged
-from spanwise.kv_pieces import Piece
-from spanwise.rank_plan import RankPlan, build
+from spanwise import SpanMask
+from spanwise.attention import kernels
+from spanwise.attention.attention import merged
+from spanwise.attention.kv import Piece
+from spanwise.attention.rank_plan import RankPlan, build
 
 RESULTS = Path(__file__).parents[1] / "results"
 RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 32, 8, 128, 4096
@@ -78,7 +79,7 @@ def whole(name: str, mask: SpanMask, cu_seqlens: np.ndarray, device: torch.devic
     cotangent = torch.randn_like(q)
     if device.type == "cpu":
         start, end = torch.from_numpy(mask.start.copy()), torch.from_numpy(mask.end.copy())
-        from spanwise.kernels.sdpa import sdpa
+        from spanwise.attention.kernels.sdpa import sdpa
 
         return lambda: _discard(
             torch.autograd.grad(sdpa(q, k, v, start, end, scale=HEAD_DIM**-0.5)[0], (q, k, v), cotangent)

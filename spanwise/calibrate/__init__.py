@@ -4,7 +4,7 @@
 
 All ranks do the same thing at the same time, because that is how a step runs: cores, memory and network cards are
 shared. Each time is the median of several calls and then the largest over the ranks, so that all ranks fit the same
-numbers and return the same `Hardware`. `spanwise.cost` says what the figures mean.
+numbers and return the same `Hardware`. `spanwise.hardware` says what the figures mean.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import kernels
+from spanwise.attention import kernels
 from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import Sample, fit_attention
 from spanwise.calibrate.links import SMALLEST, measure_links
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cost import Hardware
+from spanwise.hardware import Hardware
 
 #: ``(tokens, median document)``: short documents and long, small shards and large, so that rate, edge and fixed
 #: seconds can be told apart.

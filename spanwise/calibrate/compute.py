@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from spanwise import kernels, rank_plan
+from spanwise.attention import kernels, rank_plan
+from spanwise.attention.chunks import Stage
 from spanwise.calibrate.fit import AttentionCall
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cost import attention_flops
-from spanwise.mask import SpanMask
-from spanwise.planner import make_plan
-from spanwise.stages import Stage
+from spanwise.hardware import attention_flops
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.make_plan import make_plan
 
 
 def matmul_rate(ranks: Ranks, dtype: torch.dtype, repeats: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spanwise.cost import Link
+from spanwise.hardware import Link
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from spanwise import _compat
+from spanwise import _torch
 from spanwise.calibrate.fit import Sample, fit_link
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cost import COLLECTIVES, Link
+from spanwise.hardware import COLLECTIVES, Link
 
 #: Bytes that a rank receives in the smallest collective. It grows fourfold until one call takes `_LONG` seconds, so
 #: that the longest takes about half a second on a slow link.
@@ -60,7 +60,7 @@ def measure_links(
 
 def _sweep(ranks: Ranks, group: dist.ProcessGroup, largest: int, repeats: int) -> list[tuple[str, float, float]]:
     """``(collective, bytes that each rank has to receive, seconds)``; the same on all ranks."""
-    size, name = group.size(), _compat.group_name(group)
+    size, name = group.size(), _torch.group_name(group)
     calls: list[tuple[str, float, Callable[[], torch.Tensor]]] = []
     for collective in COLLECTIVES:
         grown = []
@@ -89,7 +89,7 @@ def _collective(collective: str, rows: int, size: int, name: str, device: torch.
     """A call that starts the collective and waits for it."""
     x = torch.ones(rows if collective == "all_gather" else rows * size, device=device)
     if collective == "all_gather":
-        return lambda: _compat.wait(_compat.start_all_gather(x, size, name))
+        return lambda: _torch.wait(_torch.start_all_gather(x, size, name))
     if collective == "reduce_scatter":
-        return lambda: _compat.wait(_compat.start_reduce_scatter(x, size, name))
-    return lambda: _compat.wait(_compat.start_all_to_all(x, [rows] * size, [rows] * size, name))
+        return lambda: _torch.wait(_torch.start_reduce_scatter(x, size, name))
+    return lambda: _torch.wait(_torch.start_all_to_all(x, [rows] * size, [rows] * size, name))

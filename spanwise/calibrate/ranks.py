@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _compat
+from spanwise import _torch
 
 
 class Ranks:
@@ -33,13 +33,13 @@ class Ranks:
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self._where = _compat.comparison_device(self.group)
+        self._where = _torch.comparison_device(self.group)
 
     def agree(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
         """The largest of each value over the ranks, or the smallest: what the slowest rank found."""
         sign = 1.0 if largest else -1.0
         x = torch.tensor([sign * v for v in values], dtype=torch.float64, device=self._where)
-        x = _compat.wait(_compat.start_all_reduce(x, "max", _compat.group_name(self.group)))
+        x = _torch.wait(_torch.start_all_reduce(x, "max", _torch.group_name(self.group)))
         return (sign * x).tolist()
 
     def meet(self) -> None:

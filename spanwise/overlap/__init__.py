@@ -14,13 +14,13 @@ of it.
 # All is imported at once: `backend`, `measure`, `optimize` and `simulate` are functions that hide modules of the same
 # name, which would take their place again when imported later. What else these modules have is imported from them.
 from spanwise.overlap.backend import backend
-from spanwise.overlap.bounds import Bounds
-from spanwise.overlap.costs import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
-from spanwise.overlap.dag import GraphError
-from spanwise.overlap.graph_file import load_graphs, save_graphs
-from spanwise.overlap.measure import Measured, measure
+from spanwise.overlap.costs.measure import Measured, measure
+from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
+from spanwise.overlap.fx.files import load_graphs, save_graphs
+from spanwise.overlap.ir.bounds import Bounds
+from spanwise.overlap.ir.dag import GraphError
+from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.optimize import Result, lower_bound, optimize, simulate
-from spanwise.overlap.simulate import Timeline
 
 __all__ = [
     "TENSOR_CORES",

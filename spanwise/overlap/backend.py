@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from spanwise import _compat
-from spanwise.cost import Hardware
-from spanwise.overlap import agree
-from spanwise.overlap.costs import as_cost, node_flops
-from spanwise.overlap.emit import emit
-from spanwise.overlap.graph import to_dag
-from spanwise.overlap.operators import STARTS, WAIT, Cost, traits
+from spanwise import _torch
+from spanwise.hardware import Hardware
+from spanwise.overlap import consensus as agree
+from spanwise.overlap.costs.roofline import as_cost, node_flops
+from spanwise.overlap.fx.emit import emit
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
+from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result, optimize
-from spanwise.overlap.sizes import assumed
 
 # Namespaces of operators that Inductor has code of its own for, most of them.
 _INDUCTORS = frozenset({"aten", "prims"})
@@ -102,8 +102,8 @@ class Backend:
         if self.name == "aot_eager":
             if mode or options:
                 raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
-            return _compat.compile_aot_eager(gm, example_inputs, functools.partial(self._schedule, hold=False))
-        return _compat.compile_inductor(
+            return _torch.compile_aot_eager(gm, example_inputs, functools.partial(self._schedule, hold=False))
+        return _torch.compile_inductor(
             gm,
             example_inputs,
             functools.partial(self._schedule, hold=True),
@@ -116,7 +116,7 @@ class Backend:
         """What schedules depend on beside the graph, as a digest; None if the costs do not say what they are."""
         if self._costs is None:
             return None
-        groups = sorted((_compat.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
+        groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
         everything = [self._facts(), groups, _source()]
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -141,7 +141,7 @@ class Backend:
             raise
         first = agree.insert(gm.graph, self._facts(), _traced(result))
         if hold and first is not None:
-            _compat.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
+            _torch.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
         return gm
 
 
@@ -178,11 +178,11 @@ def _is_tied(node: fx.Node) -> bool:
         return False
     if node.target in STARTS or node.target is WAIT or traits(node).talks or node_flops(node) > 0:
         return True
-    return isinstance(node.target, _compat.OpOverload) and node.target.namespace not in _INDUCTORS
+    return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _INDUCTORS
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    return _compat.groups() if dist.is_initialized() else []
+    return _torch.groups() if dist.is_initialized() else []
 
 
 def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:

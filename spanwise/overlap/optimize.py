@@ -18,20 +18,20 @@ from typing import Any
 
 from torch import fx
 
-from spanwise import _compat
-from spanwise.cost import Hardware
-from spanwise.overlap import emit as emission
-from spanwise.overlap.bounds import Bounds, lower_bounds
-from spanwise.overlap.bucket import bucket as into_buckets
-from spanwise.overlap.bucket import unmerged
-from spanwise.overlap.costs import as_cost
-from spanwise.overlap.dag import GraphError
-from spanwise.overlap.graph import NO_VALUE, Captured, to_dag
-from spanwise.overlap.operators import Cost
-from spanwise.overlap.schedule import schedule
-from spanwise.overlap.simulate import Timeline
-from spanwise.overlap.simulate import simulate as run
-from spanwise.overlap.trace import save_chrome_trace
+from spanwise import _torch
+from spanwise.hardware import Hardware
+from spanwise.overlap.bucketing.bucket import bucket as into_buckets
+from spanwise.overlap.bucketing.bucket import unmerged
+from spanwise.overlap.costs.roofline import as_cost
+from spanwise.overlap.explain.trace import save_chrome_trace
+from spanwise.overlap.fx import emit as emission
+from spanwise.overlap.fx.graph import NO_VALUE, Captured, to_dag
+from spanwise.overlap.fx.operators import Cost
+from spanwise.overlap.ir.bounds import Bounds, lower_bounds
+from spanwise.overlap.ir.dag import GraphError
+from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.ir.simulate import simulate as run
+from spanwise.overlap.search.schedule import schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Result:
         Args:
             groups: what to call process groups, by the names that the graph has for them.
         """
-        from spanwise.overlap.report import report
+        from spanwise.overlap.explain.report import report
 
         return report(self, groups)
 
@@ -141,14 +141,14 @@ def optimize(
     if bucket:
         keys, price = emission.bucket_keys(captured), _bucket_price(captured, cost)
         merged, found = into_buckets(captured.dag, found, keys, price, **options)
-    graph, copied = _compat.copy_graph(gm.graph)
+    graph, copied = _torch.copy_graph(gm.graph)
     ours = dataclasses.replace(
         captured,
         nodes=tuple(map(copied.__getitem__, captured.nodes)),
         inputs=tuple(map(copied.__getitem__, captured.inputs)),
     )
     emission.emit(ours, found.order, merged.members)
-    made = _compat.graph_module(gm, graph, type(gm).__name__)
+    made = _torch.graph_module(gm, graph, type(gm).__name__)
     made.meta = dict(gm.meta)
     return Result(made, found.timeline, before, found.bounds, merged.members, found.budget)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from spanwise._flex_masks import block_tables
-from spanwise.kernels.flex import FlexTables, flex, kv_capacity, max_logit, pad_spans
-from spanwise.kernels.reference import reference
-from spanwise.mask import SpanMask
+from spanwise.attention.kernels.flex import FlexTables, flex, kv_capacity, max_logit, pad_spans
+from spanwise.attention.kernels.reference import reference
+from spanwise.masks.flex import block_tables
+from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.kernels._segments import cut_rounds
-from spanwise.kernels.reference import reference
-from spanwise.kernels.varlen import VarlenTables, varlen
+from spanwise.attention.kernels._segments import cut_rounds
+from spanwise.attention.kernels.reference import reference
+from spanwise.attention.kernels.varlen import VarlenTables, varlen
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ import torch
 
 import spanwise
 from spanwise import AuxRequest
-from spanwise.packing import Packing
+from spanwise.layouts.packing import Packing
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_attention import mesh_of
 

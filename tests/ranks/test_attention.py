@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanwise
-from spanwise import AuxRequest, SpanMask, _compat
+from spanwise import AuxRequest, SpanMask, _torch
 from tests.oracle import Problem, make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
@@ -240,7 +240,7 @@ def test_bytes_on_the_wire(
     problem = make_problem(mask.dense(), batch=mask.batch_size, heads=(12, 2), dims=(8, 6), dtype=dtype)
     received = [0] * plan.num_ranks
     ranks = threading.local()
-    gather, exchange_rows = _compat.start_all_gather, _compat.start_all_to_all
+    gather, exchange_rows = _torch.start_all_gather, _torch.start_all_to_all
 
     def count_gather(x, size, name):
         if hasattr(ranks, "rank"):  # else it is the comparison of plans
@@ -248,7 +248,7 @@ def test_bytes_on_the_wire(
         return gather(x, size, name)
 
     def count_rows(x, recv_rows, send_rows, name):
-        own = _compat.find_group(name).rank()  # what a rank sends itself does not travel
+        own = _torch.find_group(name).rank()  # what a rank sends itself does not travel
         received[ranks.rank] += (sum(recv_rows) - recv_rows[own]) * x.shape[1] * x.element_size()
         return exchange_rows(x, recv_rows, send_rows, name)
 
@@ -257,8 +257,8 @@ def test_bytes_on_the_wire(
         ranks.rank = rank
         spanwise.context_parallel_attention(*(plan.shard(x, rank, dim=2) for x in problem[:3]), local, mesh)
 
-    monkeypatch.setattr(_compat, "start_all_gather", count_gather)
-    monkeypatch.setattr(_compat, "start_all_to_all", count_rows)
+    monkeypatch.setattr(_torch, "start_all_gather", count_gather)
+    monkeypatch.setattr(_torch, "start_all_to_all", count_rows)
     run_ranks(plan.num_ranks, on_rank, **mesh_of(plan))
     assert received == plan.recv_bytes().tolist()
 

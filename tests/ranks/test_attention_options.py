@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spanwise
-from spanwise import AuxRequest, SpanMask, _compat
+from spanwise import AuxRequest, SpanMask, _torch
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
@@ -214,10 +214,8 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the collectives that any rank starts."""
     started: list[str] = []
     for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
-        start = getattr(_compat, name)
-        monkeypatch.setattr(
-            _compat, name, lambda *args, name=name, start=start: (started.append(name), start(*args))[1]
-        )
+        start = getattr(_torch, name)
+        monkeypatch.setattr(_torch, name, lambda *args, name=name, start=start: (started.append(name), start(*args))[1])
     return started
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.packing import Packing
-from spanwise.rank_plan import build
+from spanwise.attention.rank_plan import build
+from spanwise.layouts.packing import Packing
 from tests.ranks.harness import run_ranks
 
 LENGTH = 45

@@ -18,8 +18,8 @@ from spanwise.__main__ import app
 from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
 from spanwise.calibrate.links import SMALLEST
 from spanwise.calibrate.ranks import Ranks
-from spanwise.calibrate_command import show
-from spanwise.cost import COLLECTIVES, CPU_HOST, Hardware
+from spanwise.cli.calibrate import show
+from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
 from tests.ranks.gloo import GlooPool
 
 # Sizes over two powers of ten, so that noise of a busy machine does not hide what grows with them.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.rank_plan import build
+from spanwise.attention.rank_plan import build
 from tests.oracle import Problem, make_problem, relative_error
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks

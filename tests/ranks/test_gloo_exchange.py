@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 )
 
 import spanwise
-from spanwise import SpanMask, _compat
-from spanwise.pieces import piece_tokens
+from spanwise import SpanMask, _torch
+from spanwise.planning.chunking import piece_tokens
 from tests.oracle import Problem, make_problem
 from tests.ranks.gloo import GlooPool
 
@@ -55,7 +55,7 @@ def begin(rank: int, name: str, sizes: list[list[int]], row: tuple[int, ...], dt
     ranks = range(len(sizes))
     sent = torch.cat([rows_between(rank, peer, sizes[rank][peer], row, dtype, key) for peer in ranks])
     recv_sizes = [sizes[peer][rank] for peer in ranks]
-    pending = _compat.start_all_to_all(sent, recv_sizes, sizes[rank], name)
+    pending = _torch.start_all_to_all(sent, recv_sizes, sizes[rank], name)
     shape = sent.shape
     del sent  # what takes its place in memory must not travel
     _noise = [torch.full(shape, 255, dtype=dtype) for _ in range(3)]
@@ -73,7 +73,7 @@ def exchange_one_by_one(rank: int, mesh: DeviceMesh) -> list[str]:
         for row in ROWS:
             for dtype in DTYPES:
                 pending, expected = begin(rank, name, sizes, row, dtype, 0)
-                if not same(_compat.wait(pending), expected):
+                if not same(_torch.wait(pending), expected):
                     wrong.append(f"{label} {row} {dtype}")
     return wrong
 
@@ -89,9 +89,9 @@ def exchange_many(rank: int, mesh: DeviceMesh, order: list[int]) -> list[Any]:
     wrong = []
     for i in order:
         pending, expected = under_way[i]
-        if not same(_compat.wait(pending), expected):
+        if not same(_torch.wait(pending), expected):
             wrong.append((i, *kinds[i]))
-    again = [same(_compat.wait(pending), expected) for pending, expected in under_way]  # waited for already: no harm
+    again = [same(_torch.wait(pending), expected) for pending, expected in under_way]  # waited for already: no harm
     return wrong if all(again) else [*wrong, "second wait"]
 
 
@@ -111,7 +111,7 @@ def wait_in_different_orders(rank: int, mesh: DeviceMesh) -> list[int]:
     name, sizes = mesh.get_group().group_name, SIZES["large"]
     under_way = [begin(rank, name, sizes, (3,), torch.float32, i) for i in range(6)]
     order = np.random.default_rng(rank).permutation(6).tolist()
-    return [i for i in order if not same(_compat.wait(under_way[i][0]), under_way[i][1])]
+    return [i for i in order if not same(_torch.wait(under_way[i][0]), under_way[i][1])]
 
 
 def test_ranks_wait_in_orders_of_their_own(gloo_pool: GlooPool) -> None:
@@ -121,7 +121,7 @@ def test_ranks_wait_in_orders_of_their_own(gloo_pool: GlooPool) -> None:
 def strided(rank: int, mesh: DeviceMesh) -> bool:
     name = mesh.get_group().group_name
     whole = [(torch.arange(24.0).view(4, 6) + 100 * peer).t() for peer in (0, 1)]  # 6 rows that lie across each other
-    received = _compat.wait(_compat.start_all_to_all(whole[rank], [3, 3], [3, 3], name))
+    received = _torch.wait(_torch.start_all_to_all(whole[rank], [3, 3], [3, 3], name))
     return torch.equal(received, torch.cat([x[3 * rank : 3 * rank + 3] for x in whole]))
 
 
@@ -148,7 +148,7 @@ def operators(rank: int, mesh: DeviceMesh) -> list[bool]:
         sizes = [[1 + s + t for t in range(group.size())] for s in range(group.size())]
         with Calls() as calls:
             pending, expected = begin(group.rank(), group.group_name, sizes, (2,), torch.float32, 0)
-            assert same(_compat.wait(pending), expected)
+            assert same(_torch.wait(pending), expected)
         used.append("_c10d_functional::all_to_all_single" in calls.names)
     return used
 
@@ -162,13 +162,13 @@ def test_torchs_operator_is_not_used(gloo_pool: GlooPool) -> None:
 def refused(rank: int, mesh: DeviceMesh, recv: list[int], send: list[int]) -> str:
     name = mesh.get_group().group_name
     try:
-        _compat.start_all_to_all(torch.zeros(3, 2), recv, send, name)
+        _torch.start_all_to_all(torch.zeros(3, 2), recv, send, name)
     except ValueError as error:
         message = str(error)
     else:
         message = "accepted"
     pending, expected = begin(rank, name, [[1, 2], [3, 4]], (2,), torch.float32, 0)  # nothing was left under way
-    assert same(_compat.wait(pending), expected)
+    assert same(_torch.wait(pending), expected)
     return message
 
 
@@ -184,7 +184,7 @@ def refused_own(rank: int, mesh: DeviceMesh, own_recv: int, own_send: int) -> st
     recv, send = [1, 1], [1, 1]
     recv[rank], send[rank] = own_recv, own_send
     try:
-        _compat.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
+        _torch.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
     except ValueError:
         return "ValueError"
     except Exception as error:
@@ -215,7 +215,7 @@ def with_other_traffic(rank: int, mesh: DeviceMesh) -> list[bool]:
         receive_early.wait()
         late = torch.empty(5)
         dist.recv(late, group=group)
-        right += [same(_compat.wait(second), second_expected), same(_compat.wait(first), first_expected)]
+        right += [same(_torch.wait(second), second_expected), same(_torch.wait(first), first_expected)]
         reduce.wait()
         for send in sends:
             send.wait()

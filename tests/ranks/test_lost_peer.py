@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise import _compat
-from spanwise.exchange import failure
+from spanwise import _torch
+from spanwise.attention.exchange import failure
 
 TIMEOUT = 2.0  # seconds, of the process groups
 NEVER = 600.0  # a timeout that no test reaches
@@ -151,16 +151,16 @@ def lose(how: str) -> None:
 
 
 COLLECTIVES = {
-    "all-gather": lambda x, n, name: (_compat.start_all_gather, x, n, name),
-    "reduce-scatter": lambda x, n, name: (_compat.start_reduce_scatter, x, n, name),
-    "all-to-all": lambda x, n, name: (_compat.start_all_to_all, x, [2] * n, [2] * n, name),
+    "all-gather": lambda x, n, name: (_torch.start_all_gather, x, n, name),
+    "reduce-scatter": lambda x, n, name: (_torch.start_reduce_scatter, x, n, name),
+    "all-to-all": lambda x, n, name: (_torch.start_all_to_all, x, [2] * n, [2] * n, name),
 }
 
 
 def collective(mesh: DeviceMesh, kind: str, what: str = "") -> torch.Tensor:
     what = what or f"{kind} of K/V"
     group = mesh.get_group("cp")
-    name = _compat.group_name(group)
+    name = _torch.group_name(group)
     x = torch.ones(2 * group.size(), 100_000)
     return failure.wait(failure.start(what, name, *COLLECTIVES[kind](x, group.size(), name)), what, name)
 
@@ -195,7 +195,7 @@ def backend_fails(rank: int, mesh: DeviceMesh) -> None:
     def begin(x: torch.Tensor) -> torch.Tensor:
         raise dist.DistBackendError(f"no communicator on {rank}")
 
-    failure.start("all-to-all of K/V", _compat.group_name(mesh.get_group()), begin, torch.ones(1))
+    failure.start("all-to-all of K/V", _torch.group_name(mesh.get_group()), begin, torch.ones(1))
 
 
 def sums(rank: int, mesh: DeviceMesh, lost: int) -> float:

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import spanwise
 from spanwise import Packing, SpanMask
-from spanwise.attention import context_parallel_attention
-from spanwise.bench import memory
+from spanwise.attention.attention import context_parallel_attention
+from spanwise.cli.bench import memory
 from tests.ranks.gloo import GlooPool
 from tests.ranks.test_attention import mesh_of
 

@@ -29,11 +29,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import spanwise
-from spanwise import SpanMask, _compat
-from spanwise.overlap import agree, operators
+from spanwise import SpanMask, _torch
+from spanwise.overlap import consensus as agree
 from spanwise.overlap.backend import backend
-from spanwise.overlap.costs import node_flops
-from spanwise.overlap.dag import Kind
+from spanwise.overlap.costs.roofline import node_flops
+from spanwise.overlap.fx import operators
+from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.optimize import Result
 from tests.oracle import relative_error
 from tests.ranks.gloo import GlooPool
@@ -67,11 +68,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         ctx.group = mesh.get_group()
-        return _compat.wait(_compat.start_all_gather(shard, mesh.size(), _compat.group_name(ctx.group)))
+        return _torch.wait(_torch.start_all_gather(shard, mesh.size(), _torch.group_name(ctx.group)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _compat.wait(_compat.start_reduce_scatter(grad, ctx.group.size(), _compat.group_name(ctx.group))), None
+        return _torch.wait(_torch.start_reduce_scatter(grad, ctx.group.size(), _torch.group_name(ctx.group))), None
 
 
 class Sharded(nn.Module):
@@ -262,8 +263,8 @@ def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(1)
     for axis in axes:
-        name = _compat.group_name(mesh.get_group(axis))
-        x = graph.call_function(_compat.functional_collectives.all_reduce.default, (x, "sum", name))
+        name = _torch.group_name(mesh.get_group(axis))
+        x = graph.call_function(_torch.functional_collectives.all_reduce.default, (x, "sum", name))
         x.meta["val"] = torch.ones(1)
         x = graph.call_function(operators.WAIT, (x,))
         x.meta["val"] = torch.ones(1)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _compat
-from spanwise.overlap.bucket import merge
-from spanwise.overlap.emit import bucket_keys, emit
-from spanwise.overlap.graph import to_dag
+from spanwise import _torch
+from spanwise.overlap.bucketing.bucket import merge
+from spanwise.overlap.fx.emit import bucket_keys, emit
+from spanwise.overlap.fx.graph import to_dag
 from tests.ranks.gloo import GlooPool
 
 OPS = torch.ops._c10d_functional
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 def merged_and_single(rank: int, _: Any) -> tuple[list[tuple[str, int]], list[tuple[str, bool]]]:
     """All collectives that may be one as one: kinds and sizes of buckets; of each result, its kind and whether it is
     the same as of single collectives."""
-    name, size = _compat.group_name(dist.group.WORLD), dist.get_world_size()
+    name, size = _torch.group_name(dist.group.WORLD), dist.get_world_size()
 
     def collectives(*operands: torch.Tensor) -> Any:
         started = [OPS.all_gather_into_tensor(x, size, name) for x in operands]

@@ -14,11 +14,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _compat
-from spanwise.cost import CPU_HOST
-from spanwise.overlap.costs import CostModel
-from spanwise.overlap.graph import to_dag
-from spanwise.overlap.measure import Measured, measure
+from spanwise import _torch
+from spanwise.hardware import CPU_HOST
+from spanwise.overlap.costs.measure import Measured, measure
+from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize, simulate
 from tests.ranks.gloo import GlooPool
 
@@ -57,7 +57,7 @@ def told(measured: Measured, clock: Clock | None = None) -> Any:
 
 
 def by_rank(rank: int, mesh: DeviceMesh, folder: str) -> list[Any]:
-    gm = step(_compat.group_name(mesh.get_group()), mesh.size())
+    gm = step(_torch.group_name(mesh.get_group()), mesh.size())
     found = []
     for path in (None, Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.json"):
         clock = Clock(rank)
@@ -86,8 +86,8 @@ def test_ranks_that_measure_different_times_have_one_table(gloo_pool: GlooPool, 
 
 def clocked(rank: int, mesh: DeviceMesh) -> Any:
     tp = mesh["tp"]
-    gm = step(_compat.group_name(tp.get_group()), tp.size())
-    dp = step(_compat.group_name(mesh["dp"].get_group()), 2)
+    gm = step(_torch.group_name(tp.get_group()), tp.size())
+    dp = step(_torch.group_name(mesh["dp"].get_group()), 2)
     measured = [measure(x, repeats=3) for x in (gm, dp)]
     captured = to_dag(gm, measured[0])
     starts = [node for node in captured.nodes if node.target is OPS.all_gather_into_tensor.default]
@@ -114,14 +114,14 @@ def one_is_broken(rank: int, mesh: DeviceMesh, folder: str) -> str:
         path.write_text("nonsense")
     clock = Clock(rank)
     try:
-        measure(step(_compat.group_name(mesh.get_group()), 2), cache=path, timer=clock)
+        measure(step(_torch.group_name(mesh.get_group()), 2), cache=path, timer=clock)
     except ValueError as error:
         return f"{clock.calls} {error}"
     return "no error"
 
 
 def one_measures_nothing(rank: int, mesh: DeviceMesh) -> str:
-    gm = step(_compat.group_name(mesh.get_group()), 2)
+    gm = step(_torch.group_name(mesh.get_group()), 2)
     try:
         measure(gm, timer=lambda node, call: float("nan") if rank == 1 and node.name == "mm" else 1.0)
     except ValueError as error:
@@ -137,7 +137,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(gloo_pool: GlooPool, tmp_path: 
 
 
 def one_has_more(rank: int, mesh: DeviceMesh) -> Any:
-    gm = step(_compat.group_name(mesh.get_group()), 2, more=rank == 1)
+    gm = step(_torch.group_name(mesh.get_group()), 2, more=rank == 1)
     dist.barrier()
     measured = measure(gm, fallback=CostModel(CPU_HOST), timer=Clock(rank))
     try:

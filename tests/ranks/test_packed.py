@@ -11,7 +11,7 @@ import torch
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.packing import Packing
+from spanwise.layouts.packing import Packing
 from tests.ranks.harness import run_ranks
 from tests.ranks.packed_problem import check, cumulative, make_packed, run, slots_for, ways
 

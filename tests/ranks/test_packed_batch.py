@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spanwise
-from spanwise.mask import SpanMask
-from spanwise.packing import Packing
+from spanwise.layouts.packing import Packing
+from spanwise.masks.span_mask import SpanMask
 from tests.ranks.harness import run_ranks
 
 # Sequences without a row, with some padding, without a token, of one token, that fill their slot, with some padding.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import spanwise
-from spanwise.packing import Packing
+from spanwise.layouts.packing import Packing
 from tests.ranks.packed_problem import Packed, Result, cumulative, make_packed, run, visible
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 import spanwise
-from spanwise import AuxRequest, SpanMask, _compat
-from spanwise.packing import Packing
+from spanwise import AuxRequest, SpanMask, _torch
+from spanwise.layouts.packing import Packing
 from tests.ranks.harness import run_ranks
 from tests.ranks.packed_problem import check, cumulative, make_packed, run, ways
 
@@ -178,7 +178,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in ("start_all_gather", "start_reduce_scatter", "start_all_to_all", "start_all_reduce"):
-        monkeypatch.setattr(_compat, name, recorded(name, getattr(_compat, name)))
+        monkeypatch.setattr(_torch, name, recorded(name, getattr(_torch, name)))
     return names
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import spanwise
-from spanwise import SpanMask, _compat, kernels, rank_plan
-from spanwise.exchange import needed
-from spanwise.pieces import piece_of, piece_tokens
+from spanwise import SpanMask, _torch
+from spanwise.attention import kernels, rank_plan
+from spanwise.attention.exchange import needed
+from spanwise.planning.chunking import piece_of, piece_tokens
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 from tests.simulated import all_ranks
@@ -83,7 +84,7 @@ def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, k
     assert plan.num_pieces() == 3
     events: list[str] = []
     is_rank_0 = lambda: torch.distributed.get_rank() == 0  # noqa: E731
-    start, wait = _compat.start_all_to_all, _compat.wait
+    start, wait = _torch.start_all_to_all, _torch.wait
     started: dict[int, str] = {}
 
     def recorded_start(x: torch.Tensor, recv: list[int], send: list[int], name: str) -> torch.Tensor:
@@ -99,8 +100,8 @@ def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, k
             events.append(f"wait {started[x.data_ptr()]}")
         return wait(x)
 
-    monkeypatch.setattr(_compat, "start_all_to_all", recorded_start)
-    monkeypatch.setattr(_compat, "wait", recorded_wait)
+    monkeypatch.setattr(_torch, "start_all_to_all", recorded_start)
+    monkeypatch.setattr(_torch, "wait", recorded_wait)
     step(plan, lambda rank: events.append("backward") if rank == 0 else None)
     forward, back = events[: events.index("backward")], events[events.index("backward") + 1 :]
     assert forward == ["start 0", "start 1", "start 2", "wait 0", "wait 1", "wait 2"]
@@ -164,7 +165,7 @@ def test_route_is_a_pytree_without_numbers() -> None:
     plan = spanwise.make_plan(MASK, 3, balancer="lpt", exchange="needed", stages=2, block_size=8)
     route = rank_plan.build(plan, 1).stages["default"][1].route
     assert isinstance(route, needed.Route) and all(isinstance(x, int) for x in route.sizes)
-    assert _compat.tree_map(lambda x: x, route).sizes == route.sizes
+    assert _torch.tree_map(lambda x: x, route).sizes == route.sizes
 
 
 @pytest.mark.parametrize("exchange", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 3}])

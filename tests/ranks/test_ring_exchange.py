@@ -17,9 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spanwise import _compat
-from spanwise.exchange import failure, ring
-from spanwise.exchange.again import Again
+from spanwise import _torch
+from spanwise.attention.exchange import failure, ring
+from spanwise.attention.exchange.again import Again
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_lost_peer import NEVER, World, lose
@@ -151,7 +151,7 @@ def test_order(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
 
 def slow_rank(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> list[torch.Tensor]:
     """Rank 0 stays in each attention until the others are in the one after it, which needs the hop between the two."""
-    store = _compat.group_store(mesh.get_group())
+    store = _torch.group_store(mesh.get_group())
     last = len(case.offsets) - 1
     after = {f"attention {i}": f"attention {i + 1}" for i in range(-1, last)}
     after |= {f"attention {i}'": f"attention {i - 1}'" for i in range(last)} | {"attention -1'": "done"}
@@ -177,7 +177,7 @@ def test_hops_arrive_while_a_rank_computes(gloo_pool: GlooPool, keep: bool) -> N
 
 def live_buffers(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Most buffers of K/V and of gradients that are alive at once, in the forward and in the backward."""
-    begin = _compat.start_all_to_all
+    begin = _torch.start_all_to_all
     buffers: dict[int, tuple[str, Any]] = {}
     peaks: list[dict[str, int]] = [{}]
 
@@ -191,7 +191,7 @@ def live_buffers(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> tuple[d
         peaks[-1] = {kind: max(alive[kind], peaks[-1].get(kind, 0)) for kind in ("K/V", "gradients")}
         return received
 
-    with mock.patch.object(_compat, "start_all_to_all", recorded):
+    with mock.patch.object(_torch, "start_all_to_all", recorded):
         step(rank, mesh, case, keep=keep, watch=lambda event: peaks.append({}) if event == "backward" else None)
     return peaks[0], peaks[1]
 
@@ -263,8 +263,8 @@ def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list
 
     results = []
     for case in cases:
-        k, v = (_compat.mark_dynamic(x, 2).requires_grad_() for x in case.shard(rank))
-        hops = [ring.Hop(_compat.mark_unbacked(hop.received, 0), hop.stride) for hop in case.hops(rank)]
+        k, v = (_torch.mark_dynamic(x, 2).requires_grad_() for x in case.shard(rank))
+        hops = [ring.Hop(_torch.mark_unbacked(hop.received, 0), hop.stride) for hop in case.hops(rank)]
         attend(k, v, hops).backward()
         results.append([k.grad, v.grad])
     return results, graphs

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _compat
-from spanwise.exchange import ulysses
-from spanwise.exchange.ulysses import Trade
-from spanwise.heads import check_heads, kv_heads_of, kv_heads_read
-from spanwise.kernels.reference import reference
+from spanwise import _torch
+from spanwise.attention.exchange import ulysses
+from spanwise.attention.exchange.ulysses import Trade
+from spanwise.attention.kernels.reference import reference
+from spanwise.planning.heads import check_heads, kv_heads_of, kv_heads_read
 from tests.oracle import dense_attention, make_problem
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
@@ -46,9 +46,9 @@ def deal(sizes: list[int], rows: int, seed: int) -> list[np.ndarray]:
 
 def trade_of(tokens: list[np.ndarray], rank: int) -> Trade:
     order = np.argsort(np.concatenate(tokens, axis=1), axis=1)
-    order, places = (_compat.mark_dynamic(torch.from_numpy(x), 1) for x in (order, np.argsort(order, axis=1)))
+    order, places = (_torch.mark_dynamic(torch.from_numpy(x), 1) for x in (order, np.argsort(order, axis=1)))
     sizes = [torch.empty(x.shape[1], 0) for x in tokens]
-    marked = [_compat.mark_dynamic(x, 0) if i == rank else _compat.mark_unbacked(x, 0) for i, x in enumerate(sizes)]
+    marked = [_torch.mark_dynamic(x, 0) if i == rank else _torch.mark_unbacked(x, 0) for i, x in enumerate(sizes)]
     return Trade(tuple(marked), order, places, rank, len(tokens))
 
 
@@ -76,7 +76,7 @@ def test_heads_land_where_they_should_and_come_back(
     own, group = num_heads // num_ranks, num_heads // kv_heads
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        name = _compat.group_name(mesh.get_group())
+        name = _torch.group_name(mesh.get_group())
         trade, kv_trade = trade_of(tokens, rank), trade_of(kv_tokens, rank)
         shards = cut(q, tokens[rank]), cut(k, kv_tokens[rank]), cut(v, kv_tokens[rank])
         got = ulysses.to_heads(*shards, trade, name, "test", kv_trade=kv_trade)
@@ -107,7 +107,7 @@ def test_attention_through_the_trade(num_heads: int, kv_heads: int, num_ranks: i
     wholes = [out.detach(), lse.detach(), *(x.grad for x in leaves)]
 
     def on_rank(rank: int, mesh: DeviceMesh) -> list[torch.Tensor]:
-        name, trade = _compat.group_name(mesh.get_group()), trade_of(tokens, rank)
+        name, trade = _torch.group_name(mesh.get_group()), trade_of(tokens, rank)
         shards = [cut(x, tokens[rank]).requires_grad_() for x in problem[:3]]
         q, k, v = ulysses.to_heads(*shards, trade, name, "test")
         out, lse = reference(q, k, v, start, end, scale=1 / math.sqrt(6))
@@ -153,7 +153,7 @@ def test_what_travels(num_heads: int, kv_heads: int, num_ranks: int) -> None:
     grad_out = torch.randn(batch, num_heads, length, v_dim).bfloat16()
 
     def on_rank(rank: int, mesh: DeviceMesh, events: list[list[tuple[str, int]]]) -> None:
-        name, trade = _compat.group_name(mesh.get_group()), trade_of(tokens, rank)
+        name, trade = _torch.group_name(mesh.get_group()), trade_of(tokens, rank)
         leaves = [cut(x, tokens[rank]).requires_grad_() for x in (q, k, v)]
         heads = ulysses.to_heads(*leaves, trade, name, "test")
         width = heads[1].shape[1]
@@ -162,7 +162,7 @@ def test_what_travels(num_heads: int, kv_heads: int, num_ranks: int) -> None:
         assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in leaves)
 
     events: list[list[tuple[str, int]]] = [[] for _ in range(num_ranks)]
-    start, wait = _compat.start_all_to_all, _compat.wait
+    start, wait = _torch.start_all_to_all, _torch.wait
 
     def rank_here() -> int:
         return torch.distributed.get_rank()
@@ -177,8 +177,8 @@ def test_what_travels(num_heads: int, kv_heads: int, num_ranks: int) -> None:
         return wait(x)
 
     with (
-        mock.patch.object(_compat, "start_all_to_all", start_logged),
-        mock.patch.object(_compat, "wait", wait_logged),
+        mock.patch.object(_torch, "start_all_to_all", start_logged),
+        mock.patch.object(_torch, "wait", wait_logged),
     ):
         run_ranks(num_ranks, on_rank, events)
 
@@ -207,7 +207,7 @@ def test_gradients_of_shared_heads_are_summed_in_float32(num_heads: int, kv_head
     q = torch.zeros(1, num_heads, 2 * num_ranks, 1).bfloat16()
 
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[list[tuple[int, float]], torch.Tensor, torch.Tensor]:
-        name, trade = _compat.group_name(mesh.get_group()), trade_of(tokens, rank)
+        name, trade = _torch.group_name(mesh.get_group()), trade_of(tokens, rank)
         k, v = (cut(x, tokens[rank]).requires_grad_() for _ in range(2))
         _, k_heads, v_heads = ulysses.to_heads(cut(q, tokens[rank]), k, v, trade, name, "test")
         given = []
@@ -232,7 +232,7 @@ def test_second_derivatives_are_refused() -> None:
     tokens = deal([3, 2], 1, seed=0)
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        name, trade = _compat.group_name(mesh.get_group()), trade_of(tokens, rank)
+        name, trade = _torch.group_name(mesh.get_group()), trade_of(tokens, rank)
         x = torch.randn(1, 2, tokens[rank].shape[1], 4, requires_grad=True)
         for out in (
             ulysses.to_heads(x, x, x, trade, name, "test")[0].sum(),
@@ -256,7 +256,7 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
         graphs.append([node.target.name() for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload)])
         return make_boxed_func(gm.forward)
 
-    name = _compat.group_name(mesh.get_group())
+    name = _torch.group_name(mesh.get_group())
 
     def there_and_back(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trade: Trade) -> torch.Tensor:
         q, k, v = ulysses.to_heads(q, k, v, trade, name, "test")

@@ -62,7 +62,7 @@ def test_wrong_gradients_are_found() -> None:
         assert not report.leaks and not report.blind
 
 
-class _Same(spanwise.balancers.PTRR):
+class _Same(spanwise.layouts.balancers.PTRR):
     """The layout that PTRR gives the documents, whatever the mask."""
 
     def assign(self, problem, num_ranks):
@@ -187,7 +187,7 @@ def test_a_leak_out_of_padding_is_found() -> None:
         assert report.errors["out"] > 0.5 and report.leaks and not report.ok
 
 
-class _DualChunk(spanwise.balancers.PTRR):
+class _DualChunk(spanwise.layouts.balancers.PTRR):
     """The layout of the padded packing."""
 
     def assign(self, problem, num_ranks):

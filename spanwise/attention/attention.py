@@ -1,0 +1,380 @@
+"""Attention over a sharded sequence: exchange, local kernels, merge.
+
+Every rank holds its shard of q, k and v. Under Ulysses the ranks of a group first trade heads for tokens. The exchange
+of K/V starts; while it is under way the local queries attend to the local keys, then to the others as they arrive, and
+the partial results merge exactly. All of it is a composition of differentiable pieces, so autograd, checkpointing and
+`torch.compile` see each of them, the collectives included.
+"""
+
+# B batch, H heads, T tokens of this rank, D head dim
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spanwise.attention import kernels
+from spanwise.attention.chunks import Stage
+from spanwise.attention.exchange import failure, ulysses
+from spanwise.attention.kernels.merge import Merging, Part
+from spanwise.attention.kv import Piece, kv_pieces
+from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
+from spanwise.planning.heads import check_heads, kv_heads_held
+from spanwise.planning.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuxRequest:
+    """What `context_parallel_attention` shall return beside the output."""
+
+    lse: bool = False
+    max_logit: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Aux:
+    """What an `AuxRequest` asked for, None where it did not.
+
+    Attributes:
+        lse: ``[B, Hq, T]``, natural logarithm of the softmax denominator of this rank's queries, sinks included;
+            float32 (float64 for float64). Differentiable.
+        max_logit: ``[Hq]``, largest visible score of each head over all ranks and batch rows, −inf if there is none.
+    """
+
+    lse: torch.Tensor | None = None
+    max_logit: torch.Tensor | None = None
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    *,
+    mask: str = "default",
+    scale: float | None = None,
+    kernel: str = "auto",
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
+
+    Args:
+        q: ``[B, Hq, T, Dk]``, this rank's shard, as `spanwise.shard` cuts it. A DTensor sharded over the heads (or
+            replicated) on the axes of another mesh, such as "tp", is taken and returned.
+        k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
+        v: ``[B, Hkv, T, Dv]``.
+        plan: the `RankPlan` that `plan.local` made, or a `Plan`, which is then compared across the ranks at each call.
+            In compiled code always the former.
+        mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
+        mask: which of the plan's masks.
+        scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
+        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA); see `spanwise.attention.kernels.resolve`.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
+            "reference" and "flex".
+        softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
+            `score_mod`.
+        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss). Its
+            gradient on a rank is that of the rows and heads which the rank computes: sum it over the cp ranks, as that
+            of any parameter.
+        return_aux: ask for lse or max_logit.
+
+    Returns:
+        out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
+        0, lse −inf (the sink's logit if there are sinks) and gradient 0.
+
+    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype, all
+    in eager code or all compiled, and either all of them or none with inputs that require gradients; every rank's loss
+    has to depend on its output. Second derivatives (``create_graph=True``) are refused.
+
+    Raises:
+        ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
+            a kernel or option that does not go with the device or with another option.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
+            ranks. In compiled code torch's own error surfaces.
+    """
+    out, aux = _attend(
+        q, k, v, plan, mesh, AuxRequest() if return_aux is None else return_aux,
+        mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return out if return_aux is None else (out, aux)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    request: AuxRequest,
+    *,
+    mask: str,
+    scale: float | None,
+    kernel: str,
+    score_mod: Callable[..., Any] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, Aux]:
+    """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
+    if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+        given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
+        return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
+    local, kernel = _checked(q, k, v, plan, mesh, request, mask, kernel, score_mod, softcap, sinks)
+    stages, batch = local.stages[mask], q.shape[0]
+    flat = stages[0].flat
+    options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
+
+    q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
+    num_heads, first = q.shape[1], 0
+    if local.trade is not None:
+        assert mesh is not None
+        group = inner_group(mesh)
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade)
+        first = local.trade.rank * q.shape[1]
+        sinks = None if sinks is None else sinks[first : first + q.shape[1]]
+        score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
+    tokens = local.query_tokens
+    if flat:
+        q, k, v = (_flatten_rows(x) for x in (q, k, v))
+        if score_mod is not None:
+            # The kernel sees one row: each query's position carries which row it really is.
+            tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
+            score_mod = _for_flat_rows(score_mod, local.seq_len)
+        tokens = tokens.expand(batch, -1).reshape(1, -1)
+    # No name holds the pieces: the last one would live on while the output travels.
+    out, lse, max_logit = merged(
+        kernel, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens, {**options, "score_mod": score_mod},
+        max_logit=request.max_logit,
+    )  # fmt: skip
+    if flat:
+        out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    if max_logit is not None and mesh is not None and local.num_ranks > 1:
+        # The heads of this rank, among those of its group.
+        max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
+        max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
+    if local.trade is not None:
+        out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}")
+        lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}") if request.lse else lse
+    out = zero_in_padding(out, local.valid)
+    if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
+        lse = lse.masked_fill(~local.valid, -math.inf)
+    return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    request: AuxRequest,
+    mask: str,
+    kernel: str,
+    score_mod: Callable[..., Any] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[RankPlan, str]:
+    """The rank plan and the kernel's name; raises for whatever one rank can know to be wrong.
+
+    An error on one rank after an exchange has started would leave the others waiting.
+    """
+    if not isinstance(plan, (Plan, RankPlan)):
+        raise ValueError(
+            f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say how the tokens were dealt out"
+        )
+    if not isinstance(request, AuxRequest):
+        raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
+    kernel = kernels.resolve(kernel, q.device, score_mod)
+    if softcap is not None and score_mod is not None:
+        raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    if local.num_ranks > 1:
+        check_rank(local, mesh)
+    if mask not in local.stages:
+        raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
+    stage = local.stages[mask][0]
+    _check_shapes(q, k, v, local, stage.rows, sinks)
+    likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
+    if stage.flat:
+        likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
+    kernels.check(kernel, *likes, stage, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
+    return local, kernel
+
+
+def merged(
+    kernel: str,
+    q: torch.Tensor,
+    pieces: Iterator[Piece],
+    stages: tuple[Stage, ...],
+    tokens: torch.Tensor,
+    options: dict[str, Any],
+    *,
+    max_logit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Out, lse and, if asked for, the largest score of each head, over all pieces as they come.
+
+    What a rank computes between the collectives of a call; benchmarks time it with pieces that are there already.
+
+    Args:
+        q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
+        pieces: K/V of each of the stages, in order.
+        options: ``scale``, and ``score_mod`` and ``softcap`` where there are any.
+    """
+    queries, merging = kernels.queries(kernel, q), Merging()
+    top = None
+    for stage in stages:
+        piece = next(pieces)
+
+        def attend(k: torch.Tensor, v: torch.Tensor, stage: Stage = stage) -> Part:
+            return kernels.attend_part(kernel, queries, k, v, stage, tokens, **options)
+
+        merging.add(piece.attended(attend))
+        if max_logit:
+            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
+            top = largest if top is None else torch.maximum(top, largest)
+        del piece  # or it would live until the one after next has arrived
+    return *merging.result(), top
+
+
+def _as_traded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors without memory that look like q, k and v after heads have been traded for tokens.
+
+    Raises:
+        ValueError: the heads do not divide over the ranks that trade them.
+    """
+    assert local.trade is not None
+    check_heads(q.shape[1], k.shape[1], local.inner)
+    heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)
+    tokens = local.trade.order.shape[1], (local.kv_trade or local.trade).order.shape[1]
+
+    def like(x: torch.Tensor, side: int) -> torch.Tensor:
+        made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
+        return made if torch.compiler.is_compiling() else made.requires_grad_(x.requires_grad)
+
+    return like(q, 0), like(k, 1), like(v, 1)
+
+
+def zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """`x` ``[B, H, T, D]`` with zeros where a token is padding, whatever it holds there; no gradient passes either."""
+    return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
+
+
+def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
+
+
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _for_flat_rows(score_mod: Callable[..., Any], seq_len: int) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, q_idx // seq_len, h, q_idx % seq_len, kv_idx)
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sink = sinks.to(lse.dtype).view(1, -1, 1)
+    # Rows without a key keep output 0, also for a sink of -inf.
+    kept = torch.sigmoid(torch.where(lse == -math.inf, lse, lse - sink))
+    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, rows: int, sinks: torch.Tensor | None
+) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")
+    num_tokens, num_keys = local.tokens.shape[1], local.key_tokens.shape[1]
+    if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
+        raise ValueError(
+            f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
+            f"dim 2, with {num_keys} of {local.kv_len} keys, got {shapes}; cut them with spanwise.shard(plan, mesh, x, "
+            f"dim=2), the keys of cross attention with side='kv'"
+        )
+    if rows > 1 and q.shape[0] != rows:
+        raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, "
+            f"{v.device}"
+        )
+    given = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    if any(n is not None and n != got for n, got in zip(local.attention_shape, given, strict=True)):
+        raise ValueError(
+            f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
+            f"{given}; {shapes}. make_plan takes those of one rank's tensors, under tensor parallelism its share of "
+            f"the heads; without them the plan serves any, and ranks whose heads differ are not told apart"
+        )
+    if local.tokens.device != q.device:
+        raise ValueError(
+            f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)"
+        )
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {tuple(sinks.shape)}")
+
+
+def _with_dtensors(
+    q: Any, k: Any, v: Any, plan: Any, mesh: Any, request: AuxRequest, sinks: Any, options: dict[str, Any]
+) -> tuple[torch.Tensor, Aux]:
+    """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
+    tensors = {"q": q, "k": k, "v": v}
+    plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
+    if plain:
+        raise ValueError(f"q, k and v must all be DTensors or all plain tensors; {plain} are plain")
+    placements = q.placements
+    # Which slice of the heads this rank has: mesh axes count like digits, the first one highest.
+    num_slices, head_slice = 1, 0
+    for axis, placement in enumerate(placements):
+        if placement == Shard(1):
+            num_slices *= q.device_mesh.size(axis)
+            head_slice = head_slice * q.device_mesh.size(axis) + q.device_mesh.get_local_rank(axis)
+    for name, x in tensors.items():
+        good = all(p in (Shard(1), Replicate()) for p in x.placements)
+        if not good or x.placements != placements or x.device_mesh != q.device_mesh:
+            raise ValueError(
+                f"DTensors must be sharded over heads, Shard(1), or replicated, alike on one mesh; {name} has "
+                f"placements {x.placements} on axes {x.device_mesh.mesh_dim_names}. The sequence is not a DTensor dim "
+                f"here: each cp rank holds its own shard"
+            )
+        if x.shape[1] % num_slices:
+            raise ValueError(
+                f"{x.shape[1]} heads of {name} do not divide over {num_slices} ranks of the axes they are sharded on"
+            )
+    per_head = [Shard(0) if p == Shard(1) else p for p in placements]
+    if isinstance(sinks, DTensor):
+        sinks = sinks.redistribute(placements=per_head).to_local(grad_placements=per_head)
+    score_mod = options["score_mod"]
+    if score_mod is not None and num_slices > 1:
+        first_head = head_slice * (q.shape[1] // num_slices)
+        options["score_mod"] = lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first_head, q_idx, kv_idx)
+    q_local, k_local, v_local = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
+    out, extra = _attend(q_local, k_local, v_local, plan, mesh, request, **options, sinks=sinks)
+
+    def wrap(x: torch.Tensor, to: Any) -> DTensor:
+        return DTensor.from_local(x, q.device_mesh, to, run_check=False)
+
+    return wrap(out, placements), Aux(
+        lse=None if extra.lse is None else wrap(extra.lse, placements),
+        max_logit=None if extra.max_logit is None else wrap(extra.max_logit, per_head),
+    )

@@ -1,0 +1,382 @@
+"""A collective that failed, as an error that names the collective and the ranks that are lost.
+
+`start` and `wait` stand where a collective would otherwise be called in `_torch`. What torch raises when a peer is
+gone or late names neither; here it becomes an `ExchangeError`. The ranks that are left find out who is lost through
+the store: each writes down that it failed, and who has not after a few seconds is named. A rank that fails closes all
+its gloo groups, so that those fail too who wait for it in another group than that of the lost rank, and those who wait
+for these. In compiled code the collective stays a bare operator, and torch's own error surfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+
+# Seconds that the ranks give one another to report a failure, and that the host of the store stays to be read.
+GRACE = 5.0
+LINGER = 2.0
+
+_PROBE_TAG = 0x5BA7  # no message of this tag is ever received
+# How gloo's TCP transport says that the other end of a connection is gone (gloo/transport/tcp/pair.cc); its other
+# texts mean that this end closed it.
+_GLOO = "gloo/transport"
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed: a rank is gone, stuck or too late.
+
+    The gloo groups of this process, those of others too, are of no more use after it: their connections are closed.
+
+    Attributes:
+        what: the collective.
+        rank: this rank in the group of the collective.
+        lost: ranks of the group that are lost, as far as this rank can tell. Empty on a rank whose peers failed
+            because of a rank of another group.
+        lost_global: ranks of the world that are lost, in the group or in the one where it began.
+    """
+
+    what: str = ""
+    rank: int = -1
+    lost: tuple[int, ...] = ()
+    lost_global: tuple[int, ...] = ()
+
+
+class Report(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        what: the collective in which it failed.
+        seconds: for how long it was in it.
+        said: torch's error.
+        group: name of the group of the collective.
+        label: the group in words.
+        ranks: of the group, in the world.
+        closed: those of them whose connection was closed from their end.
+    """
+
+    what: str
+    seconds: float
+    said: str
+    group: str
+    label: str
+    ranks: Sequence[int]
+    closed: Sequence[int] = ()
+
+
+@dataclasses.dataclass
+class Findings:
+    """What a rank learns about the others after a failure.
+
+    Attributes:
+        rank: this rank in the world.
+        reports: by rank of the world, of each that failed in the group of the collective, this one too, in the order of
+            their arrival; then of those in the groups of `earlier`.
+        earlier: if nobody of the group is lost but of another one, who leads there: a rank of the group that failed in
+            another one; a rank of that group that failed in yet another one; and so on to where a rank is lost.
+        silence: seconds that this rank has waited for reports.
+        trouble: why the store could not be asked to the end; empty if it could.
+    """
+
+    rank: int
+    reports: dict[int, Report]
+    earlier: tuple[int, ...] = ()
+    silence: float = 0.0
+    trouble: str = ""
+
+    @property
+    def own(self) -> Report:
+        return self.reports[self.rank]
+
+
+def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """``begin(*args)``, one of the starts in `_torch`, on the group called `name`.
+
+    Args:
+        what: the collective in words, for an error.
+
+    Raises:
+        ExchangeError: the backend failed. Arguments that it refuses are errors as they were.
+    """
+    if torch.compiler.is_compiling():
+        return begin(*args)
+    began = time.monotonic()
+    try:
+        return begin(*args)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and _GLOO not in str(error):
+            raise
+        raise _explain(error, what, name, args[0].device, time.monotonic() - began) from error
+
+
+def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
+    """Wait for a started collective on the group called `name`.
+
+    On a CPU it returns when the data have arrived, and fails at once where a process has ended, and when the timeout of
+    the group is over where one is stuck; plus a few seconds. Groups that `init_device_mesh` makes have torch's timeout
+    of half an hour, not that of the world; its ``backend_override`` gives them another. (One that is set later does
+    not reach the sends and receives of gloo.) With NCCL it only orders streams, unless torch was told to block
+    (``TORCH_NCCL_BLOCKING_WAIT``): torch's watchdog ends the process after the timeout, and nothing is raised here.
+
+    Args:
+        what: the collective in words, for an error.
+
+    Raises:
+        ExchangeError: the collective failed, on this rank or because of another.
+    """
+    if torch.compiler.is_compiling():
+        return _torch.wait(x)
+    began = time.monotonic()
+    try:
+        return _torch.wait(x)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise  # out of memory, not implemented
+        raise _explain(error, what, name, x.device, time.monotonic() - began) from error
+
+
+def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.Tensor:
+    """All-reduce (``"sum"`` or ``"max"``) over every axis of `mesh`, without autograd.
+
+    Axis after axis, so that a sliced or a multi-dimensional mesh needs no group of its own.
+
+    Args:
+        what: what is reduced, in words, for an error.
+
+    Raises:
+        ExchangeError: the collective failed.
+    """
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            name = _torch.group_name(mesh.get_group(axis))
+            label = f"all-reduce of {what}"
+            x = wait(start(label, name, _torch.start_all_reduce, x, op, name), label, name)
+    return x
+
+
+def _explain(error: RuntimeError, what: str, name: str, device: torch.device, seconds: float) -> ExchangeError:
+    group = _torch.find_group(name)
+    said = str(error).strip().split("\n")[0][:500].rstrip(".")
+    label = f"'{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
+    closed: tuple[int, ...] = ()
+    open_sends: list[dist.Work] = []
+    if device.type == "cpu" and _is_gloo(group):
+        closed, open_sends = _probe(group)
+    ranks = dist.get_process_group_ranks(group)
+    found = _investigate(group, Report(what, seconds, said, name, label, ranks, closed), open_sends)
+    explained = ExchangeError(describe(found))
+    explained.what, explained.rank = what, group.rank()
+    lost = lost_ranks(found)
+    explained.lost = tuple(ranks.index(r) for r in lost if r in ranks)
+    explained.lost_global = lost
+    return explained
+
+
+def lost_ranks(found: Findings) -> tuple[int, ...]:
+    """Ranks of the world that others wait for and that did not report, ascending.
+
+    Without a store to report to, only those whose connection is closed.
+    """
+    asked = [found.reports[r] for r in (found.rank, *found.earlier)]
+    closed = {r for report in asked for r in report.closed}
+    silent = {r for report in asked for r in report.ranks} - found.reports.keys()
+    return tuple(sorted(r for r in silent if r in closed or not found.trouble))
+
+
+def describe(found: Findings) -> str:
+    """The text of an `ExchangeError`."""
+    own, lost = found.own, lost_ranks(found)
+
+    def names(ranks: Sequence[int]) -> str:
+        """As ranks of the group, with those of the world where they differ."""
+        same = list(own.ranks) == list(range(len(own.ranks)))
+        if any(r not in own.ranks for r in ranks):
+            prefix, each = "global rank", [str(r) for r in ranks]
+        else:
+            prefix = "rank"
+            each = [str(r) if same else f"{own.ranks.index(r)} (global rank {r})" for r in ranks]
+        return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(each)}"
+
+    def losses(report: Report, ranks: Sequence[int]) -> list[str]:
+        gone = [r for r in ranks if r in report.closed]
+        silent = [r for r in ranks if r not in report.closed]
+        parts = []
+        if gone:
+            parts.append(f"lost: {names(gone)}, connection closed from there: the process has ended")
+        if silent:
+            parts.append(
+                f"lost: {names(silent)}, no word within {found.silence:.1f} s: the process or its host has ended, is "
+                f"stuck, or is busy elsewhere"
+            )
+        return parts
+
+    others = {r: report for r, report in sorted(found.reports.items()) if r != found.rank and r in own.ranks}
+    here = f"{names([found.rank])} of {len(own.ranks)}, group {own.label}"
+    parts = [f"{own.what} failed on {here}, after {own.seconds:.1f} s"]
+    parts += losses(own, [r for r in lost if r in own.ranks])
+    for first in found.earlier:
+        report = found.reports[first]
+        parts.append(f"{names([first])} failed in {report.what}, group {report.label}")
+        parts += losses(report, [r for r in lost if r in report.ranks and r not in own.ranks])
+    if found.trouble:
+        parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {found.trouble}")
+    if lost and others:
+        parts.append(f"failed as well: {names(list(others))}")
+    for r, report in others.items():
+        if report.what != own.what and r not in found.earlier:
+            parts.append(f"{names([r])} failed in another collective, {report.what}")
+    if not lost and not found.trouble:
+        there = {r: report for r, report in found.reports.items() if r in own.ranks}
+        first, last = next(iter(there)), min(there, key=lambda r: there[r].seconds)
+        parts.append(
+            f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
+            f"{names([first])} failed first, after {there[first].seconds:.1f} s: {there[first].said}"
+        )
+    return "; ".join(parts) + f". torch said: {own.said}"
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def _investigate(group: dist.ProcessGroup, own: Report, open_sends: list[dist.Work]) -> Findings:
+    found = Findings(dist.get_rank(), {dist.get_rank(): own})
+    others = [other for other in _torch.groups() if other is not group and other.size() > 1]
+    for other in others:
+        if _is_gloo(other):
+            open_sends += _probe(other, enough=1)[1]
+    # In a thread: a store whose host has lost power may never answer.
+    names = [own.group, *(_torch.group_name(other) for other in others)]
+    store = _torch.group_store(dist.group.WORLD or group)  # one for all groups
+    asking = threading.Thread(target=_ask, args=(store, names, open_sends, found), daemon=True)
+    asking.start()
+    asking.join(GRACE + LINGER + 1.0)
+    if asking.is_alive():
+        _alarm(open_sends)
+        found.trouble = found.trouble or "the store does not answer; its host may be down"
+    return dataclasses.replace(found)
+
+
+def _probe(group: dist.ProcessGroup, enough: int | None = None) -> tuple[tuple[int, ...], list[dist.Work]]:
+    """Find out whose connection is closed, by messages that nobody receives.
+
+    A connection that was closed fails the send at once. It is closed by the kernel when a process ends, however it
+    does, and by gloo when a rank times out.
+
+    Args:
+        enough: how many sends under way suffice; by default one to each peer is tried.
+
+    Returns:
+        ranks of the world whose connection is closed, and the sends that are under way.
+    """
+    closed: list[int] = []
+    open_sends: list[dist.Work] = []
+    for peer in range(group.size()):
+        if peer == group.rank() or len(open_sends) == enough:
+            continue
+        try:
+            send = dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=_PROBE_TAG)
+            assert send is not None
+            open_sends.append(send)
+        except RuntimeError as error:
+            if any(text in str(error) for text in _CLOSED):
+                closed.append(dist.get_global_rank(group, peer))
+    return tuple(closed), open_sends
+
+
+def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found: Findings) -> None:
+    """Report this rank's failure to the groups called `names` and collect the reports of the others into `found`.
+
+    Each group has a list of its own, so that the number of questions does not grow with the world. Who fails because a
+    peer failed elsewhere finds the peer's report in the list of the group that the two share, and goes on to the list
+    of the group that it names.
+    """
+    began, own = time.monotonic(), found.own
+    try:
+        try:
+            store.add("spanwise/failure/asking", 1)
+            for name in names:
+                number = store.add(f"spanwise/failures/{name}", 1)
+                store.set(f"spanwise/failure/{name}/{number}", json.dumps([found.rank, own]))
+        finally:
+            _alarm(open_sends)
+        found.earlier = _trace(store, found.rank, began + GRACE, found, set())[1:]
+        found.silence = time.monotonic() - began
+        store.add("spanwise/failure/asking", -1)
+        until = time.monotonic() + LINGER
+        while store.add("spanwise/failure/asking", 0) > 0 and time.monotonic() < until:
+            time.sleep(0.02)
+    except RuntimeError as error:
+        found.silence = time.monotonic() - began
+        found.trouble = (
+            f"the group's store is gone, for its host (usually rank 0) has ended ({str(error).splitlines()[0][:200]})"
+        )
+
+
+def _trace(store: dist.Store, rank: int, deadline: float, found: Findings, seen: set[str]) -> tuple[int, ...]:
+    """Look for who is lost in the group where `rank` failed, or else in those where the ranks of that group failed.
+
+    Returns:
+        the ranks that lead there, `rank` first; none if no rank is lost.
+    """
+    at = found.reports[rank]
+    seen.add(at.group)
+    arrived = _collect(store, at, deadline, found)
+    if len(arrived) < len(at.ranks):
+        return (rank,)
+    for peer in arrived:
+        if found.reports[peer].group not in seen and time.monotonic() < deadline:
+            way = _trace(store, peer, deadline, found, seen)
+            if way:
+                return (rank, *way)
+    return ()
+
+
+def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) -> list[int]:
+    """Add the reports to the group of `at` to `found`, as they come; returns from whom they are, the first one first.
+
+    Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
+    """
+    before = {} if at is found.own else found.reports
+    arrived: dict[int, Report] = {}
+    number = 0
+    while len(arrived) < len(at.ranks):
+        number += 1
+        key = f"spanwise/failure/{at.group}/{number}"
+        if not _appears(store, [key], deadline):
+            break
+        rank, report = json.loads(store.get(key))
+        arrived.setdefault(rank, Report(*report))  # the first of a rank that failed again
+        found.reports = before | arrived | {found.rank: found.own}
+    return list(arrived)
+
+
+def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
+    """Whether all keys are there by `deadline`. Polls, for a store's own wait warns when it runs out of time."""
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _alarm(open_sends: list[dist.Work]) -> None:
+    """Make the others fail now, who otherwise wait for a rank that has failed until their own timeout.
+
+    gloo closes all connections of a group when one of its operations times out.
+    """
+    for send in open_sends:
+        with contextlib.suppress(RuntimeError):
+            send.wait(timedelta(milliseconds=1))

@@ -1,0 +1,230 @@
+"""Shards of K/V round a ring, hop by hop; their gradients come home the other way round.
+
+Every rank sends the shard that it holds to a rank further on and receives another, which it attends to and sends on. At
+any time it holds its own shard and two more: the one that it computes on, which is also leaving, and the one that
+arrives. The gradient of a shard follows its last hop back and gathers at each stop what that rank adds, so that no rank
+ever holds the gradients of more than two shards either:
+
+    forward    start 1 | local attention | wait 1, start 2 | attention 1 | … | wait n | attention n
+    backward   attention n | start n | attention n-1 | wait n, add, start n-1 | … | local attention | wait 1
+
+Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the attention of a piece
+beside the gradient of the piece after it. Sizes follow from the plan, which every rank has whole: no sizes travel. Ring
+attention: Liu, Zaharia and Abbeel, 2023 (arXiv 2310.01889).
+
+A hop that no rank reads is left out: the stride before it grows. A hop is an all-to-all in which each rank has one peer
+to send to and one to receive from; on gloo a plain send and receive.
+"""
+
+# B batch, H heads of K/V, T tokens of a shard, D head dim (V may have one of its own), F features of a token: B * H *
+# (D + Dv). A shard in transit is [T, F] by its size only: first all of K as [B, H, T, D], then all of V, so that both
+# are contiguous views of what arrived and nothing is copied on the way.
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from spanwise import _torch
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
+from spanwise.attention.exchange.again import Fetched
+
+Dims = tuple[int, int, int, int]  # B, H, D, Dv
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """What one rank receives in one hop; a pytree of a tensor.
+
+    Attributes:
+        received: ``[rows, 0]``, tokens of the shard that arrives; only its shape means something.
+        stride: how many ranks on the shard goes, the same for all ranks. What arrives after some hops is the shard of
+            the rank as many ranks before as their strides together.
+        spare: whether the stage has more keys than arrive, at the end, that no span reads.
+    """
+
+    received: torch.Tensor
+    stride: int
+    spare: bool = False
+
+
+_torch.register_pytree_dataclass(Hop, static=("stride", "spare"))
+
+
+def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One buffer ``[T, F]`` that holds `k` ``[B, H, T, D]`` and then `v` ``[B, H, T, Dv]``; a copy."""
+    dims = _dims(k, v)
+    buffer_TF = k.new_empty(k.shape[2], _features(dims))
+    for part, x in zip(unpack(buffer_TF, dims), (k, v), strict=True):
+        part.copy_(x)
+    return buffer_TF
+
+
+def unpack(buffer_TF: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a buffer, contiguous views of it."""
+    batch, heads, k_dim, v_dim = dims
+    tokens = buffer_TF.shape[0]
+    k_flat, v_flat = buffer_TF.view(-1).split([batch * heads * tokens * d for d in (k_dim, v_dim)])
+    return k_flat.view(batch, heads, tokens, k_dim), v_flat.view(batch, heads, tokens, v_dim)
+
+
+def _dims(k: torch.Tensor, v: torch.Tensor) -> Dims:
+    return k.shape[0], k.shape[1], k.shape[3], v.shape[3]
+
+
+def _features(dims: Dims) -> int:
+    batch, heads, k_dim, v_dim = dims
+    return batch * heads * (k_dim + v_dim)
+
+
+class _Ring(NamedTuple):
+    """What is the same for all hops of a call, and for every plan that shares a graph.
+
+    Attributes:
+        strides: of each hop.
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+    """
+
+    strides: tuple[int, ...]
+    rank: int
+    num_ranks: int
+    name: str
+    label: str
+
+
+def _send(ring: _Ring, x_TF: torch.Tensor, stride: int, rows: int, what: str) -> torch.Tensor:
+    """Start sending `x_TF` to the rank `stride` on; gives what arrives, `rows` rows, not readable before a wait."""
+    send_sizes, recv_sizes = [0] * ring.num_ranks, [0] * ring.num_ranks
+    send_sizes[(ring.rank + stride) % ring.num_ranks] = x_TF.shape[0]
+    recv_sizes[(ring.rank - stride) % ring.num_ranks] = rows
+    return failure.start(what, ring.name, _torch.start_all_to_all, x_TF, recv_sizes, send_sizes, ring.name)
+
+
+def _what(ring: _Ring, i: int, of: str = "") -> str:
+    return f"hop {i + 1} of {len(ring.strides)} of {of}{ring.label}"
+
+
+def _without_zeros(ctx: Any) -> None:
+    """Autograd shall not make zeros, as large as a shard, as the gradient of what was under way."""
+    if not torch.compiler.is_compiling():  # a graph does not hold what nothing reads
+        ctx.set_materialize_grads(False)
+
+
+class _Start(torch.autograd.Function):
+    """The first hop departs; the backward waits for this rank's gradient to come home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, ring: _Ring, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _without_zeros(ctx)
+        ctx.dims, ctx.dtype, ctx.ring = _dims(k, v), k.dtype, ring
+        own_TF = pack(k, v)
+        data = _send(ring, own_TF, ring.strides[0], rows, _what(ring, 0))
+        ctx.mark_non_differentiable(data)
+        return data, anchor(own_TF.shape, own_TF)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total_TF = failure.wait(pending, _what(ctx.ring, 0, "gradients, "), ctx.ring.name)
+        grad_k, grad_v = unpack(total_TF, ctx.dims)
+        return grad_k.to(ctx.dtype), grad_v.to(ctx.dtype), None, None
+
+
+class _Step(torch.autograd.Function):
+    """Waits for hop `i` and starts the next; backward, waits for the gradient of the next, adds and sends it home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, data: torch.Tensor, sent: torch.Tensor, dims: Dims, ring: _Ring, i: int, next_rows: int | None
+    ) -> tuple[torch.Tensor, ...]:
+        # `sent` is the anchor of what this rank sent in the hop: its gradient is what comes back.
+        _without_zeros(ctx)
+        ctx.dims, ctx.ring, ctx.i, ctx.rows_sent, ctx.sum_dtype = dims, ring, i, sent.shape[0], sent.dtype
+        arrived_TF = failure.wait(data, _what(ring, i), ring.name)
+        piece = unpack(arrived_TF, dims)
+        if next_rows is None:
+            return piece
+        pending = _send(ring, arrived_TF, ring.strides[i + 1], next_rows, _what(ring, i + 1))
+        ctx.mark_non_differentiable(pending)
+        return *piece, pending, anchor(arrived_TF.shape, arrived_TF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        check_first_order()
+        ring, i = ctx.ring, ctx.i
+        of_piece = grads[:2]
+        if len(grads) > 2 and grads[3] is not None:
+            total_TF = failure.wait(grads[3], _what(ring, i + 1, "gradients, "), ring.name)
+        else:
+            one = next(grad for grad in of_piece if grad is not None)  # or this node would have nothing to do
+            total_TF = one.new_zeros(one.shape[2], _features(ctx.dims), dtype=ctx.sum_dtype)
+        for part, grad in zip(unpack(total_TF, ctx.dims), of_piece, strict=True):
+            if grad is not None:
+                part.add_(grad)
+        pending = _send(ring, total_TF, -ring.strides[i], ctx.rows_sent, _what(ring, i, "gradients, "))
+        return None, returned(pending), None, None, None, None
+
+
+def start(
+    k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Start sending this rank's shard round; iterate to get keys and values of each hop, as they arrive.
+
+    When an item comes, the next hop has been started. Two shards beside the rank's own are alive at most, if the caller
+    has dropped an item before it asks for the next and autograd does not keep it.
+
+    Args:
+        k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
+        hops: at least one.
+        name: of the group.
+        label: what is exchanged, in words, for errors.
+
+    Returns:
+        Iterator over ``[B, H, rows, D]`` and ``[B, H, rows, Dv]``, contiguous views of one buffer.
+
+    Raises:
+        spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
+    """
+    ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
+    rows = [hop.received.shape[0] for hop in hops]
+    return _arriving(_Start.apply(k, v, ring, rows[0]), _dims(k, v), ring, rows)
+
+
+def _arriving(
+    pending: tuple[torch.Tensor, ...], dims: Dims, ring: _Ring, rows: list[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for i in range(len(rows)):
+        k, v, *pending = _Step.apply(*pending, dims, ring, i, rows[i + 1] if i + 1 < len(rows) else None)
+        yield k, v
+        del k, v  # or this piece would live until the one after next has been started
+
+
+def fetches(
+    k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
+) -> list[Callable[..., Fetched]]:
+    """For `again.Again`, chained: what starts fetching each piece again, the last one first.
+
+    The last piece comes from its owner, by one hop; every other one by a hop back from the piece after it.
+
+    Args: as of :func:`start`.
+    """
+
+    ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
+
+    def fetch(i: int, later: tuple[torch.Tensor, ...] | None = None) -> Fetched:
+        held_TF, stride = (pack(k, v), sum(ring.strides)) if later is None else (later[0], -ring.strides[i + 1])
+        data = _send(ring, held_TF, stride, hops[i].received.shape[0], _what(ring, i))
+        return functools.partial(_arrived, data, _what(ring, i), name)
+
+    return [functools.partial(fetch, i) for i in range(len(hops))]
+
+
+def _arrived(data: torch.Tensor, what: str, name: str) -> tuple[torch.Tensor]:
+    return (failure.wait(data, what, name),)

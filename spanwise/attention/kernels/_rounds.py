@@ -1,0 +1,237 @@
+"""Execution of the varlen kernel's rounds, forward and backward, around a flash kernel that is handed in.
+
+`varlen` makes operators of them with torch's kernel. Only the numbers in `calls`, which lie in host memory, are read;
+everything else stays on the device. Letters of shapes: see `varlen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from spanwise.attention.kernels.merge import merge
+
+if TYPE_CHECKING:
+    from spanwise.attention.kernels._segments import Window
+
+
+class Flash(NamedTuple):
+    """A variable-length attention kernel. Shapes as in `torch.nn.attention.varlen`: ``[tokens, heads, W]``.
+
+    Attributes:
+        forward: ``(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (out, lse [H, tokens])``. What it says
+            of rows without keys does not matter.
+        backward: ``(grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (dq, dk, dv)``. It
+            reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. What it says of rows
+            without keys and of keys without queries does not matter.
+        max_sequences: the most sequences that a call takes.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    max_sequences: int = 65535  # CUDA: they are the second axis of the launch grid
+
+
+class _Call(NamedTuple):
+    """One round on flattened batch rows."""
+
+    sequences: tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seq_q, cu_seq_k, max_q, max_k
+    window: Window
+    rows: torch.Tensor  # [B * Q, 1]
+    keys: torch.Tensor  # [B * T, 1, 1]
+
+
+def _calls(
+    batch: int,
+    calls: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+) -> Iterator[_Call]:
+    """The rounds of `VarlenTables`, repeated for every batch row where they are one row's."""
+    repeats = batch // rows.shape[1]
+
+    def offsets(cu_seq: torch.Tensor, tokens: int) -> torch.Tensor:
+        if repeats == 1:
+            return cu_seq
+        shifts = tokens * torch.arange(repeats, dtype=cu_seq.dtype, device=cu_seq.device)
+        return F.pad((cu_seq[1:] + shifts.unsqueeze(1)).flatten(), (1, 0))
+
+    first = 0
+    for i, (left, right, max_q, max_k, num_sequences) in enumerate(calls.tolist()):  # host memory
+        here = slice(first, first + num_sequences + 1)
+        first += num_sequences + 1
+        cu_q, cu_k = offsets(cu_seq_q[here], rows.shape[2]), offsets(cu_seq_k[here], keys.shape[2])
+        row_mask, key_mask = (x[i].repeat(repeats, 1).view(-1, 1) for x in (rows, keys))
+        yield _Call((cu_q, cu_k, max_q, max_k), (left, right), row_mask, key_mask.unsqueeze(2))
+
+
+def _groups(flash: Flash, batch: int, calls: torch.Tensor, rows: torch.Tensor) -> list[slice]:
+    """Batch rows that a call takes together; all of them unless one row's rounds serve more rows than a call takes."""
+    table_rows = rows.shape[1]
+    most = max((call[-1] for call in calls.tolist()), default=0)  # host memory
+    if batch == table_rows or batch // table_rows * most <= flash.max_sequences:
+        return [slice(0, batch)]
+    step = max(flash.max_sequences // most, 1) * table_rows
+    return [slice(first, first + step) for first in range(0, batch, step)]
+
+
+def _flat(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``[B, H, T, D]`` as ``[B * T, H, width]``, in strides that flash can read; a view where possible."""
+    x = F.pad(x.transpose(1, 2).flatten(0, 1), (0, width - x.shape[3]))
+    # The kernel loads 16 bytes at a time.
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:2])
+    return x if aligned and x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _by_head(x: torch.Tensor, batch: int, dim: int) -> torch.Tensor:
+    """``[B * T, H, W]`` as ``[B, H, T, dim]``; token-major in memory."""
+    return x[..., :dim].contiguous().unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def empty_by_head(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dim).transpose(1, 2)
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _width(q: torch.Tensor, v: torch.Tensor) -> int:
+    return -(-max(q.shape[3], v.shape[3]) // 8) * 8
+
+
+def forward(
+    flash: Flash,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    calls: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The custom op's forward by the given kernel: (out, lse) of `varlen`."""
+    batch, heads, q_len, _ = q.shape
+    groups = _groups(flash, batch, calls, rows)
+    if len(groups) > 1:
+        out, lse = empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
+        for g in groups:
+            out[g], lse[g] = forward(flash, q[g], k[g], v[g], calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+        return out, lse
+    width = _width(q, v)
+    q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
+    total: tuple[torch.Tensor, torch.Tensor] | None = None
+    for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
+        out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
+        out.masked_fill_(~call.rows.unsqueeze(2), 0)
+        lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
+        if calls.shape[0] > 1:
+            out = out.to(lse_dtype(q))
+        total = (out, lse) if total is None else merge([total, (out, lse)])
+    if total is None:
+        lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=lse_dtype(q))
+        return empty_by_head(q, v.shape[3]).zero_(), lse
+    out, lse = total
+    return (
+        _by_head(out.to(q.dtype), batch, v.shape[3]),
+        lse.unflatten(0, (batch, q_len)).transpose(1, 2).contiguous(),
+    )
+
+
+def backward(
+    flash: Flash,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    calls: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v by the given kernel.
+
+    Every round takes the lse and the out of all rounds together: then it recomputes the softmax over the whole row, as
+    ring attention does (Liu et al., 2023), and the merge needs no gradient of its own.
+    """
+    batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
+    groups = _groups(flash, batch, calls, rows)
+    if len(groups) > 1:
+        dq, dk, dv = (empty_by_head(x, x.shape[3]) for x in (q, k, v))
+        for g in groups:
+            of_out, of_lse = (None if x is None else x[g] for x in (grad_out, grad_lse))
+            mine = (q[g], k[g], v[g], out[g], lse[g])
+            grads = backward(flash, of_out, of_lse, *mine, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+            dq[g], dk[g], dv[g] = grads
+        return dq, dk, dv
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    is_empty = lse == float("-inf")
+    grad_out = grad_out.masked_fill(is_empty.unsqueeze(3), 0)
+    if grad_lse is not None:
+        grad_out, out = with_lse_gradient(grad_out, out, grad_lse.masked_fill(is_empty, 0))
+    q_flat, k_flat, v_flat, grad_flat, out_flat = (_flat(x, width) for x in (q, k, v, grad_out, out))
+    lse_flat = lse.masked_fill(is_empty, 0).transpose(0, 1).flatten(1).contiguous()
+    total: list[torch.Tensor] | None = None
+    for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
+        grads = flash.backward(
+            grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
+        )
+        read = (call.rows.unsqueeze(2), call.keys, call.keys)
+        parts = [grad.masked_fill_(~where, 0) for grad, where in zip(grads, read, strict=True)]
+        if calls.shape[0] > 1:
+            parts = [part.to(lse_dtype(q)) for part in parts]
+        total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
+    if total is None:
+        dq, dk, dv = (empty_by_head(x, x.shape[3]).zero_() for x in (q, k, v))
+    else:
+        dq, dk, dv = (_by_head(x.to(y.dtype), batch, y.shape[3]) for x, y in zip(total, (q, k, v), strict=True))
+    return dq, dk, dv.zero_() if only_lse else dv  # what was added to grad_out is no gradient of v
+
+
+def with_lse_gradient(
+    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A grad_out and an out that make flash's backward account for a gradient of the lse.
+
+    The backward is ``ds = p * (dp - delta)`` with ``delta = (grad_out * out).sum(-1)``, and a gradient of the lse
+    enters as ``delta - grad_lse``. The kernel computes delta itself, and reads out for nothing else: so it gets, in the
+    place of out, the multiple of grad_out whose product with grad_out is that difference. All its terms have one sign,
+    so that rounding it costs the difference no more than its own relative precision.
+
+    A row whose grad_out is zero, or very small beside the difference, has no such multiple within the dtype's range:
+    its first element is raised, to 2**-56 of the difference (2**-14 in float16, whose range ends at 2**16). That adds
+    to the row's gradient of v, by less than rounding changes its other gradients. Rows without a gradient stay as they
+    are.
+
+    Args:
+        grad_out, out: ``[B, H, Q, V]``.
+        grad_lse: ``[B, H, Q]``.
+    """
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    exact = grad_out.to(wide, copy=True)
+    delta = (torch.linalg.vecdot(exact, out.to(wide)) - grad_lse.to(wide)).unsqueeze(-1)
+    # 2**-22 is below float16's normal numbers, and four times its least.
+    share, floor = (2.0**-14, 2.0**-22) if out.dtype == torch.float16 else (2.0**-56, torch.finfo(out.dtype).tiny)
+    least = torch.where(delta == 0, 0, (delta.abs() * share).clamp(min=floor)).to(out.dtype)
+    is_small = exact.abs().amax(-1, keepdim=True) < least
+    grad_out = grad_out.clone()
+    grad_out[..., :1] = torch.where(is_small, least, grad_out[..., :1])
+    exact[..., :1] = grad_out[..., :1]
+    top = exact.abs().amax(-1, keepdim=True)
+    is_zero = top == 0
+    direction = exact.div_(top.masked_fill(is_zero, 1))  # or the square of a small number would be 0
+    square = torch.linalg.vecdot(direction, direction).unsqueeze(-1)
+    size = torch.where(is_zero, 0, delta / (top * square).masked_fill(is_zero, 1))
+    return grad_out, direction.mul_(size).to(out.dtype)

@@ -1,0 +1,128 @@
+"""Dense span-masked attention in differentiable torch ops: the oracle every other kernel is held against.
+
+Runs on any device and in any float dtype, materialises the full Q x T score matrix, takes every option
+(`score_mod`, `softcap`). Letters of shapes: see `_checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spanwise import _torch
+from spanwise.attention.kernels._checks import check_problem
+
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+    q_pos: torch.Tensor | None = None,
+    kv_pos: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one local problem, dense.
+
+    float64 is computed in float64, every other dtype in float32.
+
+    Args:
+        q: Queries ``[B, H, Q, D]``.
+        k: Keys ``[B, K, T, D]``, ``H % K == 0``.
+        v: Values ``[B, K, T, V]``.
+        start: First key of each span, integer ``[B or 1, N, Q]``, indices into ``k``.
+        end: One past the last key of each span, same shape. Keys that no span reads may hold anything, NaN included.
+        scale: Factor on ``q @ k^T``.
+        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score`` on scalars; it is vmapped. It sees the
+            scaled score, before softcap and mask, and global positions.
+        q_pos: Global position of each query, integer ``[B or 1, Q]``; ``0, 1, …`` if not given.
+        kv_pos: Global position of each key, integer ``[B or 1, T]``; ``0, 1, …`` if not given.
+        softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
+
+    Returns:
+        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and ``lse`` ``[B, H, Q]``, float32 (float64 for float64 inputs). A row
+        without keys has out 0, lse -inf and no gradient.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    check_problem(q, k, v, start, end, softcap)
+    with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
+        return _reference(q, k, v, start, end, scale, score_mod, q_pos, kv_pos, softcap)
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    q_pos: torch.Tensor | None,
+    kv_pos: torch.Tensor | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, num_heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+
+    keys = torch.arange(kv_len, device=q.device)
+    mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
+    # Unread keys may be uninitialised buffer; 0 * NaN would still reach the output and the gradients.
+    is_read = mask.any(1)[:, None, :, None]
+    k = torch.where(is_read, k.to(dtype), 0)
+    v = torch.where(is_read, v.to(dtype), 0)
+    group = num_heads // kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    scores = (q.to(dtype) @ k.mT) * scale
+    if score_mod is not None and scores.numel() > 0:
+        scores = _apply_score_mod(scores, score_mod, q_pos, kv_pos)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[:, None], float("-inf"))
+
+    if kv_len == 0:
+        top = scores.new_full((batch, num_heads, q_len, 1), float("-inf"))
+    else:
+        top = scores.detach().amax(-1, keepdim=True)
+    has_key = top != float("-inf")
+    top = torch.where(has_key, top, 0)
+    weights = torch.exp(scores - top)
+    total = torch.where(has_key, weights.sum(-1, keepdim=True), 1)
+    out = (weights @ v) / total
+    lse = torch.where(has_key, top + torch.log(total), float("-inf")).squeeze(-1)
+    return out.to(q.dtype), lse
+
+
+def _apply_score_mod(
+    scores: torch.Tensor, score_mod: ScoreMod, q_pos: torch.Tensor | None, kv_pos: torch.Tensor | None
+) -> torch.Tensor:
+    """``score_mod`` on every element of scores ``[B, H, Q, T]``, as FlexAttention's eager form does it."""
+    batch, num_heads, q_len, kv_len = scores.shape
+    device = scores.device
+    q_idx = torch.arange(q_len, device=device)[None] if q_pos is None else q_pos
+    kv_idx = torch.arange(kv_len, device=device)[None] if kv_pos is None else kv_pos
+    if q_idx.shape[-1] != q_len or kv_idx.shape[-1] != kv_len:
+        raise ValueError(
+            f"q_pos and kv_pos must give {q_len} and {kv_len} positions, got {q_idx.shape[-1]} and {kv_idx.shape[-1]}"
+        )
+    mapped = score_mod
+    for in_dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, 0, 0)):
+        mapped = torch.vmap(mapped, in_dims=in_dims)
+    with _torch.index_with_scalars():
+        return mapped(
+            scores,
+            torch.arange(batch, device=device),
+            torch.arange(num_heads, device=device),
+            q_idx.expand(batch, q_len),
+            kv_idx.expand(batch, kv_len),
+        ).to(scores.dtype)

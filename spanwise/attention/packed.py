@@ -1,0 +1,91 @@
+"""packed_attention: context parallel attention on packed tensors, ``[tokens, heads, dim]``.
+
+The layout that TransformerEngine calls THD. Stands above `attention`, which it calls with the packed tokens as one
+batch row; where sequences lie, and which rows are padding, is the plan's affair (`Packing`).
+"""
+
+# T tokens of this rank, H heads, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.rank_plan import RankPlan, rank_on
+from spanwise.planning.plan import Plan
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan | RankPlan,
+    mesh: DeviceMesh | None,
+    *,
+    mask: str = "default",
+    scale: float | None = None,
+    kernel: str = "auto",
+    score_mod: Callable[..., Any] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`context_parallel_attention` on packed shards.
+
+    Args:
+        q: ``[T, Hq, Dk]``, this rank's tokens, as ``spanwise.shard(plan, mesh, x, dim=0)`` cuts them.
+        k: ``[T_kv, Hkv, Dk]``, ``Hq % Hkv == 0``; T_kv is T but for cross attention (``side="kv"`` when sharding).
+        v: ``[T_kv, Hkv, Dv]``.
+        plan: of one batch row. If it was made with a `Packing` that has padding, rows of q, k, v in padding may hold
+            anything, NaN included.
+        mesh, mask, scale, kernel, score_mod, softcap, sinks, return_aux: as of `context_parallel_attention`.
+
+    Returns:
+        out ``[T, Hq, Dv]``, or ``(out, Aux)`` with lse ``[Hq, T]`` and max_logit ``[Hq]``. A row in padding, or without
+        a key, gives out 0 and lse −inf; in padding the gradients of q, k and v are exactly 0, and no cotangent enters.
+
+    Raises:
+        ValueError: tensors that are not ``[tokens, heads, head_dim]``, a plan of several batch rows, and whatever
+            `context_parallel_attention` raises.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise ValueError(f"packed_attention takes plain tensors, {name} is a DTensor; call {name}.to_local() first")
+        if x.dim() != 3:
+            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items())
+            raise ValueError(
+                f"packed q, k and v must be [tokens, heads, head_dim], got {shapes}; context_parallel_attention takes "
+                f"[batch, heads, tokens, head_dim]"
+            )
+    if isinstance(plan, Plan):
+        rank = rank_on(mesh, plan.num_ranks, plan.inner)
+        held = plan.layout.num_tokens(rank), plan.kv_layout.num_tokens(rank)
+    else:
+        rank, held = plan.rank, (plan.tokens.shape[1], plan.key_tokens.shape[1])
+    if (q.shape[0], k.shape[0]) != held:
+        raise ValueError(
+            f"rank {rank} holds {held[0]} tokens and {held[1]} keys of this plan, got q {tuple(q.shape)}, k "
+            f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), keys of their own with side='kv'"
+        )
+    rows = plan.batch_size if isinstance(plan, Plan) else max(plan.stages[m][0].rows for m in plan.stages)
+    if rows > 1:
+        raise ValueError(
+            f"packed tensors are one batch row, and the plan has masks for {rows}; make it from one mask, such as "
+            f"SpanMask.documents(cu_seqlens)"
+        )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out, aux = context_parallel_attention(
+        q, k, v, plan, mesh,
+        mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
+        return_aux=AuxRequest() if return_aux is None else return_aux,
+    )  # fmt: skip
+    out = out.squeeze(0).transpose(0, 1)
+    if return_aux is None:
+        return out
+    return out, Aux(lse=None if aux.lse is None else aux.lse.squeeze(0), max_logit=aux.max_logit)

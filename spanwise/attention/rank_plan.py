@@ -1,0 +1,302 @@
+"""RankPlan: one rank's part of a plan as tensors on its device. The torch room above `plan`.
+
+A `RankPlan` is a frozen dataclass registered as a pytree, so that it passes through `torch.compile`, checkpointing
+and FSDP2 as an argument. Everything that changes from batch to batch is tensor contents or a tensor's shape (sizes are
+carried by empty tensors); nothing else may differ between the plans of one rank, or a compiled graph would be
+specialised to one plan.
+"""
+
+# B layout rows (1, or the batch), T tokens of this rank, S tokens of its group
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+from spanwise.attention.chunks import Stage, Stages, on_device, size
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.ulysses import Trade
+from spanwise.layouts.layout import Layout, positions_in
+from spanwise.planning.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """This rank's part of a plan.
+
+    Attributes:
+        tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
+        kv_tokens: int64 ``[B, T of K/V]``, positions of the rank's keys; None where they are those of `tokens`.
+        group_tokens: int64 ``[B, S]``, positions of the tokens of the rank's group; None without Ulysses.
+        restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards of all ranks, ordered
+            ``[rank, row, token]`` and flattened.
+        padded: ``[padded shard length, 0]``; only its shape means something.
+        kv_padded: the same of the K/V of a group.
+        kv_extent: ``[kv_len, 0]``, as many rows as there are keys.
+        valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
+        trade, kv_trade: how the group trades heads for tokens; None without Ulysses, `kv_trade` also where it is
+            `trade`.
+        stages: for each mask the local stage, then the remote ones, if anything comes from elsewhere.
+        rank, num_ranks, inner: plain numbers; see `Plan`.
+        batched: whether every batch row has a layout of its own.
+        keep_kv: whether received K/V are kept for the backward, or fetched again.
+        causal: names of the masks that are the plain causal mask.
+        packed: whether the plan has a packing.
+        attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None for those that the plan was not told.
+    """
+
+    tokens: torch.Tensor
+    kv_tokens: torch.Tensor | None
+    group_tokens: torch.Tensor | None
+    restore: torch.Tensor
+    padded: torch.Tensor
+    kv_padded: torch.Tensor
+    kv_extent: torch.Tensor
+    valid: torch.Tensor | None
+    kv_valid: torch.Tensor | None
+    trade: Trade | None
+    kv_trade: Trade | None
+    stages: dict[str, tuple[Stage, ...]]
+    rank: int
+    num_ranks: int
+    inner: int
+    batched: bool
+    keep_kv: bool
+    causal: tuple[str, ...]
+    packed: bool
+    attention_shape: tuple[int | None, ...]
+
+    @property
+    def seq_len(self) -> int:
+        return self.restore.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv_extent.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_ranks // self.inner
+
+    @property
+    def group(self) -> int:
+        """The group of `inner` ranks that this rank is in."""
+        return self.rank // self.inner
+
+    @property
+    def query_tokens(self) -> torch.Tensor:
+        """Positions of the queries that this rank computes: `group_tokens` under Ulysses, else `tokens`."""
+        return self.tokens if self.group_tokens is None else self.group_tokens
+
+    @property
+    def key_tokens(self) -> torch.Tensor:
+        """Positions of the rank's keys: `kv_tokens`, or `tokens` where they are the same."""
+        return self.tokens if self.kv_tokens is None else self.kv_tokens
+
+
+_torch.register_pytree_dataclass(
+    RankPlan,
+    static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape"),
+)
+
+
+def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: str | None = None) -> RankPlan:
+    """The tensors of ``rank`` on ``device``; pure, no process group.
+
+    Args:
+        tables: the kernel whose tables are built too, "flex" or "varlen".
+    """
+    device = torch.device(device)
+    if tables == "flex" and plan.layout.tokens_per_rank.min() == 0:
+        # Every rank knows, so that every rank raises; the kernel would on the empty rank alone.
+        raise ValueError(
+            f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
+            f"fewer ranks, smaller blocks or another balancer"
+        )
+    layout, same = plan.layout, plan.kv_layout == plan.layout
+    rows = range(layout.batch_size)
+    group = rank // plan.inner
+
+    def tokens_of(of: Layout, index: int) -> torch.Tensor:
+        tokens = on_device(np.stack([of.indices(index, row) for row in rows]), device)
+        return tokens if tables == "flex" else _torch.mark_dynamic(tokens, 1)
+
+    tokens = tokens_of(layout, rank)
+    valid = kv_valid = None
+    if plan.packing is not None and plan.packing.padded:
+        valid = on_device(plan.packing.valid_q[layout.indices(rank)], device)
+        kv_valid = on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
+    trade = kv_trade = group_tokens = None
+    if plan.inner > 1:
+        group_tokens = tokens_of(plan.groups, group)
+        trade = _trade(plan, layout, plan.groups, rank, device)
+        kv_trade = None if same else _trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
+    stages = Stages(plan, group, device, tables)
+    return RankPlan(
+        tokens=tokens,
+        kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
+        group_tokens=group_tokens,
+        restore=on_device(layout.slots(), device),
+        padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
+        kv_padded=torch.empty(int(plan.kv_groups.tokens_per_rank.max()), 0, device=device),
+        kv_extent=torch.empty(plan.kv_len, 0, device=device),
+        valid=valid,
+        kv_valid=kv_valid,
+        trade=trade,
+        kv_trade=kv_trade,
+        stages={name: stages.of(name) for name in plan.masks},
+        rank=rank,
+        num_ranks=plan.num_ranks,
+        inner=plan.inner,
+        batched=len(rows) > 1,
+        keep_kv=plan.keep_kv,
+        causal=plan.causal,
+        packed=plan.packing is not None,
+        attention_shape=(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
+    )
+
+
+def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
+    """How this rank's group trades the tokens of `layout` for heads."""
+    inner = plan.inner
+    group = range(rank // inner * inner, rank // inner * inner + inner)
+    places = np.stack(
+        [
+            np.concatenate([positions_in(layout.indices(r, row), groups.runs(rank // inner, row)) for r in group])
+            for row in range(layout.batch_size)
+        ]
+    )
+    order = np.argsort(places, axis=1, kind="stable")
+    return Trade(
+        # The rank's own number of tokens is that of its tensors, which is no unbacked one.
+        sizes=tuple(
+            _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
+            if r == rank
+            else size(layout.num_tokens(r), device)
+            for r in group
+        ),
+        order=_torch.mark_dynamic(on_device(order, device), 1),
+        places=_torch.mark_dynamic(on_device(places, device), 1),
+        rank=rank - group[0],
+        num_ranks=inner,
+    )
+
+
+def spread_slots(local: RankPlan, slots: torch.Tensor, padded: int, batch: int) -> torch.Tensor:
+    """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
+
+    Args:
+        slots: `local.restore` or a stage's `take`.
+        padded: length of the gathered shards.
+
+    A batched layout has them already; a one-row layout serves any number of rows.
+    """
+    if local.batched or batch == 1:
+        return slots
+    rank, token = slots // padded, slots % padded
+    row = torch.arange(batch, device=slots.device).unsqueeze(1)
+    return (rank * batch + row) * padded + token
+
+
+def local_plan(
+    plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
+) -> RankPlan:
+    """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
+
+    A collective call: every rank of the mesh makes it, outside compiled code. It compares at each call, by one eager
+    gather of 16 bytes; the tensors are built once for each plan object.
+
+    Args:
+        mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
+        device: where the tensors live; default: the mesh's device type.
+        kernel: the kernel that will use them: "flex" (the default on CUDA) needs block tables.
+
+    Raises:
+        ValueError: mesh of another size, or ranks that hold different plans (all fingerprints are in the text).
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
+        )
+    rank = rank_on(mesh, plan.num_ranks, plan.inner)
+    if mesh is not None and plan.num_ranks > 1:
+        compare_fingerprints(plan.fingerprint, mesh)
+    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    tables = kernel if kernel in ("flex", "varlen") else "flex" if kernel == "auto" and device.type == "cuda" else None
+    key = (rank, device, tables)
+    if key not in plan.built:
+        plan.built[key] = build(plan, rank, device, tables=tables)
+    return plan.built[key]
+
+
+def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
+    """This rank's number on the cp ``mesh``; ``ValueError`` if the mesh does not fit the plan.
+
+    Args:
+        inner: ranks of a Ulysses group; where there are several groups, the mesh is ``(groups, inner)``.
+    """
+    if mesh is None:
+        if num_ranks == 1:
+            return 0
+        raise ValueError(f"the plan is for {num_ranks} ranks and needs their mesh; got mesh=None")
+    shape = tuple(mesh.mesh.shape)
+    if inner > 1 and shape == (num_ranks // inner, inner):
+        return mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
+    if 1 < inner < num_ranks:
+        raise ValueError(
+            f"the plan is for a 2-D cp mesh of shape {(num_ranks // inner, inner)}, got {shape} with axes "
+            f"{mesh.mesh_dim_names}; pass both axes, as in mesh['cp_outer', 'cp_inner']"
+        )
+    if mesh.ndim != 1 and shape != (num_ranks, 1):
+        raise ValueError(
+            f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in mesh['cp']"
+        )
+    if mesh.size() != num_ranks:
+        raise ValueError(
+            f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}"
+        )
+    return mesh.get_local_rank(0)
+
+
+def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
+    """``ValueError`` unless `local` is the part of this very rank of ``mesh``."""
+    rank = rank_on(mesh, local.num_ranks, local.inner)
+    if rank != local.rank:
+        raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
+
+
+def outer_group(mesh: DeviceMesh) -> str:
+    """Name of the process group in which K/V travel between groups: the mesh's first axis."""
+    return _torch.group_name(mesh.get_group(0))
+
+
+def inner_group(mesh: DeviceMesh) -> str:
+    """Name of the process group that trades heads for tokens: the mesh's last axis."""
+    return _torch.group_name(mesh.get_group(mesh.ndim - 1))
+
+
+def compare_fingerprints(fingerprint: str, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` on every rank of ``mesh`` if their fingerprints differ, naming them all. A collective."""
+    what = "all-gather of plan fingerprints"
+    everyone = None
+    for axis in reversed(range(mesh.ndim)):  # the last axis first: so the result is in the order of ranks
+        group = mesh.get_group(axis)
+        device = _torch.comparison_device(group)
+        if everyone is None:
+            everyone = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8)
+        name = _torch.group_name(group)
+        pending = failure.start(what, name, _torch.start_all_gather, everyone.to(device), group.size(), name)
+        everyone = failure.wait(pending, what, name)
+    assert everyone is not None
+    prints = [bytes(row).hex() for row in everyone.view(mesh.size(), -1).tolist()]
+    if len(set(prints)) > 1:
+        held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))
+        raise ValueError(
+            f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank"
+        )

@@ -1,0 +1,302 @@
+"""Proof that users run on their own model: parity with one device, and a probe for leaks.
+
+Parity compares outputs and gradients of a sharded call with the same computation on one device. The leak probe changes
+one token's input and looks at which outputs change: exactly those that the mask lets see it, or something is wrong.
+Every rank returns the same report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spanwise.attention.attention import context_parallel_attention
+from spanwise.attention.exchange import failure
+from spanwise.attention.rank_plan import RankPlan, build
+from spanwise.batch.batch import shard, unshard
+from spanwise.layouts.packing import Side
+from spanwise.planning.plan import Plan
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
+_CLOSURE_LIMIT = 4096
+_DENSE_LIMIT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found; the same on every rank.
+
+    Attributes:
+        errors: largest relative error over all ranks, ``max |x - ref| / max |ref|``, of "out" and of each gradient:
+            "dq", "dk", "dv", or "dinputs[i]" and "dparameters" of a model.
+        tolerance: what the errors must not exceed.
+        probed: tokens whose input was changed.
+        leaks: (row, token) pairs: the row's output changed although the mask hides the token from it.
+        blind: (row, token) pairs: the row's output did not change although the mask shows it the token.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    probed: tuple[int, ...]
+    leaks: tuple[tuple[int, int], ...]
+    blind: tuple[tuple[int, int], ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.leaks and not self.blind and all(e <= self.tolerance for e in self.errors.values())
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = ["verified" if self.ok else "FAILED"]
+        for name, error in self.errors.items():
+            verdict = "ok" if error <= self.tolerance else "too large"
+            lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
+        if set(self.errors) == {"out"}:
+            lines.append("  gradients were not checked: no floating-point input and no plain parameter")
+        lines.append(
+            f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
+        )
+        for kind, pairs in (("leak", self.leaks), ("blind", self.blind)):
+            lines += [f"    {kind}: row {row}, token {token}" for row, token in pairs[:5]]
+        return "\n".join(lines)
+
+    def raise_if_failed(self) -> None:
+        """Raise ``RuntimeError`` with the report as its text unless everything held."""
+        if not self.ok:
+            raise RuntimeError(str(self))
+
+
+def verify(
+    fn_or_model: Callable[..., torch.Tensor],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    dim: int | None = None,
+    mask: str = "default",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    num_probes: int = 8,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
+
+    Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
+    ``fn(q, k, v, plan, mesh)`` or a `ContextParallel` module; it is compared with dense float64 attention under the
+    plan's mask. Padding of the plan's packing must give zeros, and is not probed; in cross attention the tokens that
+    are probed are keys. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is
+    compared with itself under a plan of one rank, and a token may reach a row over several layers.
+
+    Args:
+        plan: the plan to prove.
+        mesh: the cp mesh, 2-D for a plan of two levels; None for a plan of one rank.
+        inputs: whole tensors, equal on all ranks; floating ones get gradients.
+        dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
+        mask: which of the plan's masks the call uses.
+        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or as many more as
+            Ulysses can deal out).
+        num_probes: tokens to change; shard edges first.
+        tolerance: largest relative error; by default from the dtype.
+
+    Parameters are not touched. Those of a plain `nn.Module` are compared too, as "dparameters": the sum over ranks of
+    what each rank's tokens give. Parameters that are DTensors, as FSDP2 makes them, are not.
+
+    Raises:
+        ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model that is longer than the
+            reach of its mask can be computed for, or under a plan of cross attention.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
+    if num_probes < 1:
+        raise ValueError(f"num_probes must be at least 1, got {num_probes}")
+    attention = inputs is None
+    cross = plan.kv_layout != plan.layout
+    if cross and not attention:
+        raise ValueError(
+            f"a plan of cross attention, {plan.seq_len} queries and {plan.kv_len} keys, does not say which inputs of a "
+            f"model are which; verify the attention call alone, without inputs"
+        )
+    tokens = _probe_tokens(plan, num_probes)
+    must, may = _reach(plan, mask, tokens, attention)
+    where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    local = plan.local(mesh, where, kernel="flex" if where.type == "cuda" else "auto")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    sequence_dim = (2 if attention else 1) if dim is None else dim
+    whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
+    whole = tuple(x.detach().to(where) for x in whole)
+    names = ("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole)))
+    sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
+
+    def cut(x: torch.Tensor, side: Side = "q") -> torch.Tensor:
+        return shard(local, mesh, x, sequence_dim, side=side)
+
+    def run(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _call(fn_or_model, values, local, mesh)
+
+    # Parity.
+    shards = [_leaf(cut(x, side)) for x, side in zip(whole, sides, strict=True)]
+    out = run(shards)
+    reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
+    if attention:
+        q, k, v = reference_inputs
+        # Dense while it fits; beyond, the CPU kernel in float64, which is tested against the dense one.
+        kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
+        reference = context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=mask, kernel=kernel)
+    else:
+        reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
+    cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
+    errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
+    parameters = _plain_parameters(fn_or_model)
+    named = [one for one in zip(names, sides, shards, reference_inputs, strict=True) if one[2].requires_grad]
+    if named or parameters:
+        grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
+        wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
+        for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
+            errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
+        for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
+            total = (
+                grad.double()
+                if mesh is None
+                else failure.all_reduce(grad.double(), "sum", mesh, "a parameter's gradient")
+            )
+            errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
+
+    # Leaks.
+    leaks: list[tuple[int, int]] = []
+    blind: list[tuple[int, int]] = []
+    with torch.no_grad():
+        base = unshard(local, mesh, run([x.detach() for x in shards]), sequence_dim)
+        for column, token in enumerate(tokens):
+            changed = [
+                cut(x if cross and side == "q" else _perturbed(x, token, sequence_dim), side)
+                for x, side in zip(whole, sides, strict=True)
+            ]
+            diff = unshard(local, mesh, run(changed), sequence_dim) != base
+            rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
+            leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
+            blind += [(int(row), token) for row in np.nonzero((~rows & must[:, :, column]).any(0))[0]]
+    limit = tolerance if tolerance is not None else _TOLERANCES[out.dtype]
+    return VerifyReport(errors, limit, tuple(tokens), tuple(leaks), tuple(blind))
+
+
+def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    q_heads = plan.num_q_heads or math.ceil(4 / plan.inner) * plan.inner
+    kv_heads, dim = plan.num_kv_heads or q_heads, plan.head_dim or 16
+    v_dim = plan.v_head_dim or dim
+    shapes = ((q_heads, plan.seq_len, dim), (kv_heads, plan.kv_len, dim), (kv_heads, plan.kv_len, v_dim))
+    return tuple(torch.randn(plan.batch_size, *shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _plain_parameters(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    if not isinstance(fn, torch.nn.Module):
+        return []
+    return [p for p in fn.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+
+def _gradients(out: torch.Tensor, cotangent: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of `out` along `cotangent`, zero where it does not depend; nothing is accumulated into ``.grad``."""
+    if not out.requires_grad:
+        return [torch.zeros_like(x) for x in of]
+    grads = torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of, grads, strict=True)]
+
+
+def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
+    from spanwise.layouts.layout import Layout
+
+    layouts = [Layout.from_runs([[np.array([[0, length]])]], length) for length in (plan.seq_len, plan.kv_len)]
+    whole = dataclasses.replace(plan, layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1)
+    return build(whole, 0, device, tables="flex" if device.type == "cuda" else None)
+
+
+def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:
+    forward = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    parameters = inspect.signature(forward).parameters
+    by_name: dict[str, Any] = {name: local for name in ("plan", "block_mask", "attn_mask") if name in parameters}
+    if by_name:
+        if "mesh" in parameters:
+            by_name["mesh"] = None if local.num_ranks == 1 else mesh
+        return fn(*values, **by_name)
+    return fn(*values, local)
+
+
+def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
+    worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
+    # A nan must not disappear in the maximum over ranks.
+    worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
+    if mesh is not None:
+        worst = failure.all_reduce(worst, "max", mesh, "an error")
+    return float(worst / scale)
+
+
+def _probe_tokens(plan: Plan, count: int) -> list[int]:
+    """Keys at both ends of the ranks' runs, then evenly spread ones, none of them padding; at most `count`."""
+    layout = plan.kv_layout
+    valid = np.arange(plan.kv_len) if plan.packing is None else np.flatnonzero(plan.packing.valid_kv)
+    if not len(valid):
+        raise ValueError("the plan's packing has no token that could be probed: all of it is padding")
+    runs = np.concatenate([layout.runs(rank) for rank in range(plan.num_ranks)])
+    first, last = np.searchsorted(valid, runs[:, 0]), np.searchsorted(valid, runs[:, 1]) - 1
+    some = first <= last  # runs that are not padding alone
+    edges = np.unique(valid[np.concatenate([first[some], last[some]])]).tolist()
+    spread = valid[np.linspace(0, len(valid) - 1, num=min(count, len(valid))).round().astype(int)].tolist()
+    picked = edges if len(edges) <= count // 2 else [edges[i * len(edges) // (count // 2)] for i in range(count // 2)]
+    return list(dict.fromkeys([*picked, *spread]))[:count]
+
+
+def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
+    """`x` with one token's input changed: another number, for integers another value that occurs."""
+    x = x.clone()
+    at = x.select(dim, token)
+    if x.is_floating_point():
+        at.copy_(1.0 - at)
+        return x
+    others = torch.unique(x)
+    if len(others) == 1:
+        at.copy_(torch.where(at > 0, at - 1, at + 1))
+    else:
+        at.copy_(others[(torch.searchsorted(others, at.contiguous()) + 1) % len(others)])
+    return x
+
+
+def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose output must depend on a token's input, and rows where it may; bool ``[batch, rows, len(tokens)]``."""
+    m = plan.mask(mask)
+    rows = np.arange(m.q_len)
+    direct = np.stack([((m.start <= token) & (token < m.end)).any(axis=1) for token in tokens], axis=-1)
+    if plan.kv_layout != plan.layout:
+        return direct, direct
+    # The token's own row changes with its query, unless it reads at most one key (then the softmax is constant).
+    own = np.stack([(rows == token) & ((m.area() > 1) | (not attention)) for token in tokens], axis=-1)
+    direct = direct | own
+    if attention:
+        return direct, direct
+    if m.q_len > _CLOSURE_LIMIT:
+        raise ValueError(
+            f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_CLOSURE_LIMIT}, got "
+            f"{m.q_len}; verify a shorter sequence, or the attention call alone"
+        )
+    # How many layers there are is unknown, so a row may see whatever the mask reaches in any number of steps.
+    dense = m.dense().astype(np.float32)
+    may = direct
+    while True:
+        wider = may | (dense @ may.astype(np.float32) > 0)
+        if (wider == may).all():
+            return direct, may
+        may = wider

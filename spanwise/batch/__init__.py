@@ -1,0 +1,1 @@
+"""Batches, losses and per-token tensors of a sharded sequence."""

@@ -1,0 +1,228 @@
+"""Attention on the CPU, forward and backward, against torch's own kernel: ``spanwise bench kernels``.
+
+Every figure is a ratio taken in one process: the repeats of what is compared alternate, and the smallest time of each
+counts. Beside it stands the floor, what the mask asks for: its non-empty 128-blocks and the FLOPs of its area (4 x head
+dim a pair and head forward, 10 x backward). Memory is the peak of a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import re
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from spanwise.attention.kernels.sdpa import sdpa
+from spanwise.cli import bench
+from spanwise.cli.bench import plan
+from spanwise.cli.report import terminal
+from spanwise.masks.span_mask import SpanMask
+
+BLOCK_SIZE = 128
+# tokens, heads, head dim, repeats
+SIZES = ((8192, 8, 64, 5), (8192, 4, 128, 5), (32_768, 4, 64, 2), (32_768, 2, 128, 2))
+QUICK_SIZES = ((2048, 4, 64, 5),)
+CAUSAL_TARGET, BLOCKS_TARGET, MEMORY_TARGET = 1.2, 1.4, 1.5
+
+
+def document_offsets(seq_len: int) -> np.ndarray:
+    """Offsets of documents of about 2,048 tokens, shorter than those that planning is measured on."""
+    return plan.document_offsets(seq_len, 0, median=2048, sigma=0.7, least=16)
+
+
+def masks(seq_len: int) -> dict[str, SpanMask]:
+    """What is measured, by name; the causal mask and the documents have baselines of their own."""
+    offsets = document_offsets(seq_len)
+    left = min(1024, seq_len // 4)
+    rows = np.arange(seq_len)
+    global_keys = SpanMask(np.zeros((1, seq_len)).astype(int), np.minimum(rows + 1, 256)[None], seq_len)
+    named = {
+        "causal": SpanMask.causal(seq_len),
+        "documents": SpanMask.documents(offsets),
+        f"window {left}": SpanMask.sliding_window(seq_len, left - 1),
+        f"window {4 * left}": SpanMask.sliding_window(seq_len, 4 * left - 1),
+        f"window {left} + 256 global": SpanMask.sliding_window(seq_len, left - 1) | global_keys,
+        "shared prefix": SpanMask.shared_prefix(seq_len // 4, np.diff(document_offsets(seq_len - seq_len // 4))),
+    }
+    if 4 * left >= seq_len:
+        del named[f"window {4 * left}"]
+    return named
+
+
+def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measure, print a table, and write JSON to `out` if it is given.
+
+    Args:
+        quick: one small size.
+
+    Returns:
+        ``{"num_threads", "torch", "rows": [...], "memory": {...}}``; times in seconds, memory in bytes (None but on
+        Linux).
+    """
+    console = terminal.console()
+    sizes = QUICK_SIZES if quick else SIZES
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    rows: list[dict[str, Any]] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(sizes) + 1)
+        for tokens, heads, dim, repeats in sizes:
+            progress.update(task, description=f"{tokens:,} tokens, {heads} heads of dim {dim}")
+            rows += measure(tokens, heads, dim, repeats)
+            progress.advance(task)
+        tokens, heads, dim, _ = max(sizes, key=lambda size: (size[0], -size[2]))
+        progress.update(task, description=f"memory at {tokens:,} tokens")
+        memory = measure_memory(tokens, heads, dim) if Path("/proc/self/status").exists() else None  # Linux has it
+        progress.advance(task)
+    result = {"num_threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows, "memory": memory}
+    _print(console, result)
+    bench.write(result, out)
+    return result
+
+
+def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, Any]]:
+    """Times of every mask at one size, and their ratios to the baselines; float32, batch 1."""
+    q, k, v, grad = _inputs(tokens, heads, dim)
+    offsets = document_offsets(tokens).tolist()
+
+    def torch_causal(first: int = 0, stop: int = tokens) -> torch.Tensor:
+        part = slice(first, stop)
+        return F.scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part], is_causal=True)
+
+    named = masks(tokens)
+    forwards = {name: _spanwise(mask, q, k, v) for name, mask in named.items()}
+    forwards["torch causal"] = torch_causal
+    forwards["torch, loop over documents"] = lambda: torch.cat([torch_causal(*run) for run in pairwise(offsets)], dim=2)
+    seconds = _alternate({name: _with_backward(f, (q, k, v), grad) for name, f in forwards.items()}, repeats)
+
+    blocks = {name: int(mask.block_counts(BLOCK_SIZE).sum()) for name, mask in named.items()}
+    # The faster of the two causal rates is the harder one to keep.
+    seconds_a_block = min(seconds["causal"], seconds["torch causal"]) / blocks["causal"]
+    baselines = {"causal": "torch causal", "documents": "torch, loop over documents"}
+    rows = []
+    for name, mask in named.items():
+        baseline = baselines.get(name, "blocks at the causal rate")
+        baseline_seconds = seconds.get(baseline, seconds_a_block * blocks[name])
+        flops = 14 * dim * heads * int(mask.area().sum())
+        rows.append(
+            {
+                "tokens": tokens,
+                "heads": heads,
+                "dim": dim,
+                "mask": name,
+                "blocks": blocks[name],
+                "flops": flops,
+                "seconds": seconds[name],
+                "gflops_per_second": flops / seconds[name] / 1e9,
+                "baseline": baseline,
+                "baseline_seconds": baseline_seconds,
+                "ratio": seconds[name] / baseline_seconds,
+                "target": CAUSAL_TARGET if name in baselines else BLOCKS_TARGET,
+            }
+        )
+    return rows
+
+
+def measure_memory(tokens: int, heads: int, dim: int) -> dict[str, Any]:
+    """Growth of the resident set over one causal forward and backward, inputs included, in a fresh process each."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        ours, torchs = pool.starmap(_peak_bytes, [(which, tokens, heads, dim) for which in ("spanwise", "torch")], 1)
+    return {
+        "tokens": tokens,
+        "heads": heads,
+        "dim": dim,
+        "input_bytes": 4 * tokens * heads * dim * 4,
+        "peak_bytes": ours,
+        "torch_peak_bytes": torchs,
+        "ratio": ours / torchs,
+        "target": MEMORY_TARGET,
+    }
+
+
+def _peak_bytes(which: str, tokens: int, heads: int, dim: int) -> int:
+    functions: dict[str, Callable[[int, Any, Any, Any], Callable[[], torch.Tensor]]] = {
+        "spanwise": lambda size, q, k, v: _spanwise(SpanMask.causal(size), q, k, v),
+        "torch": lambda size, q, k, v: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    before = 0
+    for size in (256, tokens):  # the small one loads what is loaded once
+        before = _resident("VmRSS")
+        q, k, v, grad = _inputs(size, heads, dim)
+        _with_backward(functions[which](size, q, k, v), (q, k, v), grad)()
+    return _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    """Bytes: ``VmRSS`` now, ``VmHWM`` at the peak. (getrusage would report the parent's peak where that is larger.)"""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _inputs(tokens: int, heads: int, dim: int) -> list[torch.Tensor]:
+    """q, k, v and the cotangent of the output."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, tokens, dim, generator=generator) for _ in range(4)]
+    return [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
+
+
+def _spanwise(mask: SpanMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    start, end = torch.from_numpy(mask.start.copy()), torch.from_numpy(mask.end.copy())
+    return lambda: sdpa(q, k, v, start, end, scale=q.shape[-1] ** -0.5)[0]
+
+
+def _with_backward(
+    forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], grad: torch.Tensor
+) -> Callable[[], None]:
+    def step() -> None:
+        torch.autograd.grad(forward(), inputs, grad)
+
+    return step
+
+
+def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Smallest time of each step, in seconds; all steps take turns, so that a busy machine is busy for all of them."""
+    best = dict.fromkeys(steps, math.inf)
+    for _ in range(repeats):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def _print(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title=f"Attention forward + backward, float32, {result['num_threads']} threads")
+    for column in ("tokens", "heads", "mask", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to"):
+        table.add_column(column, justify="left" if column in ("mask", "to") else "right")
+    for row in result["rows"]:
+        table.add_row(
+            f"{row['tokens']:,}",
+            f"{row['heads']} x {row['dim']}",
+            row["mask"],
+            f"{row['blocks']:,}",
+            f"{row['seconds']:.3f}",
+            f"{row['gflops_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['target']}",
+            row["baseline"],
+        )
+    console.print(table)
+    memory = result["memory"]
+    if memory is None:
+        return
+    console.print(
+        f"Peak memory of a causal forward + backward at {memory['tokens']:,} tokens: "
+        f"{memory['peak_bytes'] / 2**20:.0f} MiB, torch {memory['torch_peak_bytes'] / 2**20:.0f} MiB, "
+        f"ratio {memory['ratio']:.2f} (target {memory['target']})"
+    )

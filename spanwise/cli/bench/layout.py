@@ -1,0 +1,143 @@
+"""What each balancer's layout costs: ``spanwise bench layout``.
+
+Work and K/V traffic of the balancers on one sequence of 131,072 tokens, for masks of every kind: exact mask area for
+the imbalance, and the K/V tokens that a rank reads of other ranks, the floor of any exchange, against what a full
+gather brings. Nothing is executed; everything comes from the plan. Beside the masks that were also given to
+MagiAttention stand the figures of its own dispatch solver.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from spanwise.cli import bench
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.cli.report.terminal import console
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.make_plan import make_plan
+
+SEQ_LEN = 131_072
+RANKS = (8, 64)
+BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")
+_WINDOW = 4_096
+
+# MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks: (imbalance, mean K/V tokens that a
+# rank receives) by mask and ranks. MinHeap is its default.
+MAGI = {
+    ("causal", 8): {"MinHeap": (1.000, 107_520), "ToppHeap": (1.375, 75_264)},
+    ("documents 0", 8): {"MinHeap": (1.001, 28_309), "ToppHeap": (1.005, 16_321)},
+    ("documents 1", 8): {"MinHeap": (1.025, 23_222), "ToppHeap": (1.039, 15_002)},
+    ("documents 2", 8): {"MinHeap": (1.014, 33_543), "ToppHeap": (1.027, 17_175)},
+    ("window", 8): {"MinHeap": (1.016, 32_000), "ToppHeap": (1.016, 32_000)},
+    ("documents 0", 64): {"MinHeap": (1.005, 29_193), "ToppHeap": (1.093, 11_121)},
+    ("documents 1", 64): {"MinHeap": (1.009, 25_728), "ToppHeap": (1.078, 9_757)},
+    ("documents 2", 64): {"MinHeap": (1.005, 33_723), "ToppHeap": (1.149, 15_313)},
+    ("window", 64): {"MinHeap": (1.016, 32_224), "ToppHeap": (1.016, 32_224)},
+}  # fmt: skip
+
+
+def masks(seq_len: int = SEQ_LEN) -> dict[str, tuple[SpanMask, np.ndarray]]:
+    """The masks by name, each with its document offsets: those of `MAGI`, then one of every other kind.
+
+    "documents s" are documents of log-normal length (median 4,096), causal, with seed s; "window" reads 4,096 keys to
+    the left. Of each document of "prefix LM" a quarter is bidirectional; "shared prefix" is one prompt of a quarter of
+    the sequence and twelve answers; "video" has frames of 1,024 tokens that read themselves, four frames back, and the
+    first 512 tokens; "documents + window" is documents 0 with 1,024 keys to the left.
+    """
+    offsets = [document_offsets(seq_len, seed) for seed in range(3)]
+    whole = np.array([0, seq_len])
+    prefix = seq_len // 4
+    answers = np.diff(np.linspace(0, seq_len - prefix, 13).astype(np.int64))
+    return {
+        "causal": (SpanMask.causal(seq_len), whole),
+        **{f"documents {seed}": (SpanMask.documents(cu), cu) for seed, cu in enumerate(offsets)},
+        "window": (SpanMask.sliding_window(seq_len, _WINDOW), whole),
+        "prefix LM": (SpanMask.prefix_lm(offsets[0], np.diff(offsets[0]) // 4), offsets[0]),
+        "shared prefix": (SpanMask.shared_prefix(prefix, answers), whole),
+        "video": (SpanMask.block_causal(seq_len, 1_024, 4, global_tokens=512), whole),
+        "documents + window": (SpanMask.documents(offsets[0], window=(1_024, 0)), offsets[0]),
+    }
+
+
+def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measure, print a table, and write JSON to `out` if it is given.
+
+    Args:
+        quick: 8 ranks only, one repeat instead of five.
+
+    Returns:
+        ``{"seq_len": …, "rows": [...]}``; a row has ``mask``, ``num_ranks``, ``balancer``, ``imbalance`` (busiest over
+        mean mask area), ``recv_mean``, ``recv_max`` and ``gather`` (K/V tokens a rank), ``ms`` (median time of
+        `make_plan`; None in the rows with a ``source``, which were measured elsewhere, and so is their ``recv_max``).
+    """
+    rows: list[dict[str, Any]] = []
+    for num_ranks in RANKS[:1] if quick else RANKS:
+        for name, (mask, cu_seqlens) in masks().items():
+            rows += [_row(name, mask, cu_seqlens, num_ranks, each, 1 if quick else 5) for each in BALANCERS]
+            for solver, (imbalance, received) in MAGI.get((name, num_ranks), {}).items():
+                rows.append(
+                    {
+                        "mask": name, "num_ranks": num_ranks, "balancer": f"MagiAttention {solver}",
+                        "imbalance": imbalance, "recv_mean": received, "recv_max": None,
+                        "gather": rows[-1]["gather"], "ms": None,
+                        "source": "MagiAttention's own dispatch solver run on the same mask",
+                    }
+                )  # fmt: skip
+    result: dict[str, Any] = {"seq_len": SEQ_LEN, "rows": rows}
+    _print(rows)
+    bench.write(result, out)
+    return result
+
+
+def _row(
+    name: str, mask: SpanMask, cu_seqlens: np.ndarray, num_ranks: int, balancer: str, repeats: int
+) -> dict[str, Any]:
+    times = []
+    for repeat in range(repeats + 1):
+        fresh = SpanMask(mask.start, mask.end, mask.kv_len)  # so that nothing is remembered of the last time
+        begin = time.perf_counter()
+        plan = make_plan(fresh, num_ranks, balancer=balancer, exchange="needed", cu_seqlens=cu_seqlens)
+        if repeat:  # the first round warms allocators, caches and the compiled search
+            times.append((time.perf_counter() - begin) * 1e3)
+    received = plan.recv_tokens()
+    return {
+        "mask": name,
+        "num_ranks": num_ranks,
+        "balancer": balancer,
+        "imbalance": plan.imbalance(),
+        "recv_mean": float(received.mean()),
+        "recv_max": int(received.max()),
+        "gather": plan.seq_len - plan.seq_len // num_ranks,
+        "ms": statistics.median(times),
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        title=f"Layouts of {SEQ_LEN:,} tokens: K/V tokens that a rank receives\n"
+        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)"
+    )
+    for column in ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms"):
+        table.add_column(column, justify="left" if column in ("mask", "balancer") else "right")
+    number: Callable[[Any, str], str] = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before["mask"] != row["mask"]:
+            table.add_section()
+        table.add_row(
+            str(row["num_ranks"]),
+            row["mask"],
+            row["balancer"],
+            f"{row['imbalance']:.3f}",
+            f"{row['recv_mean']:,.0f}",
+            number(row["recv_max"], ","),
+            f"{row['gather']:,}",
+            number(row["ms"], ".1f"),
+        )
+    console(130).print(table)

@@ -1,0 +1,193 @@
+"""Packed documents as they are against documents padded for the dual-chunk order: ``spanwise bench packed``.
+
+TransformerEngine's context parallelism pads every document to a multiple of twice the number of ranks. The same
+documents are planned three ways: padded in its order (balancer "dual_chunk"), unpadded in the same order
+("per_document_head_tail"), and unpadded where most K/V are at home ("local"). The kernels of every rank's share run in
+one process, forward and backward, one rank after the other, with the K/V of other ranks already there; the ways take
+turns. What is reported of a way is its busiest rank, which a step waits for, and all ranks together. Padding costs
+nothing but its rows here, for no span holds them; a kernel that computes padding pays its share on top, and every other
+layer of a model does.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from spanwise.attention.attention import merged, zero_in_padding
+from spanwise.attention.kv import Piece
+from spanwise.attention.rank_plan import RankPlan, build
+from spanwise.cli import bench
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.cli.report.terminal import console
+from spanwise.layouts.packing import Packing
+from spanwise.planning.make_plan import make_plan
+from spanwise.planning.plan import Plan
+
+SEQ_LEN, QUICK_SEQ_LEN = 16_384, 4_096
+RANKS = (4, 8)
+HEADS, HEAD_DIM, REPEATS = 2, 64, 7
+# Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `spanwise bench layout`
+# first, then corpora of short documents.
+CORPORA = {"median 4,096": (4096, 64), "median 1,024": (1024, 1), "median 256": (256, 1), "median 64": (64, 1)}
+
+
+def corpora(seq_len: int) -> dict[str, np.ndarray]:
+    """Document offsets by name, ``[num_docs + 1]`` each, `seq_len` tokens together."""
+    return {name: document_offsets(seq_len, 0, median=median, least=least) for name, (median, least) in CORPORA.items()}
+
+
+def padded_packing(cu_seqlens: np.ndarray, num_ranks: int) -> Packing:
+    """Every document padded at its back to a multiple of ``2 * num_ranks`` tokens."""
+    slots = -(-np.diff(cu_seqlens) // (2 * num_ranks)) * 2 * num_ranks
+    return Packing(cu_seqlens, cu_seqlens_q_padded=np.append(0, np.cumsum(slots)))
+
+
+def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
+    """Causal documents each way; K/V travel as needed."""
+    make = functools.partial(
+        make_plan, exchange="needed", stages=1, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM,
+        dtype=torch.float32,
+    )  # fmt: skip
+    padded, unpadded = padded_packing(cu_seqlens, num_ranks), Packing(cu_seqlens)
+    return {
+        "padded": make(padded.mask(), num_ranks, packing=padded, balancer="dual_chunk"),
+        "unpadded": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="per_document_head_tail"),
+        "local": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="local"),
+    }
+
+
+def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measure, print a table, and write JSON to `out` if it is given.
+
+    Args:
+        quick: 4,096 tokens, 4 ranks, two repeats.
+
+    Returns:
+        ``{"num_threads", "torch", "seq_len", "heads", "head_dim", "rows": [...]}``. A row has ``corpus``,
+        ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage that hold no token), and ``padded``,
+        ``unpadded`` and ``local``, each with ``imbalance``, ``recv_mean`` and ``recv_max`` in K/V tokens, ``busiest``
+        and ``total`` seconds, each ``min`` and ``median``, and the ratio of the least seconds to those of ``padded``:
+        ``ratio`` of the busiest ranks, ``total_ratio`` of all together.
+    """
+    seq_len, repeats = (QUICK_SEQ_LEN, 2) if quick else (SEQ_LEN, REPEATS)
+    rows = [
+        measure(name, cu_seqlens, num_ranks, repeats)
+        for num_ranks in (RANKS[:1] if quick else RANKS)
+        for name, cu_seqlens in corpora(seq_len).items()
+    ]
+    result = {
+        "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
+        "head_dim": HEAD_DIM, "rows": rows,
+    }  # fmt: skip
+    _print(result)
+    bench.write(result, out)
+    return result
+
+
+def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
+    """One row of `run`'s result."""
+    ways = plans(cu_seqlens, num_ranks)
+    steps = {way: [rank_step(plan, rank) for rank in range(num_ranks)] for way, plan in ways.items()}
+    times = {way: np.zeros((repeats, num_ranks)) for way in ways}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for rank in range(num_ranks):
+            # Who is first alternates too: what one step leaves in the caches is the next one's gain.
+            for way in sorted(ways, reverse=bool(repeat % 2)):
+                begin = time.perf_counter()
+                steps[way][rank]()
+                if repeat >= 0:
+                    times[way][repeat, rank] = time.perf_counter() - begin
+    row: dict[str, Any] = {
+        "corpus": name,
+        "num_ranks": num_ranks,
+        "documents": len(cu_seqlens) - 1,
+        "padding_share": 1 - int(cu_seqlens[-1]) / ways["padded"].seq_len,
+    }
+    for way, plan in ways.items():
+        # Of each rank its least time: what disturbs one rank's step does not make another the busiest.
+        least = times[way].min(axis=0)
+        received = plan.recv_tokens()
+        row[way] = {
+            "imbalance": plan.imbalance(),
+            "recv_mean": float(received.mean()),
+            "recv_max": int(received.max()),
+            "busiest": {"min": float(least.max()), "median": statistics.median(times[way].max(axis=1).tolist())},
+            "total": {"min": float(least.sum()), "median": statistics.median(times[way].sum(axis=1).tolist())},
+        }
+    for found in (row[way] for way in ways):
+        for name, of in (("ratio", "busiest"), ("total_ratio", "total")):
+            found[name] = found[of]["min"] / row["padded"][of]["min"]
+    return row
+
+
+def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward of one rank's attention, its K/V pieces there already; gives out, dq and those of K and V.
+
+    What `context_parallel_attention` computes with the kernel "sdpa" between its collectives, zeros in padding
+    included.
+    """
+    local: RankPlan = build(plan, rank)
+    generator = torch.Generator().manual_seed(rank)
+    stages = local.stages["default"]
+    assert not stages[0].flat
+
+    def draw(tokens: int) -> torch.Tensor:
+        return torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
+
+    q, grad = draw(local.tokens.shape[1]), draw(local.tokens.shape[1])
+    pieces = [(draw(stage.kv_pos.shape[1]), draw(stage.kv_pos.shape[1])) for stage in stages]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
+        # What others send is zero in padding already, or not sent.
+        own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
+        there = iter([Piece(own_k, own_v), *map(Piece, leaves[3::2], leaves[4::2])])
+        rows = zero_in_padding(leaves[0], local.valid)
+        options = {"scale": HEAD_DIM**-0.5}
+        result = merged("sdpa", rows, there, stages, local.tokens, options, max_logit=False)[0]
+        out = zero_in_padding(result, local.valid)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    return step
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table(
+        title=f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
+        f"unpadded in the same order, and by 'local'\nforward + backward of the busiest rank, {HEADS} heads of "
+        f"{HEAD_DIM}, float32, {result['num_threads']} threads; least (and median) of the repeats; then the "
+        f"ratio to padded of the busiest ranks, and of all"
+    )
+    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
+    for column in (*names, "padded receives", "local receives"):
+        table.add_column(column, justify="left" if column == "documents" else "right")
+
+    def seconds(found: dict[str, Any]) -> str:
+        return f"{found['busiest']['min'] * 1e3:.1f} ({found['busiest']['median'] * 1e3:.1f})"
+
+    def compared(found: dict[str, Any]) -> str:
+        return f"{seconds(found)}; {found['ratio']:.2f}, {found['total_ratio']:.2f}"
+
+    for row in result["rows"]:
+        padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
+        table.add_row(
+            str(row["num_ranks"]),
+            row["corpus"],
+            f"{row['documents']:,}",
+            f"{row['padding_share']:.1%}",
+            seconds(padded),
+            compared(unpadded),
+            compared(local),
+            f"{padded['recv_mean']:,.0f}",
+            f"{local['recv_mean']:,.0f}",
+        )
+    console(140).print(table)

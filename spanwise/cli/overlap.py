@@ -1,0 +1,378 @@
+"""What ``spanwise overlap`` runs: captured or saved graphs -> orders that hide their collectives -> text, HTML, JSON.
+
+Graphs are captured on fake process groups and fake tensors; costs are computed, not measured. It lies outside `overlap`
+because the exchange of K/V in a context-parallel graph is planned by the other half of the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise.attention.attention import context_parallel_attention
+from spanwise.attention.kernels import sdpa, varlen  # noqa: F401  # their operators are in graphs of files
+from spanwise.cli.plan import command_line, load_hardware
+from spanwise.cli.report import overlap as pages
+from spanwise.cli.report import text
+from spanwise.hardware import Hardware
+from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.costs.measure import Measured, measure
+from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel
+from spanwise.overlap.explain.report import arithmetic, figures, order_figures
+from spanwise.overlap.explain.trace import trace_events
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
+from spanwise.overlap.fx.files import SavedGraphs, group_sizes, load_graphs, save_graphs
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.sizes import assumed
+from spanwise.overlap.ir.dag import GraphError
+from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.pytorch_pass import pytorch_order
+from spanwise.planning.make_plan import make_plan
+
+#: Nodes of a graph that are captured at most; beyond, capturing alone takes minutes.
+_LAYERS_LIMIT = 256
+
+#: Sizes of the captured model; none of them says anything of a graph that is loaded.
+_MODEL = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "seq_len", "batch", "dp", "cp", "tp", "exchange")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapOptions:
+    """The options of ``spanwise overlap``, by the names they have there.
+
+    Attributes:
+        layers, dim, heads, kv_heads, ffn, seq_len, batch, dp, cp, tp: see `CaptureConfig`; vocab 0: layers alone.
+        exchange: of K/V over cp: "needed" or "all_gather".
+        device: whose operators the graph has, "cuda" or "cpu".
+        graph: "forward", "backward" or "both"; of a loaded file also the name of one of its graphs.
+        load: file of graphs, see `graph_file`; nothing is captured then.
+        group: ranks of process groups of `load`, of those that the file does not know above all, "NAME=RANKS" each.
+        dynamic_size: what a size is taken for that a loaded graph leaves open.
+        hardware: name of a preset, or a file of ``spanwise calibrate``.
+        costs: "roofline" of the hardware, or "measured": operators run on `device`, collectives are the hardware's.
+        measurements: file of what was measured, which is read first and added to.
+        budget: bytes that a graph may hold at most.
+        bucket: whether collectives may be merged.
+        multiplier: collectives are scheduled as if they took so many times as long.
+        in_flight: collectives of a process group that may have been started and not yet waited for.
+        effort: how many orders are tried.
+        torch: whether PyTorch's own pass is run beside, and ours without buckets.
+        trace, html, json, save: files to write.
+    """
+
+    layers: int = 8
+    dim: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    vocab: int = 128_256
+    seq_len: int = 8192
+    batch: int = 1
+    dp: int = 8
+    cp: int = 1
+    tp: int = 8
+    exchange: str = "needed"
+    device: str = "cuda"
+    graph: str = "both"
+    load: str | None = None
+    group: tuple[str, ...] = ()
+    dynamic_size: int = 4096
+    hardware: str = "h100"
+    costs: str = "roofline"
+    measurements: str | None = None
+    budget: int | None = None
+    bucket: bool = True
+    multiplier: float = 1.0
+    in_flight: int | None = None
+    effort: int | None = None
+    torch: bool = False
+    trace: str | None = None
+    html: str | None = None
+    json: str | None = None
+    save: str | None = None
+
+    def command(self) -> str:
+        """The command line that gives these options, for a shell; what is written where is left out."""
+        return command_line("overlap", self, ("trace", "html", "json", "save"))
+
+
+def run(options: OverlapOptions) -> list[pages.GraphFigures]:
+    """Capture or load, schedule, print the report, write what was asked for.
+
+    Raises:
+        ValueError: an option or an input file is wrong, an output cannot be written, or a graph cannot be scheduled.
+    """
+    for path in (options.trace, options.html, options.json, options.save):
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
+    hardware = load_hardware(options.hardware)
+    if options.dynamic_size < 1:
+        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
+    if options.costs not in ("roofline", "measured"):
+        raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
+    if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
+    if options.measurements is not None and options.costs != "measured":
+        raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
+    given = parse_groups(options.group)
+    if given and options.load is None:
+        flags = " ".join(f"--group {one}" for one in options.group)
+        raise ValueError(f"{flags} is for groups of --load: those of what is captured are known")
+    source, what = _graphs(options, hardware)
+    _check_groups(given, source)
+    ranks = {**source.ranks, **given}
+    chosen = _chosen(options, source)
+    on_cpu = "cpu" in (options.device, options.hardware.lower())
+    model = CostModel(hardware, rates=VECTOR_UNITS if on_cpu else TENSOR_CORES, ranks=ranks)
+    found = []
+    for name, gm in chosen.items():
+        with assumed(gm, options.dynamic_size):
+            found.append(_figures(name, gm, model, source.labels, options))
+    page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
+    pages.show(page)
+    writers: tuple[tuple[str | None, Callable[[Path], object]], ...] = (
+        (options.json, lambda path: path.write_text(json.dumps(page.as_dict(), indent=1) + "\n", encoding="utf-8")),
+        (options.trace, lambda path: path.write_text(_trace(found, source.labels), encoding="utf-8")),
+        (options.html, lambda path: path.write_text(pages.render(page), encoding="utf-8")),
+        (options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels)),
+    )
+    for path, write in writers:
+        if path is not None:
+            try:
+                write(Path(path))
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
+            text.wrote(path)
+    return found
+
+
+def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Ranks by the names of groups, of "NAME=0,8,16", "NAME=0-7" or "NAME=0-56:8" (every eighth)."""
+    found = {}
+    for one in given:
+        name, _, listed = one.partition("=")
+        ranks: list[int] = []
+        try:
+            for part in listed.split(","):
+                first, _, rest = part.partition("-")
+                last, _, step = rest.partition(":")
+                ranks += range(int(first), int(last or first) + 1, int(step or 1))
+        except ValueError:
+            ranks = []
+        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            raise ValueError(f"--group takes NAME=RANKS such as 1=0-7, 2=0,8,16 or 2=0-56:8, got {one!r}")
+        found[name] = tuple(sorted(ranks))
+    return found
+
+
+def plan_attention(
+    config: CaptureConfig, hardware: Hardware, exchange: str
+) -> Callable[[DeviceMesh], tuple[Attention, Any]]:
+    """Causal attention of shards of the sequence, for `capture`: K/V are exchanged over cp as a plan says."""
+    plan = make_plan(
+        SpanMask.causal(config.seq_len),
+        config.cp,
+        exchange=exchange,
+        num_q_heads=config.heads // config.tp,
+        num_kv_heads=config.kv_heads // config.tp,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        hardware=hardware,
+    )
+
+    def make(mesh: DeviceMesh) -> tuple[Attention, Any]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Any) -> torch.Tensor:
+            return context_parallel_attention(q, k, v, local, mesh, kernel="sdpa")
+
+        return attend, plan.local(mesh, "cpu", kernel="sdpa")
+
+    return make
+
+
+def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, str]:
+    """The graphs to schedule, and what they are in words."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    if options.load is not None:
+        given = [name for name in _MODEL if getattr(options, name) != defaults[name]]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
+        with text.working(f"loading {options.load}"):
+            try:
+                return load_graphs(options.load), f"Graphs of {options.load}"
+            except OSError as error:
+                raise ValueError(f"cannot read --load {options.load}: {error.strerror or error}") from error
+    if not 1 <= options.layers <= _LAYERS_LIMIT:
+        raise ValueError(f"--layers must be between 1 and {_LAYERS_LIMIT}, got {options.layers}")
+    if options.vocab < 0:
+        raise ValueError(f"--vocab must be 0, for layers alone, or more, got {options.vocab}")
+    if options.exchange not in ("needed", "all_gather"):
+        raise ValueError(f"--exchange must be needed or all_gather, got {options.exchange!r}")
+    sizes = {name: getattr(options, name) for name in _MODEL if name != "exchange"}
+    config = CaptureConfig(**{**sizes, "vocab": options.vocab or None}, device=options.device)
+    what = (
+        f"Llama-like, {config.layers} layers of dim {config.dim:,}, {config.heads} heads ({config.kv_heads} of K/V), "
+        f"FFN {config.ffn:,}, {f'vocabulary {config.vocab:,}' if config.vocab else 'no embedding and no loss'}; "
+        f"{config.batch} x {config.seq_len:,} tokens; {config.num_ranks} ranks = {config.dp} data x {config.cp} "
+        f"context x {config.tp} tensor parallel"
+    )
+    with text.working(f"capturing {config.layers} layers of {config.num_ranks} ranks"):
+        attention = plan_attention(config, hardware, options.exchange) if config.cp > 1 else None
+        graphs = capture(config, attention)
+    axes = {name: axis for name, axis in graphs.axes.items() if axis.name}
+    return SavedGraphs(
+        {"forward": graphs.forward, "backward": graphs.backward},
+        {axis.name: axis.ranks for axis in axes.values()},
+        {axis.name: "cp (K/V)" if name == "cp" else name for name, axis in axes.items()},
+    ), what
+
+
+def _check_groups(given: Mapping[str, Sequence[int]], source: SavedGraphs) -> None:
+    """Refuse groups that the graphs do not have, and those of another size."""
+    known = group_sizes(source.graphs.values()) if given else {}
+    for name, ranks in given.items():
+        if name not in known:
+            called = [f"{one} ({source.labels[one]})" if one in source.labels else one for one in sorted(known)]
+            have = ", ".join(called) or "none"
+            raise ValueError(f"--group {name}: no collective of the graphs is of such a group; their groups: {have}")
+        for size, node in known[name].items():
+            if size != len(ranks):
+                raise ValueError(
+                    f"--group {name}={pages.listed(ranks)} has {len(ranks)} ranks; by the node {node!r} the group has "
+                    f"{size}"
+                )
+
+
+def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.GraphModule]:
+    if options.graph == "both":
+        return source.graphs
+    if options.graph not in source.graphs:
+        raise ValueError(f"--graph must be both or one of {', '.join(source.graphs)}, got {options.graph!r}")
+    return {options.graph: source.graphs[options.graph]}
+
+
+class _Priced:
+    """Costs of the nodes of one graph, asked for once, so that a pass is timed without them.
+
+    Args:
+        costs: what they are.
+        model: of the network.
+    """
+
+    def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
+        self.costs, self.model = costs, model
+        captured = to_dag(gm, costs)
+        self.table = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
+
+    def __call__(self, node: fx.Node) -> float:
+        known = self.table.get(node.name)
+        return self.costs(node) if known is None else known  # of a node that a pass has made
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.costs.merged(nodes)
+
+
+def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
+    """Costs, and what there is to say of them."""
+    if options.costs == "roofline":
+        return _Priced(gm, model, model), ""
+    with text.working(f"measuring the operators of the {name}"):
+        costs = measure(gm, device=options.device, fallback=model, cache=options.measurements)
+    priced = sum(node.target not in operators.STARTS for node in gm.graph.nodes if node.name in costs.left_out)
+    rest = f"; {priced:,} nodes could not be run and are priced by it, too" if priced else ""
+    return _Priced(gm, costs, model), (
+        f"{len(costs.table):,} kinds of operators measured on this {options.device}, {costs.timed:,} of them now; "
+        f"collectives are priced by {model.hardware.name}{rest}"
+    )
+
+
+def _figures(
+    name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
+) -> pages.GraphFigures:
+    try:
+        cost, measured = _priced(name, gm, model, options)
+        with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
+            result, seconds = _optimized(gm, cost, options, bucket=options.bucket)
+    except GraphError as error:
+        hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
+        raise ValueError(f"{name}: {error}{hint}") from error
+    found = figures(result, labels)
+    found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
+    peers, note = _beside(name, gm, cost, result, labels, options) if options.torch else ((), "")
+    return pages.GraphFigures(
+        name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note)))
+    )
+
+
+def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
+    """What `optimize` makes, and the seconds that it takes."""
+    began = time.perf_counter()
+    result = optimize(
+        gm,
+        cost,
+        memory_budget=options.budget,
+        bucket=bucket,
+        multiplier=options.multiplier,
+        in_flight=options.in_flight,
+        effort=options.effort,
+    )
+    return result, time.perf_counter() - began
+
+
+def _beside(
+    name: str,
+    gm: fx.GraphModule,
+    cost: _Priced,
+    result: Result,
+    labels: Mapping[str, str],
+    options: OverlapOptions,
+) -> tuple[tuple[pages.Peer, ...], str]:
+    """Orders of PyTorch's own pass at the same costs, ours without buckets; and why some of PyTorch's are not there.
+
+    With and without buckets, so that like is compared with like: where none are merged, all orders have the same
+    launches.
+    """
+    found: list[pages.Peer] = []
+    heavy = arithmetic(gm)
+
+    def add(what: str, timeline: Timeline, seconds: float, merged: bool) -> None:
+        own = order_figures(what, timeline, heavy, names=labels, merged=merged, budget=result.budget, seconds=seconds)
+        found.append(pages.Peer(own, timeline))
+
+    note = ""
+    for bucket in (False, True):
+        what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
+        with text.working(f"{what}: {name}"):
+            try:
+                timeline, seconds = pytorch_order(gm, cost, cost.model.latency, ranks=cost.model.ranks, bucket=bucket)
+            except Exception as error:  # of its own graph code: whatever it raises, ours goes on
+                note = f"{what} cannot run here: {type(error).__name__}: {error}"
+                break
+        add(what, timeline, seconds, merged=bucket)
+    if options.bucket:
+        with text.working(f"scheduling the {name} without buckets"):
+            plain, seconds = _optimized(gm, cost, options, bucket=False)
+        add("spanwise, reorder", plain.timeline, seconds, merged=False)
+    return tuple(found), note
+
+
+def _trace(found: Sequence[pages.GraphFigures], labels: Mapping[str, str]) -> str:
+    """Chrome's trace events of all graphs, a process for each order; see `trace`."""
+    events: list[dict[str, Any]] = []
+    process = 0
+    for one in found:
+        for order, timeline in zip(one.orders, one.timelines, strict=True):
+            name = f"{one.name}, {order.name}"
+            events += trace_events(timeline, name, process, budget=one.result.budget, groups=labels)
+            process += 1
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"

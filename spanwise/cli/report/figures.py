@@ -1,0 +1,224 @@
+"""Every number of a report, read off a plan once: text, HTML and JSON show these and compute none of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spanwise.cli.report.compare import Comparison
+from spanwise.planning.plan import Candidate, Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where the planned sequence comes from: a file, how it was packed, and which sequence of how many it is."""
+
+    origin: str
+    packing: str
+    sequence: int
+    sequences: int
+
+    def describe(self) -> str:
+        """Where from, which of several, and how it was packed, in a line."""
+        which = f"sequence {self.sequence} of {self.sequences:,}, counted from 0; " if self.sequences > 1 else ""
+        return f"{self.origin}: {which}{self.packing}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskFigures:
+    """One mask of a plan; arrays have an entry a rank.
+
+    Attributes:
+        note: what a row reads, in words.
+        layers: how many layers use the mask.
+        pairs: visible (query, key) pairs of the whole mask.
+        work: pairs of each rank; ``local`` those whose key it holds.
+        needed_tokens: K/V tokens a rank reads and does not hold; ``recv_tokens`` those it receives in a forward.
+        recv_bytes: bytes it receives in a forward; under Ulysses q and the output are among them.
+        resident_bytes, saved_bytes: what it holds at most for the exchange, and keeps of that for the backward.
+        traffic: K/V tokens ``[receivers, senders]`` of a forward.
+        compute, exchange, exposed: predicted seconds of each rank, forward and backward: its streams busy, and
+            the exchange while nothing is computed.
+        end: when the last rank is done.
+    """
+
+    name: str
+    note: str
+    layers: float
+    pairs: int
+    imbalance: float
+    work: np.ndarray
+    local: np.ndarray
+    needed_tokens: np.ndarray
+    recv_tokens: np.ndarray
+    recv_bytes: np.ndarray
+    resident_bytes: np.ndarray
+    saved_bytes: np.ndarray
+    traffic: np.ndarray
+    compute: np.ndarray
+    exchange: np.ndarray
+    exposed: np.ndarray
+    end: float
+    intervals: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """A plan and everything a report says about it."""
+
+    plan: Plan
+    source: Source
+    command: str
+    comparison: Comparison | None
+    lengths: np.ndarray
+    predict: dict[str, float]
+    candidates: tuple[dict[str, Any], ...]
+    masks: tuple[MaskFigures, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the plan's arrays, as JSON holds it. Seconds, bytes, tokens and pairs are in the names."""
+        plan = self.plan
+        return {
+            "command": self.command,
+            "fingerprint": plan.fingerprint,
+            "source": dataclasses.asdict(self.source),
+            "tokens": plan.seq_len,
+            "documents": len(self.lengths),
+            "document_tokens": self.lengths.tolist(),
+            "ranks": plan.num_ranks,
+            "inner": plan.inner,
+            "block_size": plan.block_size,
+            "balancer": plan.balancer,
+            "exchange": plan.exchange,
+            "stages": plan.stages,
+            "reason": plan.reason,
+            "num_q_heads": plan.num_q_heads,
+            "num_kv_heads": plan.num_kv_heads,
+            "head_dim": plan.head_dim,
+            "dtype": plan.dtype,
+            "hardware": plan.hardware.to_dict(),
+            "tokens_per_rank": plan.layout.tokens_per_rank.tolist(),
+            "predicted_seconds": self.predict,
+            "candidates": list(self.candidates),
+            "masks": [_mask_dict(mask) for mask in self.masks],
+            "compare_ranks": self.comparison.as_dict() if self.comparison else None,
+        }
+
+
+def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
+    return {
+        "name": mask.name,
+        "note": mask.note,
+        "layers": mask.layers,
+        "pairs": mask.pairs,
+        "imbalance": mask.imbalance,
+        "work_pairs": mask.work.tolist(),
+        "local_pairs": mask.local.tolist(),
+        "needed_tokens": mask.needed_tokens.tolist(),
+        "recv_tokens": mask.recv_tokens.tolist(),
+        "recv_bytes": mask.recv_bytes.tolist(),
+        "resident_bytes": mask.resident_bytes.tolist(),
+        "saved_bytes": mask.saved_bytes.tolist(),
+        "traffic_tokens": mask.traffic.tolist(),
+        "compute_seconds": mask.compute.tolist(),
+        "exchange_seconds": mask.exchange.tolist(),
+        "exposed_seconds": mask.exposed.tolist(),
+        "end_seconds": mask.end,
+        "timeline": [dataclasses.asdict(interval) for interval in mask.intervals],
+    }
+
+
+def figures(
+    plan: Plan,
+    source: Source,
+    command: str,
+    comparison: Comparison | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Figures:
+    """All figures of ``plan``, which has the attention's shape and one batch row.
+
+    Args:
+        source: where the sequence comes from; ``command`` what a shell runs to get the plan again.
+        comparison: other numbers of ranks, if they were compared.
+        notes: what a row reads under each mask, in words.
+
+    Raises:
+        ValueError: the plan has several batch rows, or no attention shape.
+    """
+    if plan.batch_size > 1:
+        raise ValueError(
+            f"a report shows one sequence, and the plan has {plan.batch_size} batch rows with masks of their own"
+        )
+    lengths = np.diff(plan.cu_seqlens[0]) if plan.cu_seqlens else np.array([plan.seq_len])
+    candidates = tuple(_candidate(candidate) for candidate in plan.candidates)
+    masks = tuple(mask_figures(plan, name, (notes or {}).get(name, "")) for name in plan.masks)
+    return Figures(plan, source, command, comparison, lengths, plan.predict(), candidates, masks)
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {**dataclasses.asdict(candidate), "seconds": dict(candidate.seconds)}
+
+
+def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
+    """The figures of one of the plan's masks."""
+    intervals = tuple(plan.timeline(name).intervals)
+    compute, exchange, exposed = np.zeros((3, plan.num_ranks))
+    for rank in range(plan.num_ranks):
+        busy = _union([i for i in intervals if i.rank == rank and i.stream == "compute"])
+        moving = _union([i for i in intervals if i.rank == rank and i.stream == "exchange"])
+        compute[rank], exchange[rank] = (float((runs[:, 1] - runs[:, 0]).sum()) for runs in (busy, moving))
+        exposed[rank] = sum(stop - start for start, stop in uncovered(moving, busy))
+    return MaskFigures(
+        name=name,
+        note=note,
+        layers=plan.weights[name],
+        pairs=int(plan.work(name).sum()),
+        imbalance=plan.imbalance(name),
+        work=plan.work(name),
+        local=plan.local_work(name),
+        needed_tokens=plan.needed_tokens(name),
+        recv_tokens=plan.recv_tokens(name),
+        recv_bytes=plan.recv_bytes(name),
+        resident_bytes=plan.resident_bytes(name),
+        saved_bytes=plan.saved_bytes(name),
+        traffic=plan.traffic(name),
+        compute=compute,
+        exchange=exchange,
+        exposed=exposed,
+        end=max((interval.end for interval in intervals), default=0.0),
+        intervals=intervals,
+    )
+
+
+def _union(intervals: list[Any]) -> np.ndarray:
+    """Union of the intervals, float ``[n, 2]``, ascending and disjoint."""
+    merged: list[list[float]] = []
+    for start, end in sorted((interval.start, interval.end) for interval in intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return np.array(merged).reshape(-1, 2)
+
+
+def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, float]]:
+    """Parts of ``intervals`` that ``cover`` leaves open; both float ``[n, 2]``, ascending and disjoint."""
+    parts = []
+    for start, stop in intervals.tolist():
+        at = start
+        for low, high in cover[(cover[:, 1] > start) & (cover[:, 0] < stop)].tolist():
+            if low > at:
+                parts.append((at, low))
+            at = max(at, high)
+        if at < stop:
+            parts.append((at, stop))
+    return parts
+
+
+def exposed_parts(intervals: tuple[Any, ...], rank: int) -> list[tuple[float, float]]:
+    """When ``rank`` exchanges and computes nothing: (start, end) in seconds."""
+    of = {stream: [i for i in intervals if i.rank == rank and i.stream == stream] for stream in ("compute", "exchange")}
+    return uncovered(_union(of["exchange"]), _union(of["compute"]))

@@ -1,0 +1,1 @@
+"""Who holds which token: layouts, packings, balancers and the local search."""

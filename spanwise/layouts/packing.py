@@ -1,0 +1,400 @@
+"""Packing: where packed sequences lie in storage, for queries and for keys, and what follows from that.
+
+Stands beside the mask at the head of the data flow: `Packing.mask` makes the SpanMask that a plan is made from,
+`Packing.dual_chunk_layout` a layout, and the plan keeps the packing so that positions, labels and zeros in padding need
+no second description. Needs numpy alone.
+
+The convention is that of TransformerEngine's THD layout (NVIDIA/TransformerEngine #2829): ``cu_seqlens`` counts valid
+tokens, ``cu_seqlens_padded`` says where each sequence begins in storage, and the padding of a sequence stands at its
+back. Without padding the two are one array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from spanwise.layouts.layout import Layout, ragged_arange
+from spanwise.masks.patterns import check_length, check_offsets, check_window, int_array
+from spanwise.masks.span_mask import SpanMask
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+Side = Literal["q", "kv"]
+Align = Literal["top_left", "bottom_right"]
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Packing:
+    """Packed sequences in storage, for queries and keys. Immutable; equal packings compare and hash equal.
+
+    Sequence ``s`` has the valid query tokens ``q_starts[s] … q_starts[s] + q_lens[s] - 1``; all other rows of its slot
+    ``[q_offsets[s], q_offsets[s + 1])``, and whatever lies before the first slot and after the last, are padding.
+
+    Args:
+        cu_seqlens_q: cumulative valid lengths, integers ``[num_sequences + 1]``, ``0 = cu[0] <= cu[1] <= …``: list,
+            numpy array or torch tensor. Sequences may be empty.
+        cu_seqlens_q_padded: storage offsets ``[num_sequences + 1]``; they may begin after 0. Default: `cu_seqlens_q`,
+            no padding.
+        cu_seqlens_kv, cu_seqlens_kv_padded: the same for keys. Default, when neither is given: those of the queries.
+            Keys of the queries' lengths need both where the queries are padded.
+        q_len: rows of query storage; default: the last storage offset.
+        kv_len: rows of key storage; default: the last storage offset, or `q_len` where keys default to the queries.
+
+    Attributes:
+        q_lens, kv_lens: valid tokens of each sequence, read-only int64 ``[num_sequences]``.
+        q_offsets, kv_offsets: storage offsets, read-only int64 ``[num_sequences + 1]``.
+        q_len, kv_len: rows of storage.
+
+    Raises:
+        ValueError: no integers, offsets that decrease, a sequence longer than its slot, another number of sequences for
+            keys than for queries, keys as long as the queries of which it is not said that they are padded alike, or
+            storage that ends before its last slot.
+    """
+
+    q_lens: Int64
+    q_offsets: Int64
+    kv_lens: Int64
+    kv_offsets: Int64
+    q_len: int
+    kv_len: int
+
+    def __init__(
+        self,
+        cu_seqlens_q: Any,
+        *,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_kv: Any = None,
+        cu_seqlens_kv_padded: Any = None,
+        q_len: SupportsIndex | None = None,
+        kv_len: SupportsIndex | None = None,
+    ) -> None:
+        lens, offsets, length = _side("q", cu_seqlens_q, cu_seqlens_q_padded, q_len)
+        if cu_seqlens_kv is None and cu_seqlens_kv_padded is not None:
+            raise ValueError("cu_seqlens_kv_padded needs cu_seqlens_kv: offsets alone do not tell valid lengths")
+        if cu_seqlens_kv is None:
+            kv_lens, kv_offsets = lens, offsets
+            kv_length = length if kv_len is None else check_storage("kv_len", offsets, kv_len)
+        else:
+            kv_lens, kv_offsets, kv_length = _side("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
+        if len(kv_lens) != len(lens):
+            raise ValueError(
+                f"queries and keys must have the same number of sequences, got {len(lens)} in cu_seqlens_q and "
+                f"{len(kv_lens)} in cu_seqlens_kv"
+            )
+        alike = cu_seqlens_kv is not None and cu_seqlens_kv_padded is None and np.array_equal(lens, kv_lens)
+        if alike and not np.array_equal(offsets, kv_offsets):
+            raise ValueError(
+                "keys have the lengths of the queries, and cu_seqlens_q_padded pads the queries alone: give "
+                "cu_seqlens_kv_padded too (leave all of kv out where keys lie as queries do; "
+                "cu_seqlens_kv_padded=cu_seqlens_kv says that keys have no padding)"
+            )
+        values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
+        for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
+            object.__setattr__(self, name, value)
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of packed sequences, empty ones included."""
+        return len(self.q_lens)
+
+    @property
+    def q_starts(self) -> Int64:
+        """First storage row of each sequence's queries, int64 ``[num_sequences]``; read-only."""
+        return self.q_offsets[:-1]
+
+    @property
+    def kv_starts(self) -> Int64:
+        """First storage row of each sequence's keys, int64 ``[num_sequences]``; read-only."""
+        return self.kv_offsets[:-1]
+
+    @property
+    def valid_q(self) -> Bool:
+        """Whether each row of query storage holds a token, bool ``[q_len]``."""
+        return self.sequence_ids("q") >= 0
+
+    @property
+    def valid_kv(self) -> Bool:
+        """Whether each row of key storage holds a token, bool ``[kv_len]``."""
+        return self.sequence_ids("kv") >= 0
+
+    @property
+    def padded(self) -> bool:
+        """Whether query or key storage has any padding."""
+        return int(self.q_lens.sum()) < self.q_len or int(self.kv_lens.sum()) < self.kv_len
+
+    @property
+    def square(self) -> bool:
+        """Whether queries and keys lie alike: the same lengths, offsets and storage (self attention)."""
+        return (
+            self.q_len == self.kv_len
+            and np.array_equal(self.q_lens, self.kv_lens)
+            and np.array_equal(self.q_offsets, self.kv_offsets)
+        )
+
+    def sequence_ids(self, side: Side = "q") -> Int64:
+        """Sequence of each storage row, -1 in padding: int64 ``[q_len]`` or ``[kv_len]``."""
+        lens, offsets, length = self._of(side)
+        ids = np.full(length, -1, np.int64)
+        ids[_rows(lens, offsets)] = np.repeat(np.arange(len(lens)), lens)
+        return ids
+
+    def positions(self, side: Side = "q") -> Int64:
+        """Position of each storage row within its sequence, 0 in padding: int64 ``[q_len]`` or ``[kv_len]``."""
+        lens, offsets, length = self._of(side)
+        rows = _rows(lens, offsets)
+        positions = np.zeros(length, np.int64)
+        positions[rows] = rows - np.repeat(offsets[:-1], lens)
+        return positions
+
+    # ------------------------------------------------------------ masks
+
+    def mask(
+        self,
+        *,
+        causal: bool = True,
+        window: tuple[SupportsIndex, SupportsIndex] | None = None,
+        align: Align | None = None,
+    ) -> SpanMask:
+        """The mask over storage rows: a query reads keys of its own sequence only; padding reads and is read by none.
+
+        Query ``i`` of a sequence stands at key ``d = i + shift`` of it: ``shift`` is 0 with ``align="top_left"`` and
+        the sequence's number of keys less its number of queries with ``"bottom_right"``.
+
+        Args:
+            causal: read no key after ``d``.
+            window: ``(left, right)`` in tokens, -1 for no limit: read only the keys ``d - left … d + right`` that
+                exist. Where `causal` is set too, a key must satisfy both, so ``right`` changes nothing. ``(-1, 0)``
+                without `causal` is refused: it is causal to FlashAttention, no limit to TransformerEngine.
+            align: where the diagonal lies in sequences with different numbers of queries and keys; of no effect
+                elsewhere, and without `causal` and `window`.
+
+        Raises:
+            ValueError: `align` is None although it decides what some sequence reads, or neither of the two; or a bad
+                window.
+        """
+        if align not in (None, "top_left", "bottom_right"):
+            raise ValueError(f'align must be "top_left" or "bottom_right", got {align!r}')
+        longest = max(self.q_len, self.kv_len)
+        near = None if window is None else check_window(window, longest, causal=causal)
+        if near is not None and min(near) == longest:
+            near = None  # it limits nothing, wherever the diagonal lies
+        shift = np.zeros_like(self.q_lens) if align == "top_left" else self.kv_lens - self.q_lens
+        if align is None and (causal or near is not None):
+            uneven = (self.q_lens != self.kv_lens) & (self.q_lens > 0) & (self.kv_lens > 0)
+            for s in np.flatnonzero(uneven)[:1]:
+                raise ValueError(
+                    f"sequence {s} has {self.q_lens[s]} queries and {self.kv_lens[s]} keys, so a causal mask or a "
+                    f'window needs align="top_left" (query 0 stands at key 0) or align="bottom_right" (the last query '
+                    f"stands at the last key)"
+                )
+        rows = _rows(self.q_lens, self.q_offsets)
+        diagonal = rows + np.repeat(shift - self.q_starts, self.q_lens)
+        keys, first = np.repeat(self.kv_lens, self.q_lens), np.repeat(self.kv_starts, self.q_lens)
+        low = np.zeros_like(rows) if near is None else np.maximum(diagonal - near[0], 0)
+        high = keys
+        if near is not None:
+            high = np.minimum(high, diagonal + near[1] + 1)
+        if causal:
+            high = np.minimum(high, diagonal + 1)
+        reads = low < high
+        spans = np.zeros((2, 1, self.q_len), np.int32)
+        spans[0, 0, rows] = np.where(reads, first + low, 0)
+        spans[1, 0, rows] = np.where(reads, first + high, 0)
+        return SpanMask(spans[0], spans[1], self.kv_len)
+
+    def check_mask(self, mask: SpanMask) -> None:
+        """Checks a mask that is to be planned, one composed by hand too, against this packing.
+
+        Spans may cross sequences, for a prefix that several sequences read is one of its own: a mask that should not
+        cross them is the packing's own, or ``mask & packing.mask(causal=False)``.
+
+        Raises:
+            ValueError: storage without a row, the mask has batch rows or other lengths than storage, a padding row has
+                a span, or a span covers a padding key.
+        """
+        for what, rows in (("query", self.q_len), ("key", self.kv_len)):
+            if rows == 0:
+                raise ValueError(
+                    f"the packing has no {what} rows ({self.num_sequences} sequences, {self.q_len} query and "
+                    f"{self.kv_len} key rows), and a plan needs some on both sides: skip this batch, on every rank"
+                )
+        if mask.batch_size > 1:
+            raise ValueError(f"a packing has no batch rows, got a mask of batch size {mask.batch_size}")
+        if (mask.q_len, mask.kv_len) != (self.q_len, self.kv_len):
+            raise ValueError(
+                f"the mask has {mask.q_len} queries x {mask.kv_len} keys, the packing's storage {self.q_len} x "
+                f"{self.kv_len}"
+            )
+        start, end = mask.start[0], mask.end[0]
+        for row in np.flatnonzero((start < end).any(axis=0) & ~self.valid_q)[:1]:
+            raise ValueError(
+                f"query row {row} is padding, but the mask lets it read the keys [{start[0, row]}, {end[0, row]}); "
+                "intersect the mask with packing.mask(causal=False)"
+            )
+        padding_before = np.append(0, np.cumsum(~self.valid_kv))
+        wrong = padding_before[start] < padding_before[end]
+        for slot, row in np.argwhere(wrong)[:1]:
+            low, high = start[slot, row], end[slot, row]
+            key = low + int(np.argmin(self.valid_kv[low:high]))
+            raise ValueError(
+                f"key {key} is padding, but the mask lets query row {row} read the keys [{low}, {high}); intersect the "
+                "mask with packing.mask(causal=False)"
+            )
+
+    # ------------------------------------------------------------ layout
+
+    def dual_chunk_layout(self, num_ranks: int, side: Side = "q") -> Layout:
+        """Each slot in ``2 * num_ranks`` chunks; rank ``r`` holds the chunks ``r`` and ``2 * num_ranks - 1 - r``.
+
+        The order of TransformerEngine's and Megatron's THD context parallelism. Storage before the first slot and after
+        the last is cut alike.
+
+        Raises:
+            ValueError: no storage, or a slot, or storage before or after the slots, that is no multiple of
+                ``2 * num_ranks`` tokens.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        _, offsets, length = self._of(side)
+        what = "query" if side == "q" else "key"
+        if length == 0:
+            raise ValueError(f"the packing has no {what} rows to lay out; skip this batch, on every rank")
+        edges = np.concatenate([[0], offsets, [length]])
+        check_chunks(edges, num_ranks, f"{what} ")
+        edges = np.unique(edges)
+        size = np.diff(edges) // (2 * num_ranks)
+        chunk = np.arange(2 * num_ranks)
+        start = (edges[:-1, None] + size[:, None] * chunk).ravel()
+        owner = np.tile(np.minimum(chunk, 2 * num_ranks - 1 - chunk), len(size))
+        pieces = np.column_stack([owner, start, start + np.repeat(size, 2 * num_ranks)])
+        return Layout([pieces], num_ranks, length)
+
+    # ------------------------------------------------------------ identity
+
+    def to_arrays(self) -> dict[str, Int64]:
+        """Everything as named int64 arrays, for plan files; `from_arrays` reads it back."""
+        arrays = {name: getattr(self, name) for name in ("q_lens", "q_offsets", "kv_lens", "kv_offsets")}
+        return {**arrays, "storage": np.array([self.q_len, self.kv_len])}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any]) -> Packing:
+        """The packing of `to_arrays`; checks everything again.
+
+        Raises:
+            ValueError: an array is missing or has another shape, or as the constructor.
+        """
+        try:
+            lens, kv_lens = (int_array(arrays[name], name).astype(np.int64) for name in ("q_lens", "kv_lens"))
+            storage = int_array(arrays["storage"], "storage")
+            offsets, kv_offsets = arrays["q_offsets"], arrays["kv_offsets"]
+        except KeyError as missing:
+            raise ValueError(f"a packing's arrays must include {missing}, got {sorted(arrays)}") from None
+        if lens.ndim != 1 or kv_lens.ndim != 1 or storage.shape != (2,):
+            raise ValueError(
+                "q_lens and kv_lens must be [num_sequences] and storage [2], got shapes "
+                f"{list(lens.shape)}, {list(kv_lens.shape)} and {list(storage.shape)}"
+            )
+        return cls(
+            np.append(0, np.cumsum(lens)),
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv=np.append(0, np.cumsum(kv_lens)),
+            cu_seqlens_kv_padded=kv_offsets,
+            q_len=storage[0],
+            kv_len=storage[1],
+        )
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal exactly for equal packings (up to hash collisions), on any machine."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(np.array([self.num_sequences, self.q_len, self.kv_len], "<i8").tobytes())
+        for array in (self.q_lens, self.q_offsets, self.kv_lens, self.kv_offsets):
+            digest.update(np.ascontiguousarray(array, "<i8").data)
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Packing):
+            return NotImplemented
+        mine, theirs = self.to_arrays(), other.to_arrays()
+        return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packing.from_arrays, (self.to_arrays(),)
+
+    def __repr__(self) -> str:
+        sides = [f"{self.q_lens.sum()} of {self.q_len} rows"]
+        if not self.square:
+            sides = [f"queries {sides[0]}", f"keys {self.kv_lens.sum()} of {self.kv_len} rows"]
+        return f"Packing({self.num_sequences} sequences, {', '.join(sides)})"
+
+    def _of(self, side: Side) -> tuple[Int64, Int64, int]:
+        if side == "q":
+            return self.q_lens, self.q_offsets, self.q_len
+        if side == "kv":
+            return self.kv_lens, self.kv_offsets, self.kv_len
+        raise ValueError(f'side must be "q" or "kv", got {side!r}')
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:
+    """Valid lengths, storage offsets and storage length of one side."""
+    name = f"cu_seqlens_{side}"
+    cu = check_offsets(cu_seqlens, name, start_at_zero=False)
+    if cu[0] != 0:
+        raise ValueError(
+            f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
+        )
+    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded", start_at_zero=False)
+    if len(offsets) != len(cu):
+        raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
+    lens, slots = np.diff(cu), np.diff(offsets)
+    for s in np.flatnonzero(lens > slots)[:1]:
+        raise ValueError(
+            f"sequence {s} has {lens[s]} tokens in {name}, but {name}_padded gives it storage for {slots[s]} only"
+        )
+    lens.setflags(write=False)
+    return lens, offsets, check_storage(f"{side}_len", offsets, length)
+
+
+def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> int:
+    """Rows of storage: `length`, called `name`, which the slots must fit; the last offset if None."""
+    if length is None:
+        return int(offsets[-1])
+    rows = check_length(length, name)
+    if rows < offsets[-1]:
+        raise ValueError(f"{name} = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
+    return rows
+
+
+def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
+    """Checks that slots can be cut into dual chunks.
+
+    Args:
+        edges: 0, the storage offsets and the storage length.
+        kind: "query " or "key ", of the tokens, for the message.
+    """
+    for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
+        last = len(edges) - 2
+        what = "storage before sequence 0" if s == 0 else "storage after the last sequence"
+        what = what if s in (0, last) else f"sequence {s - 1}"
+        raise ValueError(
+            f"{what} has a padded length of {edges[s + 1] - edges[s]} {kind}tokens, and the dual-chunk order needs a "
+            f"multiple of 2 * num_ranks = {2 * num_ranks}; any other balancer needs no padding"
+        )
+
+
+def _rows(lens: Int64, offsets: Int64) -> Int64:
+    """Storage rows of all valid tokens, ascending."""
+    return ragged_arange(np.stack([offsets[:-1], offsets[:-1] + lens], axis=1))

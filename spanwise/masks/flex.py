@@ -1,0 +1,285 @@
+"""Span masks in FlexAttention's language: mask_mod and BlockMask from spans, and spans from mask_mod or BlockMask.
+
+The only part of the mask room that needs torch; ``SpanMask``'s methods import it when called. Shapes in comments:
+B batch, H heads, T tiles, Q query rows, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from spanwise.masks import blocks as _span_blocks
+from spanwise.masks import spans as _spans
+from spanwise.masks.blocks import BlockTables, num_blocks
+from spanwise.masks.span_mask import SpanMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Bool = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
+
+_CELLS_AT_ONCE = 2**21
+"""Cells of a mask_mod evaluated in one go: its int64 temporaries stay at 16 MiB each."""
+
+
+# ---------------------------------------------------------------- spans -> FlexAttention
+
+
+def span_mask_mod(start: Tensor, end: Tensor) -> MaskMod:
+    """A FlexAttention mask_mod that reads span tensors.
+
+    The tensors are captured, not their values: compiled kernels are shared by all masks of the same shapes.
+
+    Args:
+        start, end: int32 ``[B or 1, num_spans, q_len]``, contiguous. With batch 1 the batch index is ignored.
+    """
+    if start.shape[0] == 1:
+        start, end = start[0], end[0]
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            inside = (start[0, q_idx] <= kv_idx) & (kv_idx < end[0, q_idx])
+            for j in range(1, start.shape[0]):
+                inside = inside | ((start[j, q_idx] <= kv_idx) & (kv_idx < end[j, q_idx]))
+            return inside
+
+        return mask_mod
+
+    def batched_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        inside = (start[b, 0, q_idx] <= kv_idx) & (kv_idx < end[b, 0, q_idx])
+        for j in range(1, start.shape[1]):
+            inside = inside | ((start[b, j, q_idx] <= kv_idx) & (kv_idx < end[b, j, q_idx]))
+        return inside
+
+    return batched_mask_mod
+
+
+def span_tensors(mask: SpanMask, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Copies of ``start`` and ``end`` on the device, int32 ``[batch, num_spans, q_len]``."""
+    start, end = (torch.tensor(array, device=device) for array in (mask.start, mask.end))
+    return start, end
+
+
+def block_tables(mask: SpanMask, block_size: int) -> BlockTables:
+    """The lists of a ``BlockMask`` of this mask, as numpy arrays; see :class:`BlockTables`."""
+    return _span_blocks.block_tables(mask.start, mask.end, mask.kv_len, block_size)
+
+
+def to_block_mask(mask: SpanMask, device: torch.device | str, block_size: int) -> BlockMask:
+    """A ``BlockMask`` with one head, transposed lists included, without evaluating a cell."""
+    tables = block_tables(mask, block_size)
+
+    def tensor(array: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    # The constructor, not BlockMask.from_kv_blocks: that recomputes the transposed lists, densely.
+    return BlockMask(
+        seq_lengths=(mask.q_len, mask.kv_len),
+        kv_num_blocks=tensor(tables.kv_num_blocks),
+        kv_indices=tensor(tables.kv_indices),
+        full_kv_num_blocks=tensor(tables.full_kv_num_blocks),
+        full_kv_indices=tensor(tables.full_kv_indices),
+        q_num_blocks=tensor(tables.q_num_blocks),
+        q_indices=tensor(tables.q_indices),
+        full_q_num_blocks=tensor(tables.full_q_num_blocks),
+        full_q_indices=tensor(tables.full_q_indices),
+        BLOCK_SIZE=(block_size, block_size),
+        mask_mod=span_mask_mod(*span_tensors(mask, device)),
+    )
+
+
+# ---------------------------------------------------------------- evaluation of a mask_mod
+
+
+def _evaluate(
+    mask_mod: MaskMod, b: Int64, q: Int64, k: Int64, shape: tuple[int, int], lengths: tuple[int, int], device: Any
+) -> Bool:
+    """Cells of T tiles of ``shape``, bool ``[T, Q, K]``; tile t is of batch row ``b[t]``, its corner at (q[t], k[t]).
+
+    Cells beyond ``lengths`` are False (mask_mod is evaluated at the last existing cell instead, so that it never
+    indexes out of its tables). Torch's own ``create_mask`` does the evaluation, tiles in the place of its batch.
+    """
+    rows, columns = shape
+    b_T, q_T, k_T = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (b, q, k))
+    last_q, last_k = lengths[0] - 1, lengths[1] - 1
+
+    def tile_mod(tile: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_mod(b_T[tile], h, (q_T[tile] + i).clamp(max=last_q), (k_T[tile] + j).clamp(max=last_k))
+
+    cells_T1QK = create_mask(tile_mod, len(b), 1, rows, columns, device)
+    cells = cells_T1QK[:, 0].cpu().numpy()
+    if bool((q + rows > lengths[0]).any()):
+        cells = cells & (q[:, None] + np.arange(rows) < lengths[0])[:, :, None]
+    if bool((k + columns > lengths[1]).any()):
+        cells = cells & (k[:, None] + np.arange(columns) < lengths[1])[:, None, :]
+    return cells
+
+
+def _check_mask_mod(mask_mod: Any, device: Any) -> None:
+    """Refuse what is no mask_mod of vmap, and what depends on the head: a span mask has no heads."""
+    if not callable(mask_mod):
+        raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}")
+
+    def probe(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        out = mask_mod(b, h, q_idx, kv_idx)
+        if not isinstance(out, Tensor) or out.dtype != torch.bool or out.dim() != 0:
+            got = f"{out.dtype} of shape {list(out.shape)}" if isinstance(out, Tensor) else repr(out)
+            raise ValueError(f"mask_mod must return one boolean for one cell, got {got}")
+        cell = torch.zeros((), dtype=torch.int64, device=device)
+        heads = torch.zeros(2, dtype=torch.int64, device=device)
+        try:
+            # Mapped over the head alone: what no head went into comes out unmapped, and that is what None demands.
+            torch.vmap(lambda head: mask_mod(cell, head, cell, cell), out_dims=None)(heads)
+        except ValueError as error:
+            raise ValueError(
+                "mask_mod depends on the head index; a SpanMask is one mask for all heads. Give one mask_mod for each "
+                "group of heads that share a mask, as masks of their own"
+            ) from error
+        return out
+
+    try:
+        create_mask(probe, 1, 1, 1, 1, device)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"mask_mod cannot be evaluated as FlexAttention does, under vmap: {error}") from error
+
+
+# ---------------------------------------------------------------- FlexAttention -> spans
+
+
+class _Pieces:
+    """Spans found so far, as flat arrays; at the end one sort brings them in order."""
+
+    def __init__(self, batch: int, q_len: int, kv_len: int) -> None:
+        self.batch, self.q_len, self.kv_len = batch, q_len, kv_len
+        nothing = np.zeros(0, np.int64)
+        self._found: list[tuple[Int64, Int64, Int64]] = [(nothing, nothing, nothing)]
+
+    def add(self, row: Int64, start: Int64, end: Int64) -> None:
+        """Spans of rows ``b * q_len + i``."""
+        self._found.append((row, start, end))
+
+    def mask(self) -> SpanMask:
+        row, start, end = (np.concatenate(parts) for parts in zip(*self._found, strict=True))
+        order = np.argsort(row * (self.kv_len + 1) + start, kind="stable")
+        arrays = _spans.from_pieces(row[order], start[order], end[order], self.batch, self.q_len)
+        return SpanMask._trusted(*arrays, self.kv_len)
+
+
+def from_mask_mod(
+    mask_mod: MaskMod, q_len: int, kv_len: int, max_spans: int, batch_size: int, device: torch.device | str
+) -> SpanMask:
+    """See :meth:`SpanMask.from_mask_mod`."""
+    pieces = _Pieces(batch_size, q_len, kv_len)
+    if not (q_len and kv_len):
+        return pieces.mask()
+    _check_mask_mod(mask_mod, device)
+    rows = max(1, min(q_len, _CELLS_AT_ONCE // kv_len))
+    for b in range(batch_size):
+        for first in range(0, q_len, rows):
+            corner = np.array([b]), np.array([first]), np.array([0])
+            cells = _evaluate(mask_mod, *corner, (min(rows, q_len - first), kv_len), (q_len, kv_len), device)[0]
+            row, start, end = _spans.true_runs(cells)
+            most = np.bincount(row, minlength=1)
+            if int(most.max()) > max_spans:
+                at = int(most.argmax())
+                raise ValueError(
+                    f"row {first + at} of mask_mod needs {most[at]} spans of keys, more than max_spans = {max_spans}; "
+                    f"raise max_spans if the mask really has that many gaps in a row (time and memory grow with it)"
+                )
+            pieces.add(row + (b * q_len + first), start, end)
+    return pieces.mask()
+
+
+def from_block_mask(block_mask: Any) -> SpanMask:
+    """See :meth:`SpanMask.from_block_mask`."""
+    if not isinstance(block_mask, BlockMask):
+        raise ValueError(f"from_block_mask takes a FlexAttention BlockMask, got {type(block_mask).__name__}")
+    q_len, kv_len = block_mask.seq_lengths
+    q_size, kv_size = block_mask.BLOCK_SIZE
+    partial, full = _tiles(block_mask)
+    pieces = _Pieces(len(full), q_len, kv_len)
+
+    # Full blocks: neighbours become one span before they become rows.
+    batch, q_blocks, kv_blocks = full.shape
+    line, first_block, stop_block = _spans.true_runs(full.reshape(batch * q_blocks, kv_blocks))
+    b, q_block = np.divmod(line, max(q_blocks, 1))
+    first_row, stop_row = q_block * q_size, np.minimum((q_block + 1) * q_size, q_len)
+    height = stop_row - first_row
+    nth = np.arange(int(height.sum())) - np.repeat(np.cumsum(height) - height, height)
+    pieces.add(
+        np.repeat(b * q_len + first_row, height) + nth,
+        np.repeat(first_block * kv_size, height),
+        np.repeat(np.minimum(stop_block * kv_size, kv_len), height),
+    )
+
+    # Partial blocks: mask_mod decides, inside them only.
+    b, q_block, kv_block = np.nonzero(partial)
+    device = block_mask.kv_num_blocks.device
+    if len(b):
+        _check_mask_mod(block_mask.mask_mod, device)
+    columns = min(kv_size, kv_len)
+    rows = max(1, min(q_size, q_len, _CELLS_AT_ONCE // max(columns, 1)))
+    tiles = max(1, _CELLS_AT_ONCE // max(rows * columns, 1))
+    for shift in range(0, min(q_size, q_len), rows):  # blocks too large for one go are cut into strips of rows
+        q, k = q_block * q_size + shift, kv_block * kv_size
+        inside = np.flatnonzero(q < q_len)
+        height_now = min(rows, q_size - shift)
+        for some in np.split(inside, range(tiles, len(inside), tiles)) if len(inside) else []:
+            corner = b[some], q[some], k[some]
+            cells = _evaluate(block_mask.mask_mod, *corner, (height_now, columns), (q_len, kv_len), device)
+            strip, start, end = _spans.true_runs(cells.reshape(-1, columns))
+            tile, i = np.divmod(strip, height_now)
+            pieces.add(b[some][tile] * q_len + q[some][tile] + i, start + k[some][tile], end + k[some][tile])
+    return pieces.mask()
+
+
+def _tiles(block_mask: BlockMask) -> tuple[Bool, Bool]:
+    """Partial and full tiles, bool ``[B, num_q_blocks, num_kv_blocks]`` each; refuses what is not one mask."""
+    (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    q_blocks, kv_blocks = num_blocks(q_len, q_size), num_blocks(kv_len, kv_size)
+    kinds = {"kv_indices": (block_mask.kv_num_blocks, block_mask.kv_indices)}
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        kinds["full_kv_indices"] = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    listed = []
+    for name, (count, index) in kinds.items():
+        count_BHQ = count.detach().cpu().numpy()
+        index_BHQN = index.detach().cpu().numpy()
+        while index_BHQN.ndim < 4:
+            count_BHQ, index_BHQN = count_BHQ[None], index_BHQN[None]
+        if index_BHQN.shape[2] != q_blocks:
+            raise ValueError(
+                f"{name} of the BlockMask has {index_BHQN.shape[2]} query blocks, but seq_lengths {(q_len, kv_len)} "
+                f"and BLOCK_SIZE {(q_size, kv_size)} make {q_blocks}"
+            )
+        valid = np.arange(index_BHQN.shape[3]) < count_BHQ[..., None]
+        if bool(((index_BHQN < 0) | (index_BHQN >= kv_blocks))[valid].any()):
+            worst = int(index_BHQN[valid].max()) if int(index_BHQN[valid].min()) >= 0 else int(index_BHQN[valid].min())
+            raise ValueError(f"{name} of the BlockMask names key block {worst}, but there are {kv_blocks}")
+        times = np.zeros((*index_BHQN.shape[:3], kv_blocks), np.int8)
+        at = np.nonzero(valid)
+        np.add.at(times, (*at[:3], index_BHQN[at]), 1)
+        listed.append(times)
+    partial, full = listed[0], listed[1] if len(listed) == 2 else np.zeros_like(listed[0])
+    twice = np.argwhere(partial + full > 1)
+    if len(twice):
+        b, h, i, j = twice[0].tolist()
+        raise ValueError(
+            f"the BlockMask lists key block {j} of query block {i} (batch row {b}, head {h}) more than once; list each "
+            f"block once, as partial or as full"
+        )
+    for name, table in (("partial", partial), ("full", full)):
+        other = np.argwhere(table != table[:, :1])
+        if len(other):
+            b, h, i, j = other[0].tolist()
+            raise ValueError(
+                f"a SpanMask is one mask for all heads, but in the BlockMask (H = {table.shape[1]}) head {h} differs "
+                f"from head 0 in {name} block {(i, j)} of batch row {b}; convert each group of equal heads on its own"
+            )
+    return partial[:, 0] > 0, full[:, 0] > 0

@@ -1,0 +1,1 @@
+"""Which collectives become one."""

@@ -1,0 +1,233 @@
+"""FLOPs of fx nodes, by the formulas of ``torch.utils.flop_counter``; what `costs` divides by a device's rate.
+
+Formulas are found by operator; those that others register with torch (``register_flop_formula``) are found as well.
+Graphs that were not decomposed (``torch.export``'s) have operators that are defined by others, as ``aten.linear`` is by
+``aten.addmm``: what such an operator runs is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from spanwise import _torch
+from spanwise.overlap.fx.operators import Role, arguments, attribute, nodes_in, tensors_of, traits
+
+_aten = torch.ops.aten
+
+# Attention of torch's own kernels, by the names of its forward and backward. The CPU's are not in torch's registry.
+_CPU_ATTENTION: dict[Any, Callable[..., float]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
+}
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
+_ATTENTION = frozenset(
+    {
+        _aten.scaled_dot_product_attention,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+    }
+)
+_ATTENTION_BACKWARD = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_backward,
+        _aten._scaled_dot_product_efficient_attention_backward,
+        _aten._scaled_dot_product_cudnn_attention_backward,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    }
+)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether its FLOPs are those of attention, forward or backward; torch's, FlexAttention's, spanwise's."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        return True
+    name = str(getattr(packet, "__name__", packet))
+    return name in ("flex_attention", "flex_attention_backward") or _is_ours(node)
+
+
+def is_attention_backward(node: fx.Node) -> bool:
+    """Whether its FLOPs are those of the backward of attention."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in _ATTENTION_BACKWARD:
+        return True
+    return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """What this package registers FLOPs for is attention."""
+    return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "spanwise"
+
+
+def node_flops(node: fx.Node) -> float:
+    """Floating-point operations of a matrix product, convolution or attention, a multiply and an add being two.
+
+    By the formulas of ``torch.utils.flop_counter``; 0 for all else, ``aten.mv`` and ``aten.dot`` among it. What is
+    defined by other operators has the FLOPs of those; 0 if that cannot be known without data. Attention that is causal
+    counts the scores that the mask shows, aligned at the top left. ``spanwise::sdpa`` counts what its spans show if
+    their contents are known: in ``meta["known"]`` of their nodes, or because ``meta["val"]`` is real. FlexAttention,
+    and spanwise's where they are not known, count all scores but ``meta["custom"]["sparsity_hint"]`` of them
+    (``torch.fx.traceback.annotate``).
+    """
+    packet = getattr(node.target, "overloadpacket", node.target)
+    registered = packet in flop_registry
+    if not registered and not (isinstance(node.target, _torch.OpOverload) and _is_counted(node.target)):
+        return 0.0
+    if packet in _CPU_ATTENTION:
+        first = 1 if packet in _ATTENTION_BACKWARD else 0
+        given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
+        shapes = given[first : first + 3]
+        flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
+    elif packet in _PRODUCTS and not node.kwargs:
+        # Not by torch's formulas, which insist on one length of what is summed over: of sizes that a graph leaves open
+        # it may have two, as of the tokens that an all-to-all brings back, whatever is taken for them (`sizes`).
+        *_, left, right = (tensors_of(n)[0].shape for n in nodes_in(node.args))
+        flops = float(2 * math.prod(left) * right[-1])
+    elif registered:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
+        if isinstance(packet, _torch.HigherOrderOperator):
+            kwargs = {**kwargs, "_node_meta": node.meta}
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+        if _is_ours(node) and not _spans_are_known(node):
+            flops *= 1 - min(1.0, max(0.0, (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)))
+    else:
+        flops = _composite_flops(node, packet)
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        named = dict(arguments(node, traits(node)))
+        if named.get("is_causal"):
+            q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
+            seen = min(q_len, kv_len)
+            flops *= (seen * (seen + 1) / 2 + (q_len - seen) * kv_len) / (q_len * kv_len)
+    return flops
+
+
+# FLOPs of what operators decompose into, by the shapes of the result and of operands. Graphs have hundreds of them, and
+# to run one takes a millisecond, a recurrent one that for each step; and what attention decomposes into depends on the
+# device. None where dims are too few to say.
+
+
+def _matmul(out: torch.Size, left: torch.Size, right: torch.Size) -> float | None:
+    return 2.0 * math.prod(out) * left[-1] if min(len(left), len(right)) > 1 else None
+
+
+def _linear(out: torch.Size, x: torch.Size, weight: torch.Size) -> float | None:
+    return 2.0 * math.prod(out) * weight[1] if len(x) > 1 and len(weight) == 2 else None
+
+
+def _convolution(out: torch.Size, x: torch.Size, weight: torch.Size) -> float:
+    return 2.0 * math.prod(out) * math.prod(weight[1:])
+
+
+def _transposed_convolution(out: torch.Size, x: torch.Size, weight: torch.Size) -> float:
+    return 2.0 * math.prod(x) * math.prod(weight[1:])
+
+
+def _attention(out: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size) -> float:
+    return 2.0 * math.prod(out[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _recurrent(out: torch.Size, x: torch.Size, *params: torch.Size) -> float:
+    """Every matrix of every layer and direction is multiplied with what each step of each sequence has."""
+    return 2.0 * math.prod(x[:-1]) * sum(math.prod(param) for param in params if len(param) == 2)
+
+
+_COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = MappingProxyType(
+    {
+        _aten.matmul: (("self", "other"), _matmul),
+        _aten.linear: (("input", "weight"), _linear),
+        _aten.scaled_dot_product_attention: (("query", "key", "value"), _attention),
+        **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), (("input", "weight"), _convolution)),
+        **dict.fromkeys(
+            (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
+            (("input", "weight"), _transposed_convolution),
+        ),
+        **dict.fromkeys(
+            (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), (("input", "data", "params"), _recurrent)
+        ),
+    }
+)
+
+
+@functools.cache
+def _is_counted(op: _torch.OpOverload) -> bool:
+    """Whether it has FLOPs here, or decomposes into what may have some; not so if it runs in one loop."""
+    if op.overloadpacket in _CPU_ATTENTION or op.overloadpacket in _COMPOSITE:
+        return True
+    return torch.Tag.pointwise not in op.tags and _torch.decomposes(op)
+
+
+def _composite_flops(node: fx.Node, packet: Any) -> float:
+    if packet in _COMPOSITE:
+        names, formula = _COMPOSITE[packet]
+        named = dict(arguments(node, traits(node)))
+        given = [_value(arg) for name in names for arg in nodes_in(named.get(name))]
+        shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
+        if len(shapes) > len(names) and (flops := formula(*shapes)) is not None:
+            return float(flops)
+    if traits(node).role is not Role.COMPUTE:  # views; and what talks to other ranks must not be run
+        return 0.0
+    try:
+        return _flops_when_run(node.target, _described(node.args), _described(node.kwargs))
+    except TypeError:  # sizes that are not numbers have no hash, tensors that are not strided no layout
+        return 0.0
+
+
+def _value(arg: Any) -> Any:
+    if not isinstance(arg, fx.Node):
+        return arg
+    return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
+
+
+class _Layout(NamedTuple):
+    """All of a tensor but its contents and its device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Hashable:
+    """Arguments with layouts for tensors; dictionaries as tuples of their items."""
+    value = _value(value)
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(f"{value.layout} has no strides")
+        return _Layout(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _flops_when_run(op: Any, args: Any, kwargs: Any) -> float:
+    """What torch counts while `op` runs on tensors without contents; 0 if it fails, as what reads contents does."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, _Layout):
+            return torch.empty_strided(*value[:2], dtype=value.dtype, device="meta")
+        return [made(item) for item in value] if isinstance(value, tuple) else value
+
+    try:
+        with _torch.without_modes(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            op(*made(args), **{name: made(value) for name, value in kwargs})
+    except Exception:  # whatever an operator may raise
+        return 0.0
+    return float(counter.get_total_flops())
+
+
+def _spans_are_known(node: fx.Node) -> bool:
+    named = dict(arguments(node, traits(node)))
+    spans = [named[name].meta for name in ("start", "end") if name in named]
+    return bool(spans) and not any(map(_torch.is_fake, (meta.get("known", meta.get("val")) for meta in spans)))

@@ -1,0 +1,354 @@
+"""What the nodes of an fx graph cost: a roofline of one device, collectives by the levels of a network, or a table.
+
+`graph.to_dag` asks for milliseconds node by node. `CostModel` computes them from a `cost.Hardware`; `as_cost` takes
+that, a table of node names, or any function. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from spanwise import _torch
+from spanwise.hardware import Hardware, Link
+from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.operators import (
+    Cost,
+    Traits,
+    arguments,
+    group_of,
+    is_free,
+    nodes_in,
+    tensors_in,
+    tensors_of,
+    traits,
+)
+from spanwise.overlap.ir.dag import GraphError
+
+_aten = torch.ops.aten
+
+TENSOR_CORES: Mapping[torch.dtype, float] = MappingProxyType(
+    {
+        torch.bfloat16: 1.0,
+        torch.float16: 1.0,
+        torch.float8_e4m3fn: 2.0,
+        torch.float8_e5m2: 2.0,
+        torch.int8: 2.0,
+        torch.float32: 67 / 989.4,
+        torch.float64: 67 / 989.4,
+    }
+)
+"""FLOP/s of matrix products relative to bf16: H100 SXM5 data sheet, dense (bf16 and fp16 989.4, fp8 and int8 1978.9,
+fp32 67, fp64 on tensor cores 67 TFLOP/s). float32 without TF32, as torch has it unless told otherwise; with
+``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
+
+VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1.0, torch.float64: 0.5, torch.bfloat16: 2.0}
+)
+"""The same relative to float32, for `cost.CPU_HOST`: half as many float64 as float32 in a vector; VDPBF16PS, which
+Zen 4 has, does two multiply-adds in a float32's place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
+
+# Do not read their first argument: they write over it, or want its shape.
+_UNREAD = frozenset(
+    {
+        _aten.copy,
+        _aten.copy_,
+        _aten.fill,
+        _aten.fill_,
+        _aten.full_like,
+        _aten.new_full,
+        _aten.new_ones,
+        _aten.new_zeros,
+        _aten.ones_like,
+        _aten.rand_like,
+        _aten.randn_like,
+        _aten.zero_,
+        _aten.zeros_like,
+    }
+)
+# What travels in a collective, as `Hardware.wire` names it.
+_KINDS: dict[Any, str] = {
+    **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
+    **dict.fromkeys(operators.REDUCE_SCATTER, "reduce_scatter"),
+    **dict.fromkeys(operators.ALL_REDUCE, "all_reduce"),
+    **dict.fromkeys(operators.ALL_TO_ALL, "all_to_all"),
+    **dict.fromkeys(operators.BROADCAST, "broadcast"),
+    _torch.shard_dim_alltoall: "all_to_all",
+}
+# Read of their table no more than they return.
+_LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+_SPARING = _UNREAD | _LOOKUPS
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a compiler runs it in one loop with its pointwise neighbours."""
+    return traits(node).pointwise
+
+
+def _fused_away(node: fx.Node) -> bool:
+    """Whether its result never reaches memory: it writes no argument, and only one node reads it, pointwise too."""
+    if len(node.users) != 1:
+        return False
+    known = traits(node)
+    if not known.pointwise or known.writes:
+        return False
+    (user,) = node.users
+    known = traits(user)
+    while not known.pointwise and len(user.users) == 1 and is_free(user, known):  # views are no reason to write
+        (user,) = user.users
+        known = traits(user)
+    return known.pointwise
+
+
+def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
+    """Bytes that a node reads and writes.
+
+    Each tensor counts once, an expanded one as often as it lies in memory. A lookup reads of its table what it returns.
+
+    Args:
+        fuse: of pointwise neighbours, count what one kernel of them reads and writes: a node does not write what its
+            only user reads if both are pointwise, and that one does not read it. Views between them change nothing.
+    """
+    known = traits(node)
+    return 0 if is_free(node, known) else _moved(node, known, fuse)
+
+
+def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
+    """`node_bytes` of what is not free."""
+    packet = getattr(node.target, "overloadpacket", None)
+    results = _held_by(node)
+    total = 0
+    if known.writes:
+        written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
+        total += sum(map(_held_by, written))
+    fuse = fuse and known.pointwise
+    in_place = known.is_alias and (known.surely or bool(known.writes))  # `reshape` is asked only where it copies
+    if not in_place and not (fuse and _fused_away(node)):
+        total += results
+    first = node.args[0] if node.args and packet in _SPARING else None
+    for arg in node.all_input_nodes:
+        if fuse and len(arg.users) == 1 and _fused_away(_source(arg)):
+            continue
+        if arg is not first:
+            total += _held_by(arg)
+        elif packet in _LOOKUPS:
+            total += min(_held_by(arg), results)
+        elif arg in node.args[1:]:
+            total += _held_by(arg)
+    return total
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while node.op == "call_function" and len(node.users) == 1:
+        known = traits(node)
+        given = node.all_input_nodes
+        if known.pointwise or len(given) != 1 or not is_free(node, known):
+            break
+        (node,) = given
+    return node
+
+
+def _held_by(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return _held(value) if isinstance(value, torch.Tensor) else sum(map(_held, tensors_in(value)))
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Bytes of its elements in memory; an expanded dim has one."""
+    if tensor.layout is torch.strided and 0 in (strides := tensor.stride()):
+        sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, strides, strict=True)]
+        return math.prod(sizes) * tensor.element_size()
+    return tensor.nbytes
+
+
+class CostModel:
+    """Milliseconds of a node on one device and network; hand it to `graph.to_dag`.
+
+    Compute is a roofline (Williams, Waterman and Patterson, 2009): the larger of FLOPs over the device's rate for the
+    dtype and bytes over its memory's bandwidth; launches are not counted. Attention runs at its own rates. Views, items
+    of tuples, waits and uninitialised memory take no time. A blocking collective of DTensor costs what its all-to-all
+    does; any other operator that talks in a way that is not known costs what its bytes do.
+
+    Collectives take ``α + bytes/B`` on each level of the network that their ranks meet on, and as long as the slowest
+    level. With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if each
+    rank sits on a host of its own or all on one; with several on a host, its ranks share what comes from outside, as
+    `Hardware.all_gather_seconds` has it. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and
+    Gropp, 2005, section 4.5); an all-to-all sends 1/n to each rank; in a broadcast a rank receives all of it once.
+    Of an uneven all-to-all a graph knows the sizes of its own rank alone, so that ranks may price it, and decide,
+    differently, which `backend` makes an error. Sizes that are left open count alike on all ranks.
+
+    Args:
+        rates: FLOP/s by dtype, relative to ``hardware.matmul_flops``; `TENSOR_CORES` or `VECTOR_UNITS`. Dtypes that it
+            does not name run at 1.
+        ranks: global ranks of each process group by name, for graphs of groups that this process does not have; of
+            other groups torch.distributed knows them.
+        fuse: price pointwise chains as one kernel, see `node_bytes`; False for a graph that runs uncompiled.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        rates: Mapping[torch.dtype, float] = TENSOR_CORES,
+        ranks: Mapping[str, Sequence[int]] | None = None,
+        fuse: bool = True,
+    ) -> None:
+        for dtype, rate in rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"rates[{dtype}] must be positive and finite, got {rate}")
+        self.hardware = hardware
+        self.rates = dict(rates)
+        self.ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
+        self.fuse = fuse
+
+    def uuid(self) -> str:
+        """The same for models that price alike, in every process; other models have another."""
+        return hashlib.sha256(repr(sorted(vars(self).items(), key=str)).encode()).hexdigest()
+
+    def __call__(self, node: fx.Node) -> float:
+        target = node.target
+        if target in _KINDS:
+            return 1e3 * self._collective_seconds([node])
+        if target is operators.WAIT:
+            return 0.0
+        known = traits(node)
+        if is_free(node, known):
+            return 0.0
+        memory = _moved(node, known, self.fuse) / self.hardware.memory_bandwidth
+        return 1e3 * max(memory, self._flop_seconds(node))
+
+    def _flop_seconds(self, node: fx.Node) -> float:
+        flops = node_flops(node)
+        if not flops:
+            return 0.0
+        rate = self.hardware.matmul_flops
+        if is_attention(node):
+            backward = is_attention_backward(node)
+            rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
+        # Of the operands: a product of bf16 may well return float32.
+        dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
+        return flops / (rate * self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0))
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        """Milliseconds of one coalesced collective of these: latencies once, bytes together.
+
+        Args:
+            nodes: starts of one kind and one process group; a coalesced operator costs what its members merged do.
+
+        Raises:
+            ValueError: no node. `GraphError`: what is no start, or of another kind or group than the first.
+        """
+        if not nodes:
+            raise ValueError("no collectives to merge")
+        kind, group = _KINDS.get(nodes[0].target), group_of(nodes[0])
+        for node in nodes:
+            if node.target not in operators.STARTS:
+                raise GraphError(node.name, f"it starts no collective, {node.target} does something else")
+            if (_KINDS[node.target], group_of(node)) != (kind, group):
+                text = (
+                    f"it is {_KINDS[node.target]} of group {group_of(node)!r}, not {kind} of {group!r} like the first"
+                )
+                raise GraphError(node.name, text)
+        return 1e3 * self._collective_seconds(nodes)
+
+    def latency(self, node: fx.Node) -> float:
+        """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
+        members = ranks_of(group_of(node), self.ranks)
+        links = self.hardware.links
+        meet = (link for link in links if not link.ranks or len({rank // link.ranks for rank in members}) == 1)
+        return 1e3 * next(meet, links[-1]).latency
+
+    def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
+        sent = received = 0
+        for node in nodes:
+            given = dict(arguments(node, traits(node)))
+            inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
+            sent += sum(t.nbytes for n in inputs for t in tensors_of(n))
+            received += sum(t.nbytes for t in tensors_of(node))
+        ranks = ranks_of(group_of(nodes[0]), self.ranks)
+        size, kind = len(ranks), _KINDS[nodes[0].target]
+        if size == 1:
+            return 0.0
+        if kind == "all_gather":
+            return self._ring_seconds(sent, ranks, kind)
+        if kind == "reduce_scatter":
+            return self._ring_seconds(received, ranks, kind)
+        if kind == "all_reduce":
+            return sum(self._ring_seconds(sent / size, ranks, half) for half in ("reduce_scatter", "all_gather"))
+        if kind == "broadcast":
+            return self._ring_seconds(sent / (size - 1), ranks, kind)
+        return self._all_to_all_seconds(max(sent, received) / size, ranks)
+
+    def _ring_seconds(self, shard_bytes: float, ranks: tuple[int, ...], collective: str) -> float:
+        """`Hardware.all_gather_seconds` for any ranks."""
+        return self._seconds([shards * shard_bytes for shards, _ in _levels(self.hardware.links, ranks)], collective)
+
+    def _all_to_all_seconds(self, pair_bytes: float, ranks: tuple[int, ...]) -> float:
+        return self._seconds([pairs * pair_bytes for _, pairs in _levels(self.hardware.links, ranks)], "all_to_all")
+
+    def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
+        wire = dict(self.hardware.wire).get(collective, 1.0)
+        pairs = zip(self.hardware.links, num_bytes, strict=True)
+        return max((link.latency + moved * wire / link.bandwidth for link, moved in pairs if moved), default=0.0)
+
+
+def ranks_of(group: str, given: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """Global ranks of a group: those that are given, or what torch.distributed knows; ``ValueError`` for others."""
+    if group in given:
+        return tuple(given[group])
+    try:
+        return tuple(torch.distributed.get_process_group_ranks(_torch.find_group(group)))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"no process group {group!r} here, and none in ranks {sorted(given)}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float, int]]:
+    """Of each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
+
+    A level joins parts of the group, how many ranks each level inside does; a block's parts share, by their ranks,
+    what comes from outside them.
+    """
+    levels: list[tuple[float, int]] = []
+    inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
+    for link in links:
+        joined: dict[int, list[tuple[int, ...]]] = {}
+        for part in inside:
+            joined.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
+        blocks = [[len(part) for part in parts] for parts in joined.values()]
+        shards = max((sum(block) - min(block)) / min(block) * len(ranks) / sum(block) for block in blocks)
+        levels.append((shards, max(sum(block) - min(block) for block in blocks)))
+        inside = [tuple(rank for part in parts for rank in part) for parts in joined.values()]
+    return levels
+
+
+def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
+    """A function of nodes from what a user has.
+
+    Args:
+        cost: a function from an fx node to milliseconds (a `CostModel` is one); a `Hardware`; or a table from names of
+            nodes to milliseconds, which must have every node that `graph.to_dag` asks about.
+    """
+    if isinstance(cost, Hardware):
+        return CostModel(cost)
+    if isinstance(cost, Mapping):
+        table = dict(cost)
+
+        def look_up(node: fx.Node) -> float:
+            if node.name not in table:
+                raise GraphError(node.name, f"it is not in the table of costs, which has {len(table)} nodes")
+            return table[node.name]
+
+        return look_up
+    if not callable(cost):
+        raise ValueError(f"cost must be a function of a node, a Hardware or a table by node names, got {cost!r}")
+    return cost

@@ -1,0 +1,260 @@
+"""timing: a node of an fx graph run by itself on the device at hand, with made-up inputs, and how long that takes.
+
+    fx node ─► signature ─► trial ─► milliseconds ─► measure
+
+Nodes of equal signature take the same time. Inputs have the shapes, strides and dtypes of ``meta["val"]``; floats are
+between 0.1 and 1 (no NaN from a logarithm, nothing denormal), integers small enough to index whatever they may index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from spanwise import _torch
+from spanwise.overlap.costs.flops import is_attention
+from spanwise.overlap.costs.roofline import is_pointwise
+from spanwise.overlap.fx.operators import COALESCED, STARTS, Role, nodes_in, tensors_in, tensors_of, traits
+
+_aten = torch.ops.aten
+
+# Integers among their arguments are data, or indices into a dim of another argument; any small ones will do.
+_INTEGERS_WELCOME = frozenset(
+    {
+        _aten.amax,
+        _aten.amin,
+        _aten.any,
+        _aten.argmax,
+        _aten.cat,
+        _aten.cumsum,
+        _aten.embedding,
+        _aten.embedding_dense_backward,
+        _aten.gather,
+        _aten.index,
+        _aten.index_add,
+        _aten.index_put,
+        _aten.index_put_,
+        _aten.index_select,
+        _aten.nll_loss_backward,
+        _aten.nll_loss_forward,
+        _aten.scatter,
+        _aten.scatter_add,
+        _aten.sort,
+        _aten.sum,
+    }
+)
+_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of which torch draws random numbers
+_WARM_UP = 2
+_FLUSH_BYTES = 1 << 28  # more than the last-level cache of any GPU so far
+_SHORTEST_MS = 0.1  # a sample of a quicker operator on the CPU is of several calls
+
+
+class Call(NamedTuple):
+    """An operator and what it is given, nodes for tensors."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return list(dict.fromkeys(nodes_in([self.args, dict(self.kwargs)])))
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        schema = getattr(self.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema else map(str, itertools.count())
+        yield from zip(names, self.args, strict=False)
+        yield from self.kwargs.items()
+
+    def signature(self) -> str:
+        """What is run, as text that is the same in every process.
+
+        Tensors by dtype, shape and strides; those whose contents are in ``meta["known"]`` by these as well. Devices and
+        process groups are left out.
+        """
+        given = [f"{name}={_described(value)}" for name, value in self.named() if name != "group_name"]
+        return f"{self.target}({', '.join(given)})"
+
+
+def calls(node: fx.Node) -> list[Call]:
+    """What a node runs: a call; of a coalesced collective, its members as if each ran by itself."""
+    if node.target not in COALESCED:
+        return [Call(node.target, node.args, node.kwargs)]
+    members: Any = node.args[0]
+    return [Call(COALESCED[node.target], (member, *node.args[1:]), node.kwargs) for member in members]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        known = value.meta.get("known")
+        text = _described(value.meta.get("val"))
+        return text if known is None else f"{text}#{hashlib.sha256(known.cpu().numpy().tobytes()).hexdigest()[:16]}"
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided:
+            return f"{dtype}{list(value.shape)} {value.layout}"
+        return f"{dtype}{list(value.shape)}" + ("" if value.is_contiguous() else f"/{list(value.stride())}")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    return "" if isinstance(value, torch.device) else str(value)
+
+
+def why_not(node: fx.Node) -> str | None:
+    """Why a node cannot be run by itself on made-up inputs; None if it can."""
+    known = traits(node)
+    if not isinstance(node.target, _torch.OpOverload):
+        return "it calls no operator"
+    if known.role is Role.BARRIER:
+        return "it does more than compute from its arguments"
+    given = [(arg, tensor) for arg in node.all_input_nodes for tensor in tensors_of(arg)]
+    sizes = [size for _, tensor in given for size in tensor.shape]
+    sizes += [arg.meta["val"] for arg in node.all_input_nodes if not tensors_of(arg) and "val" in arg.meta]
+    if any(type(size) is not int for size in sizes):
+        return "its sizes are not known"
+    if any(tensor.layout is not torch.strided for _, tensor in given):
+        return "it takes tensors that are not strided"
+    welcome = is_pointwise(node) or node.target.overloadpacket in _INTEGERS_WELCOME
+    torchs = node.target.namespace == "aten" and is_attention(node)  # seeds of the dropout that there is none of
+    for arg, tensor in given:
+        if not (tensor.is_floating_point() or tensor.is_complex() or welcome or torchs or "known" in arg.meta):
+            return f"what it does depends on the integers in {arg.name!r}, which are not known"
+    return None
+
+
+def trial(call: Call, device: torch.device) -> Callable[[], Any]:
+    """`call` on made-up inputs on `device`; of a collective, its start and its wait.
+
+    Raises:
+        RuntimeError: torch's, if there is no memory for the inputs.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    limit = _index_limit(call)
+    made: dict[fx.Node, Any] = {}
+
+    def draw(like: Any) -> Any:
+        return _made_up(like, device, limit, generator) if isinstance(like, torch.Tensor) else like
+
+    def given(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        if not isinstance(value, fx.Node):
+            return value
+        if value not in made:
+            known = value.meta.get("known")
+            made[value] = known.to(device) if known is not None else _torch.tree_map(draw, value.meta.get("val"))
+        return made[value]
+
+    args, kwargs = fx.node.map_aggregate((call.args, dict(call.kwargs)), given)
+    return _bound(call.target, args, kwargs)
+
+
+def smallest(call: Call, size: int, device: torch.device) -> Callable[[], Any]:
+    """The same collective of `size` ranks with one element for each, of which nothing but its latency takes time."""
+    like = tensors_of(call.inputs[0])[0]
+    x = torch.ones(size, dtype=like.dtype, device=device)
+    return _bound(call.target, (x, *call.args[1:]), dict(call.kwargs))
+
+
+def _bound(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    if target in STARTS:
+        return lambda: [_torch.wait(x) for x in tensors_in(target(*args, **kwargs))]
+    return lambda: target(*args, **kwargs)
+
+
+def _index_limit(call: Call) -> int:
+    """Below which any integer is an index into any dim of any tensor that is not of integers itself."""
+    tensors = [t for n in call.inputs for t in tensors_of(n)]
+    indexed = [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
+    sizes = [size for t in indexed for size in t.shape]
+    sizes += [value for name, value in call.named() if name == "num_weights" and isinstance(value, int)]
+    return max(1, min(sizes, default=1))
+
+
+def _made_up(like: torch.Tensor, device: torch.device, limit: int, generator: torch.Generator) -> torch.Tensor:
+    # Drawn as it lies in memory: where an expanded tensor has one element, many cannot be written.
+    held = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    held = held if like.numel() else 0
+    if like.is_floating_point() or like.is_complex():
+        dtype = like.dtype if like.dtype in _DRAWN else torch.float32
+        flat = torch.empty(held, dtype=dtype, device=device).uniform_(0.1, 1, generator=generator).to(like.dtype)
+    else:
+        top = min(limit, 2 if like.dtype is torch.bool else torch.iinfo(like.dtype).max)
+        flat = torch.randint(top, (held,), device=device, generator=generator).to(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, *, once: bool = False) -> float:
+    """Median of `repeats` calls after two that do not count.
+
+    On CUDA between two events, after a write that is larger than the cache: it puts what the call reads out of the
+    cache, and keeps the device busy while the call is launched, so that launching is not counted. Elsewhere on the
+    clock, of as many calls in a row as take 0.1 ms together.
+
+    Args:
+        once: no calls in a row: ranks that time a collective have to make the same number of calls.
+    """
+    with torch.no_grad():
+        if device.type == "cuda":
+            return _on_cuda(call, device, repeats)
+        for _ in range(_WARM_UP):
+            began = time.perf_counter()
+            call()
+            took = 1e3 * (time.perf_counter() - began)
+        number = 1 if once else max(1, min(100, math.ceil(_SHORTEST_MS / max(took, 1e-6))))
+        samples = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            for _ in range(number):
+                call()
+            samples.append(1e3 * (time.perf_counter() - began) / number)
+        return statistics.median(samples)
+
+
+def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    with torch.cuda.device(device):
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for _ in range(_WARM_UP):
+            call()
+        for before, after in pairs:
+            flush.zero_()
+            before.record()
+            call()
+            after.record()
+        torch.cuda.synchronize(device)
+        return statistics.median(before.elapsed_time(after) for before, after in pairs)
+
+
+def name_of(device: torch.device) -> str:
+    """The device, and what else operators' times depend on: CPU threads, torch's version."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} {_processor()}, {torch.get_num_threads()} threads"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_of(*graphs: fx.GraphModule) -> torch.device:
+    """Where the tensors of graphs are; the CPU if they have none."""
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        for tensor in tensors_of(node):
+            return tensor.device
+    return torch.device("cpu")

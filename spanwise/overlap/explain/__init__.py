@@ -1,0 +1,1 @@
+"""Reports: reasons, text, traces."""

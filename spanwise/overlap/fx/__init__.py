@@ -1,0 +1,1 @@
+"""From fx graphs to dags and back; capture and files of graphs."""

@@ -1,0 +1,187 @@
+"""emit: the order and the buckets that were decided on, put into an fx graph. The only module here that changes one.
+
+    Captured, order, members ─► emit ─► the same graph, in that order
+
+All is checked first; only then is anything moved. Inputs stay in front in their own order, the output at the end. A
+bucket becomes one coalesced collective of torch: nothing is copied in or out, every tensor has its own dtype, shape and
+bits, and its own wait. Which collectives may be in one is said here, too, since that depends on the operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import fx
+
+from spanwise import _torch
+from spanwise.overlap.fx.graph import Captured
+from spanwise.overlap.fx.operators import COALESCED, arguments, group_of, nodes_in, tensors_of, traits
+from spanwise.overlap.ir.dag import Dag, GraphError, Kind
+
+_ops = _torch.functional_collectives
+_TOGETHER = {one: several for several, one in COALESCED.items()}
+# What AOTAutograd cuts a joint graph by: on which side a node is, and whether it is done again.
+_CUT_BY = ("partitioner_tag", "autograd_backward", "recompute", "ac_graph_id")
+
+
+def bucket_keys(captured: Captured) -> list[Hashable | None]:
+    """Of each node of the dag, what the starts of a bucket must have in common; None where there can be no bucket.
+
+    That is the operator, the group, the reduction, the device, the side of a joint graph, and the dtype, but for
+    reduce-scatters and for all-gathers of NCCL: gloo reduces one dtype at a time, and gathers garbage of several (torch
+    2.13 joins the operands to one tensor, promoted, beside a buffer of the first one's dtype). No part of a bucket are
+    collectives in place or into an ``out`` argument, those of autograd, coalesced ones, those of complex numbers, and
+    those whose result anything but one wait uses.
+    """
+    waits = {node.start: i for i, node in enumerate(captured.dag.nodes) if node.kind == Kind.WAIT}
+    found: list[Hashable | None] = [None] * len(captured.dag)
+    for start in captured.dag.starts:
+        node = captured.nodes[start]
+        if node.target in _TOGETHER and start in waits and list(node.users) == [captured.nodes[waits[start]]]:
+            found[start] = _key(node)
+    return found
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    given = _given(node)
+    (operand,) = nodes_in(given.pop("input"))
+    given.pop("group_name")
+    tensors = [*tensors_of(operand), *tensors_of(node)]
+    known = all(isinstance(value, (int, str)) for value in given.values())
+    if not known or len(tensors) != 2 or tensors[0].dtype.is_complex:
+        return None
+    group, device = group_of(node), tensors[0].device
+    mixed = node.target is _ops.reduce_scatter_tensor.default or (
+        node.target is _ops.all_gather_into_tensor.default and _torch.is_nccl(group, device)
+    )
+    dtype = "" if mixed else str(tensors[0].dtype)
+    side = tuple(str(node.meta.get(tag)) for tag in _CUT_BY)
+    return str(node.target), group, tuple(given.values()), str(device), dtype, side
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name, in the order of the schema."""
+    known = traits(node)
+    given = dict(arguments(node, known))
+    return {name: given[name] for name in known.names}
+
+
+def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None = None) -> None:
+    """Put the graph of `captured` into `order`, and each bucket into one collective, in place; linear.
+
+    `captured` no longer describes the graph then. Its module runs the old code until ``recompile()``.
+
+    Args:
+        order: the numbers of `members`, each once.
+        members: nodes of `captured.dag` that become one: starts of equal `bucket_keys`, their waits, or a single node;
+            default: every node by itself.
+
+    Raises:
+        GraphError: the order breaks a dependency, or a bucket has what cannot be merged. Nothing is changed then, nor
+            upon the next.
+        ValueError: `order` or `members` has not every node once, or the graph is no longer the one that was captured.
+    """
+    if not captured.nodes:
+        return
+    if members is None:
+        members = [(i,) for i in range(len(captured.dag))]
+    graph = captured.nodes[0].graph
+    output = _output_of(captured, graph)
+    _check_members(captured, members)
+    _check_order(captured.dag, order, members)
+    nodes = list(captured.inputs)
+    for at in order:
+        of_unit = [captured.nodes[i] for i in members[at]]
+        if len(of_unit) > 1 and captured.dag.nodes[members[at][0]].kind == Kind.START:
+            of_unit = _coalesced(graph, of_unit)
+        nodes += of_unit
+    _place(graph, nodes + output)
+
+
+def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None:
+    dag = captured.dag
+    if sorted(i for of_unit in members for i in of_unit) != list(range(len(dag))):
+        raise ValueError(f"members must have each of {len(dag)} nodes once")
+    buckets = [of_unit for of_unit in members if len(of_unit) != 1]
+    if not buckets:
+        return
+    keys = bucket_keys(captured)
+    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+    of_starts = set()
+    for bucket in buckets:
+        if not bucket:
+            raise ValueError("members has a node that stands for none")
+        first = dag.nodes[bucket[0]]
+        for i in bucket:
+            node = dag.nodes[i]
+            if node.kind != first.kind or node.kind == Kind.COMPUTE:
+                names = ", ".join(repr(dag.nodes[j].name) for j in bucket if j != i)
+                raise GraphError(node.name, f"it cannot be merged with {names}: only starts can be, and their waits")
+            if node.kind == Kind.START and (keys[i] is None or keys[i] != keys[bucket[0]]):
+                text = f"it cannot be merged with {first.name!r}: its bucket key is {keys[i]}, not {keys[bucket[0]]}"
+                raise GraphError(node.name, text)
+        if first.kind == Kind.START:
+            of_starts.add(frozenset(waits[i] for i in bucket))
+    of_waits = {frozenset(bucket) for bucket in buckets if dag.nodes[bucket[0]].kind == Kind.WAIT}
+    for waiting in sorted(map(sorted, of_starts ^ of_waits)):
+        raise GraphError(dag.nodes[waiting[0]].name, "the waits of merged collectives must be merged, and no others")
+
+
+def _check_order(dag: Dag, order: Sequence[int], members: Sequence[Sequence[int]]) -> None:
+    if sorted(order) != list(range(len(members))):
+        raise ValueError(f"an order of {len(members)} nodes has each of them once, got {len(order)} numbers")
+    place = [0] * len(dag)
+    for at, unit in enumerate(order):
+        for i in members[unit]:
+            place[i] = at
+    for i, node in enumerate(dag.nodes):
+        for dep in node.deps:
+            if place[dep] >= place[i]:
+                how = "is merged with" if place[dep] == place[i] else "comes before"
+                raise GraphError(node.name, f"it {how} {dag.nodes[dep].name!r}, on which it depends")
+
+
+def _output_of(captured: Captured, graph: fx.Graph) -> list[fx.Node]:
+    """The node that returns, if there is one; checks that the graph has the other nodes that it had."""
+    known = {*captured.inputs, *captured.nodes}
+    rest = [node for node in graph.nodes if node not in known]
+    if len(graph.nodes) != len(known) + len(rest) or any(node.op != "output" for node in rest):
+        names = [node.name for node in rest if node.op != "output"]
+        raise ValueError(f"the graph has changed since it was captured: {names or 'nodes are gone'}")
+    return rest
+
+
+def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """One collective for `starts`, which are erased, and its items, which their waits wait for."""
+    first = starts[0]
+    operands, *rest = zip(*(_given(start).values() for start in starts), strict=True)
+    target = _TOGETHER[first.target]
+    args = (list(operands), *(values[0] for values in rest))
+    with graph.inserting_before(first):
+        merged = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
+        items = [graph.create_node("call_function", operator.getitem, (merged, at)) for at in range(len(starts))]
+    # Of the first: stack trace, module, side of a joint graph. What describes results is a list, as they are.
+    merged.meta = dict(first.meta)
+    for name in ("val", "example_value", "tensor_meta", "eager_input_vals"):
+        merged.meta.pop(name, None)
+    for name in ("val", "tensor_meta"):
+        if all(name in start.meta for start in starts):
+            merged.meta[name] = [start.meta[name] for start in starts]
+    for start, item in zip(starts, items, strict=True):
+        item.meta = dict(start.meta)
+        (wait,) = start.users
+        wait.replace_input_with(start, item)
+        graph.erase_node(start)
+    return [merged, *items]
+
+
+def _place(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Put all nodes of a graph into the given order; what is in its place already is not moved."""
+    at = next(iter(graph.nodes))
+    for node in nodes:
+        if node is at:
+            at = node.next
+        else:
+            at.prepend(node)

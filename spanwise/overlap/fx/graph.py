@@ -1,0 +1,346 @@
+"""to_dag: an fx ATen graph as the `Dag` that is simulated and scheduled, and the way back from its numbers to nodes.
+
+    fx graph ─► graph ─► dag ─► …
+
+What a node depends on is more than its arguments. Memory is read and written in the order of the graph: results that
+share memory with arguments (by the schema's aliases, or because the fake tensors in ``meta["val"]`` share a storage)
+are followed to the storage, and a reader stays after the writer before it, a writer after all readers before it. A
+collective reads and writes until its wait. Random operators keep their order. Nothing moves across a barrier:
+operators that talk to other ranks in a way that is not known here, that touch what is no tensor argument, and
+higher-order operators that are not known or run such a subgraph. Barriers are linear in edges: a barrier follows what
+nobody else followed since the last one, and what comes later follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from spanwise.overlap.fx.operators import (
+    Cost,
+    Role,
+    Traits,
+    arguments,
+    attribute,
+    group_of,
+    is_free,
+    nodes_in,
+    storage_of,
+    tensors_in,
+    tensors_of,
+    traits,
+)
+from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """A `Dag` and the fx graph that it was made from.
+
+    Attributes:
+        nodes: the fx node of each node of `dag`: all calls, in the order of the graph.
+        inputs: placeholders and attributes, in the order of the graph; no nodes of `dag`.
+        outputs: numbers of the nodes whose results the graph returns, each once; inputs that it returns are left out.
+        barriers: numbers of the nodes that nothing crosses.
+    """
+
+    dag: Dag
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[int, ...]
+    barriers: tuple[int, ...]
+
+
+def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
+    """What `gm` has to run; `gm` is left as it is.
+
+    A collective has one wait in a `Dag`. Where several tensors of a coalesced collective are waited for, the first wait
+    is it, and the others take no time and follow it: the collective has ended then.
+
+    Memory: what the graph's nodes allocate, storage by storage, from the node that makes it to the last node that reads
+    or writes it through any alias; what it returns, and what a collective without a wait touches, to the end. Inputs
+    and attributes are there before and after, and are not counted.
+
+    Args:
+        cost: milliseconds of a node; see `costs`. Not asked about what does not run on a device: waits, views, items of
+            tuples, uninitialised memory and arithmetic on sizes take no time.
+
+    Raises:
+        GraphError: sizes that are not numbers, an input or a call without ``meta["val"]``, a wait without a start, a
+            start whose group is not known, or a cost that is negative, not finite or that `cost` could not give. Names
+            the node.
+    """
+    builder = _Builder(cost)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            builder.returns(node)
+        elif node.op in ("placeholder", "get_attr"):
+            builder.input(node)
+        else:
+            builder.call(node)
+    return builder.captured()
+
+
+#: Of a node that cannot be looked at.
+NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Memory:
+    """A storage while the graph is walked, by the numbers of nodes; an input has no maker."""
+
+    num_bytes: int = 0
+    maker: int = -1
+    last_write: int = -1
+    readers: list[int] = dataclasses.field(default_factory=list)  # since the last write
+    users: list[int] = dataclasses.field(default_factory=list)
+    kept: bool = False
+    start: int = -1  # the last collective that writes it
+
+
+_Places = tuple[_Memory, ...]  # where a tensor may lie: one storage, several if its schema says no more
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+    reads: list[_Memory]
+    writes: list[_Memory]
+    wait: list[int] = dataclasses.field(default_factory=list)  # its first wait
+
+
+class _Builder:
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.nodes: list[Node] = []
+        self.calls: list[fx.Node] = []
+        self.number: dict[fx.Node, int] = {}
+        self.inputs: list[fx.Node] = []
+        self.outputs: tuple[int, ...] = ()
+        # Of each fx node, the tensors of its value: the storage's identity there, and where they lie.
+        self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
+        self.first: dict[fx.Node, list[int]] = {}  # of a tuple, which tensor is the first of each item
+        self.outside: dict[int | None, _Memory] = {}  # storages of inputs
+        self.made: list[_Memory] = []
+        self.collectives: dict[int, _Collective] = {}
+        self.last_random = -1
+        self.barriers: list[int] = []
+        self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, that nobody follows
+
+    def input(self, node: fx.Node) -> None:
+        self.inputs.append(node)
+        own = attribute(node) if node.op == "get_attr" else None
+        if node.op == "placeholder" and "val" not in node.meta and node.users:
+            raise GraphError(node.name, NO_VALUE)
+        values = tensors_of(node) or tensors_in(own)
+        # Two attributes may be one tensor; placeholders may share a storage.
+        owners = [own] if isinstance(own, torch.Tensor) else values
+        self.tensors[node] = []
+        for value, owner in zip(values, owners, strict=True):
+            storage = storage_of(owner)
+            memory = _Memory() if storage is None else self.outside.setdefault(storage, _Memory())
+            self.tensors[node].append((storage_of(value), (memory,)))
+
+    def returns(self, node: fx.Node) -> None:
+        for memory in self._places(node.all_input_nodes):
+            memory.kept = True
+        self.outputs = tuple(dict.fromkeys(self.number[n] for n in node.all_input_nodes if n in self.number))
+
+    def call(self, node: fx.Node) -> None:
+        known = traits(node)
+        values = self._checked_values(node, known)
+        i = len(self.nodes)
+        args = node.all_input_nodes
+        deps = {self.number.get(arg, -1) for arg in args}
+        if node.target is operator.getitem:
+            given = self.tensors[node] = self._item(node, values)
+        else:
+            given = [pair for arg in args for pair in self.tensors.get(arg, ())]
+        reads = [memory for _, places in given for memory in places]  # one may be there twice
+        writes: list[_Memory] = []
+        if known.writes:
+            written = [value for name, value in arguments(node, known) if name in known.writes]
+            writes = self._places(nodes_in(written))
+        kind, start = Kind.COMPUTE, -1
+        barrier = known.role is Role.BARRIER
+
+        if known.role is Role.START:
+            kind = Kind.START
+        elif known.role is Role.WAIT:
+            start = self._started(node, reads)
+            if start in self.collectives:
+                collective = self.collectives[start]
+                writes = reads
+                if collective.wait:
+                    deps.add(collective.wait[0])
+                else:
+                    kind = Kind.WAIT
+                    deps.add(start)
+                    reads = list(dict.fromkeys((*reads, *collective.reads, *collective.writes)))
+                    collective.wait.append(i)
+            else:
+                barrier = True  # as what it waits for
+        if known.random:
+            deps.add(self.last_random)
+            self.last_random = i
+
+        for memory in reads:
+            deps.add(memory.last_write)
+            memory.readers.append(i)
+            memory.users.append(i)
+        for memory in writes:
+            deps.add(memory.last_write)
+            deps.update(memory.readers)
+            memory.last_write, memory.readers = i, []
+        if node.target is operator.getitem:
+            made = reads
+        else:
+            found = self.tensors[node] = self._results(node, known, i, given, values)
+            made = [memory for _, places in found for memory in places]
+            for memory in made:
+                memory.users.append(i)
+        if kind == Kind.START:
+            self.collectives[i] = _Collective(reads, made)
+        if kind == Kind.START or known.talks:
+            for memory in (*made, *writes):
+                memory.start = i
+
+        deps -= {-1, i}
+        if barrier:
+            deps.update(self.loose)
+            self.loose.clear()
+            self.barriers.append(i)
+        elif self.barriers and max(deps, default=-1) < self.barriers[-1]:
+            deps.add(self.barriers[-1])
+        for dep in deps:
+            self.loose.pop(dep, None)
+        self.loose[i] = None
+
+        self.number[node] = i
+        self.calls.append(node)
+        group = group_of(node) if kind == Kind.START else ""
+        start = start if kind == Kind.WAIT else -1
+        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+
+    def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
+        if "val" not in node.meta:
+            nothing = (known.names and not known.aliases) or (
+                known.role is Role.BARRIER and not node.users
+            )  # to return
+            if not nothing:
+                raise GraphError(node.name, NO_VALUE)
+            return []
+        values = tensors_of(node)
+        for tensor in values:
+            for size in tensor.shape:
+                if type(size) is not int:
+                    text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
+                    raise GraphError(node.name, text)
+        return values
+
+    def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:
+        """Where the tensors of `nodes` lie, each place once."""
+        found: list[_Memory] = []
+        for node in nodes:
+            for _, places in self.tensors.get(node, ()):
+                found += places
+        return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    def _started(self, node: fx.Node, places: list[_Memory]) -> int:
+        """The collective that wrote last what `node` waits for."""
+        start = max((memory.start for memory in places), default=-1)
+        if start < 0:
+            raise GraphError(
+                node.name, f"it waits for {node.all_input_nodes}, which no collective of this graph writes"
+            )
+        return start
+
+    def _results(
+        self,
+        node: fx.Node,
+        known: Traits,
+        i: int,
+        given: Sequence[tuple[int | None, _Places]],
+        values: Sequence[torch.Tensor],
+    ) -> list[tuple[int | None, _Places]]:
+        """Where the results lie: in arguments, which lie where `given` says, or in new memory."""
+        if known.role is Role.WAIT:
+            return [(storage_of(value), given[0][1]) for value in values]
+        if len(given) == 1 == len(values) and known.is_alias and known.surely:  # a view of its one argument
+            return [(storage_of(values[0]), given[0][1])]
+        by_storage = dict(given)
+        by_storage.pop(None, None)
+        by_name = dict(arguments(node, known)) if known.is_alias else {}
+        unknown = (known.role is Role.BARRIER and not known.names) or known.talks  # anything may be returned
+        found: list[tuple[int | None, _Places]] = []
+        new: dict[int | None, _Memory] = {}  # results of one node that share a storage
+        for at, value in enumerate(values):
+            storage = storage_of(value)
+            places: _Places = ()
+            if by_name:
+                # One result may be a list of tensors, or none.
+                aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
+                nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
+                if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
+                    nodes = [nodes[at]]
+                places = tuple(self._places(nodes))
+            if storage in by_storage:
+                places = tuple(dict.fromkeys((*places, *by_storage[storage]))) if places else by_storage[storage]
+            elif not (places and known.surely):
+                if unknown:
+                    places = tuple(self._places(node.all_input_nodes))
+                if storage not in new or storage is None:
+                    new[storage] = _Memory(self._num_bytes(node, value), i)
+                    self.made.append(new[storage])
+                places = (*places, new[storage])
+            found.append((storage, places))
+        return found
+
+    def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> list[tuple[int | None, _Places]]:
+        source, key = node.args
+        if not isinstance(source, fx.Node):  # a tuple that is written out
+            return [(storage_of(value), tuple(self._places(node.all_input_nodes))) for value in values]
+        given, whole = self.tensors[source], source.meta.get("val")
+        if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
+            if source not in self.first:
+                self.first[source] = [0, *itertools.accumulate(len(tensors_in(item)) for item in whole)]
+            before = self.first[source][key]
+            return given[before : before + len(values)]
+        every = tuple(dict.fromkeys(m for _, places in given for m in places))
+        return [(storage_of(value), every) for value in values]
+
+    def _num_bytes(self, node: fx.Node, value: torch.Tensor) -> int:
+        try:
+            size = value.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError):  # no storage
+            size = value.numel() * value.element_size()
+        if type(size) is not int:
+            raise GraphError(node.name, f"its storage has {size} bytes; compile with dynamic=False")
+        return size
+
+    def _ms(self, node: fx.Node, known: Traits) -> float:
+        if known.role is Role.WAIT or is_free(node, known):
+            return 0.0
+        try:
+            return float(self.cost(node))
+        except GraphError:
+            raise
+        except Exception as error:
+            raise GraphError(node.name, f"its cost is not known: {type(error).__name__}: {error}") from error
+
+    def captured(self) -> Captured:
+        for collective in self.collectives.values():
+            if not collective.wait:
+                for memory in (*collective.reads, *collective.writes):
+                    memory.kept = True
+        storages = tuple(
+            Storage(memory.num_bytes, memory.maker, tuple(dict.fromkeys(memory.users)), memory.kept)
+            for memory in self.made
+            if memory.num_bytes
+        )
+        dag = Dag(tuple(self.nodes), storages)
+        return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, tuple(self.barriers))

@@ -1,0 +1,345 @@
+"""What a node of an fx graph does, by its operator: starts or waits for a collective, reads, writes, is free.
+
+`graph` builds dependencies from it, `costs` prices by it. Operators are recognised by `OpOverload` and by their
+schemas, never by name: what a schema calls ``group_name`` is the group, what it marks as written is written. An
+operator of which that is not enough to know what it does is a barrier.
+
+Point to point, of torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``_c10d_functional``'s ``isend``,
+``irecv`` and ``batch_p2p_ops`` start and are waited for, too, and are barriers all the same, as are ``c10d::send`` and
+``c10d::recv_``: their graphs differ from rank to rank, so that ranks would not reorder them alike, and messages of two
+ranks have to be sent in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from spanwise import _torch
+from spanwise.overlap.ir.dag import GraphError
+
+_ops = _torch.functional_collectives
+_autograd = _torch.autograd_collectives
+
+# By what travels; each starts a collective and returns before its end.
+ALL_GATHER = frozenset(
+    {
+        _ops.all_gather_into_tensor.default,
+        _ops.all_gather_into_tensor_out.default,
+        _ops.all_gather_into_tensor_coalesced.default,
+        _autograd.all_gather_into_tensor.default,
+    }
+)
+REDUCE_SCATTER = frozenset(
+    {
+        _ops.reduce_scatter_tensor.default,
+        _ops.reduce_scatter_tensor_out.default,
+        _ops.reduce_scatter_tensor_coalesced.default,
+        _autograd.reduce_scatter_tensor.default,
+    }
+)
+ALL_REDUCE = frozenset(
+    {
+        _ops.all_reduce.default,
+        _ops.all_reduce_.default,
+        _ops.all_reduce_coalesced.default,
+        _ops.all_reduce_coalesced_.default,
+    }
+)
+ALL_TO_ALL = frozenset({_ops.all_to_all_single.default, _autograd.all_to_all_single.default})
+BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
+STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
+WAIT = _ops.wait_tensor.default
+
+# Of the coalesced ones that return new tensors, the one that does the same to one tensor.
+COALESCED: Mapping[Any, Any] = MappingProxyType(
+    {
+        _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
+        _ops.reduce_scatter_tensor_coalesced.default: _ops.reduce_scatter_tensor.default,
+        _ops.all_reduce_coalesced.default: _ops.all_reduce.default,
+    }
+)
+
+# Operators of these namespaces talk to other ranks, by groups or by pointers, if they are none of the above.
+_TALKING = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor"}
+)
+
+_aten = torch.ops.aten
+_EMPTY = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
+)
+# Views that do not say so.
+_UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
+# Write arguments of these names, and do not say so either: statistics of batches, where FSDP2 lays what it gathers.
+_UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "aten::batch_norm",
+                "aten::batch_norm_gather_stats",
+                "aten::batch_norm_gather_stats_with_counts",
+                "aten::batch_norm_update_stats",
+                "aten::cudnn_batch_norm",
+                "aten::instance_norm",
+                "aten::miopen_batch_norm",
+                "aten::native_batch_norm",
+            ),
+            frozenset({"running_mean", "running_var"}),
+        ),
+        "fsdp::all_gather_copy_in": frozenset({"all_gather_output"}),
+    }
+)
+
+# Pointwise, though without torch's tag.
+_UNTAGGED = frozenset(
+    {
+        _aten._to_copy,
+        _aten.clone,
+        _aten.copy,
+        _aten.copy_,
+        _aten.fill,
+        _aten.full,
+        _aten.full_like,
+        _aten.native_dropout,
+        _aten.ones_like,
+        _aten.where,
+        _aten.zeros_like,
+        torch.ops.prims.iota,
+    }
+)
+
+# Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
+_ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
+
+# Higher-order operators that run subgraphs, kernels or an operator on their arguments, and do nothing else. What they
+# run is looked at; a subgraph that does more than compute makes a barrier.
+_PLAIN_HOPS = frozenset(
+    {
+        "associative_scan",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "cond",
+        "control_deps",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "map_impl",
+        "out_dtype",
+        "scan",
+        "triton_kernel_wrapper_functional",
+        "while_loop",
+    }
+)
+# Runs a Triton kernel that may write any tensor it is given (which ones, torch finds out with Triton alone), and that
+# may talk to other ranks if it is given pointers.
+_TRITON = "triton_kernel_wrapper_mutation"
+_RANDOM_HOPS = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
+
+
+class Role(enum.Enum):
+    """COMPUTE works on its arguments alone; FREE does nothing at run time; nothing moves across a BARRIER."""
+
+    COMPUTE = enum.auto()
+    FREE = enum.auto()
+    START = enum.auto()
+    WAIT = enum.auto()
+    BARRIER = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What is known of an operator.
+
+    Attributes:
+        random: whether it draws from a generator.
+        talks: whether it is a barrier because other ranks take part.
+        names: arguments in the order of the schema; empty if there is none.
+        writes: arguments that it writes.
+        aliases: of each result, arguments whose memory it may be.
+        surely: whether a result that has aliases is surely one of them, and never a copy.
+        pointwise: whether a compiler runs it in one loop with its pointwise neighbours.
+    """
+
+    role: Role
+    random: bool = False
+    talks: bool = False
+    names: tuple[str, ...] = ()
+    writes: frozenset[str] = frozenset()
+    aliases: tuple[frozenset[str], ...] = ()
+    surely: bool = True
+    pointwise: bool = False
+
+    @functools.cached_property
+    def is_alias(self) -> bool:
+        """Whether a result may lie in an argument's memory."""
+        return any(self.aliases)
+
+
+def traits(node: fx.Node) -> Traits:
+    """What is known of the operator that `node` calls, and of the subgraphs that it runs."""
+    target = node.target
+    if node.op != "call_function":
+        return Traits(Role.BARRIER)
+    if isinstance(target, _torch.OpOverload):
+        known = _of_operator(target)
+        if known.random and "dropout_p" in known.names and not dict(arguments(node, known)).get("dropout_p"):
+            return dataclasses.replace(known, random=False)
+        return known
+    if isinstance(target, _torch.HigherOrderOperator):
+        return _of_higher_order(node, target)
+    if target is operator.getitem:
+        return Traits(Role.FREE)
+    numbers = getattr(target, "__module__", None) in _ARITHMETIC and not _torch.has_hidden_effects(target)
+    on_tensors = any(map(tensors_of, (node, *node.all_input_nodes)))
+    return Traits(Role.FREE if numbers and not on_tensors else Role.BARRIER)
+
+
+@functools.cache
+def _of_operator(op: _torch.OpOverload) -> Traits:
+    arguments, returns = op._schema.arguments, op._schema.returns
+    names = tuple(argument.name for argument in arguments)
+    writes = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    writes |= _UNSAID_WRITES.get(op._schema.name, frozenset())
+    aliases = tuple(_aliased(result.alias_info, arguments) for result in returns)
+    if op in _UNSAFE_VIEWS:
+        aliases = (frozenset(names[:1]),)
+    known = functools.partial(Traits, names=names, writes=writes, aliases=aliases, surely=not _torch.decomposes(op))
+    if op in STARTS:
+        return known(Role.START)
+    if op is WAIT:
+        return known(Role.WAIT)
+    handles = any("torch.classes." in str(a.type) for a in arguments)
+    if op.namespace in _TALKING or "group_name" in names or "process_group" in names:
+        return known(Role.BARRIER, talks=True)
+    if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export has one in front of every cast
+        return known(Role.FREE)
+    nothing = not returns and not writes
+    if handles or nothing or _torch.has_hidden_effects(op) or op.overloadpacket in (_aten.set_, _aten.resize_):
+        return known(Role.BARRIER)
+    random = torch.Tag.nondeterministic_seeded in op.tags or "generator" in names
+    view = bool(aliases) and not writes and all(aliases) and not _torch.decomposes(op)
+    free = view or op.overloadpacket in _EMPTY
+    pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
+    return known(Role.FREE if free else Role.COMPUTE, random=random, pointwise=pointwise)
+
+
+def _aliased(info: Any, arguments: Any) -> frozenset[str]:
+    """Arguments that share a label with a result; all that have one, where a list's label is in its elements."""
+    if info is None:
+        return frozenset()
+    labelled = {a.name: a.alias_info.before_set | a.alias_info.after_set for a in arguments if a.alias_info is not None}
+    label = info.before_set | info.after_set
+    return frozenset(name for name, set_ in labelled.items() if set_ & label) or frozenset(labelled)
+
+
+def _of_higher_order(node: fx.Node, hop: _torch.HigherOrderOperator) -> Traits:
+    name = hop.name()
+    if name == _TRITON:
+        given = [tensor.dtype for arg in node.all_input_nodes for tensor in tensors_of(arg)]
+        if torch.int64 in given or torch.uint64 in given:
+            return Traits(Role.BARRIER)
+        return Traits(Role.COMPUTE, names=("kwargs",), writes=frozenset({"kwargs"}))
+    if _torch.has_hidden_effects(hop) or name not in _PLAIN_HOPS | _RANDOM_HOPS:
+        return Traits(Role.BARRIER)
+    inside = [_of_operator(arg) for arg in node.args if isinstance(arg, _torch.OpOverload)]
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr" and isinstance(graph := attribute(arg), fx.GraphModule):
+            inside += [traits(inner) for inner in graph.graph.nodes if inner.op.startswith("call_")]
+    # An auto-functionalized operator writes copies; whatever else writes is not looked into.
+    functional = name.startswith("auto_functionalized")
+    if any(t.role not in (Role.COMPUTE, Role.FREE) or (t.writes and not functional) for t in inside):
+        return Traits(Role.BARRIER, talks=any(t.talks or t.role in (Role.START, Role.WAIT) for t in inside))
+    return Traits(Role.COMPUTE, random=name in _RANDOM_HOPS or any(t.random for t in inside))
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a ``get_attr`` gets; None if the graph has no module, or the module no such attribute."""
+    try:
+        return operator.attrgetter(str(node.target))(node.graph.owning_module)
+    except AttributeError:
+        return None
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Tensors of ``meta["val"]``, those of lists and tuples in their order."""
+    value = node.meta.get("val")
+    return [value] if isinstance(value, torch.Tensor) else tensors_in(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in a value, those of lists and tuples in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or type(value) is int:
+        return []
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def arguments(node: fx.Node, known: Traits) -> Iterator[tuple[str, Any]]:
+    """Arguments that are given, by their names in the schema."""
+    yield from zip(known.names, node.args, strict=False)
+    yield from node.kwargs.items()
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """All nodes of an argument."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nodes_in(item)
+    elif isinstance(value, dict):
+        yield from nodes_in(list(value.values()))
+
+
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective; `GraphError` if the graph does not hold it."""
+    group = dict(arguments(node, traits(node))).get("group_name")
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return _torch.group_name(group)
+    if not isinstance(group, str) or not group:
+        raise GraphError(node.name, f"its process group must be known when the graph is made, got {group!r}")
+    return group
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Identity of the storage as long as `tensor` lives; None for layouts without one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def is_free(node: fx.Node, known: Traits | None = None) -> bool:
+    """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes.
+
+    Args:
+        known: the node's `traits`, where they are at hand.
+    """
+    known = known or traits(node)
+    if known.role is Role.FREE:
+        return True
+    if known.role is not Role.COMPUTE or known.writes:
+        return False
+    if not known.is_alias and isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    results = tensors_of(node)
+    if not results:  # sizes
+        return True
+    if not known.is_alias:
+        return False
+    # A reshape, say, that came out as a view.
+    given = {storage_of(t) for arg in node.all_input_nodes for t in tensors_of(arg)}
+    return all(storage_of(t) in given for t in results)
+
+
+Cost = Callable[[fx.Node], float]

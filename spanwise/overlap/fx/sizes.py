@@ -1,0 +1,84 @@
+"""sizes: sizes that a graph leaves open, as numbers while it is scheduled.
+
+A graph with dynamic shapes, or with an exchange whose rows change from plan to plan, has symbols for sizes. Costs and
+memory want numbers, and ranks the same ones: what a rank has seen when it compiled is its own, and another rank would
+decide otherwise. So every symbol stands for one number that is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from spanwise import _torch
+from spanwise.overlap.fx.operators import storage_of, tensors_of
+
+_ALIGNED = 16  # bytes, a multiple of every element's
+
+
+@contextlib.contextmanager
+def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
+    """Within, tensors in ``meta["val"]`` of all nodes have the sizes that they have if every symbol is `size`.
+
+    Tensors that shared a storage share one. What was there before is back afterwards, in new nodes too that were given
+    a value of an old one.
+    """
+    mode = _torch.fake_mode()
+    tensors = [t for node in gm.graph.nodes for t in tensors_of(node)]
+    storages = {storage_of(t) for t in tensors if not _is_static(t)} - {None}
+    if not storages:
+        yield
+        return
+    num_bytes: dict[int, int] = {}
+    for t in tensors:
+        if (storage := storage_of(t)) in storages and storage is not None:
+            num_bytes[storage] = max(num_bytes.get(storage, 0), _extent(t, size))
+    made: dict[int, torch.Tensor] = {}  # by the storage that it stands for
+    before: dict[int, Any] = {}  # by the identity of what stands for it
+
+    def replace(value: Any) -> Any:
+        storage = storage_of(value) if isinstance(value, torch.Tensor) else None
+        if storage not in num_bytes or storage is None:
+            return value
+        with mode:
+            if storage not in made:
+                made[storage] = torch.empty(num_bytes[storage], dtype=torch.uint8, device=value.device)
+            whole = made[storage].view(value.dtype)
+            shape, strides, offset = _layout(value, size)
+            number = torch.as_strided(whole, shape, strides, offset)
+        before[id(number)] = value
+        return number
+
+    _replace_values(gm, replace)
+    try:
+        yield
+    finally:
+        _replace_values(gm, lambda value: before.get(id(value), value))
+
+
+def _replace_values(gm: fx.GraphModule, replace: Any) -> None:
+    for node in gm.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _torch.tree_map(replace, node.meta["val"])
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    return all(type(size) is int for size in (*tensor.shape, tensor.untyped_storage().nbytes()))
+
+
+def _layout(tensor: torch.Tensor, size: int) -> tuple[list[int], list[int], int]:
+    """Shape, strides and offset, in elements; sizes that come out negative are 0."""
+    numbers = [max(0, _torch.assume_symbols(n, size)) for n in (*tensor.shape, *tensor.stride())]
+    return numbers[: tensor.ndim], numbers[tensor.ndim :], _torch.assume_symbols(tensor.storage_offset(), size)
+
+
+def _extent(tensor: torch.Tensor, size: int) -> int:
+    """Bytes of its storage; at least as many as the tensor reaches."""
+    shape, strides, offset = _layout(tensor, size)
+    reach = offset + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    whole = _torch.assume_symbols(tensor.untyped_storage().nbytes(), size)
+    return -(-max(whole, reach * tensor.element_size()) // _ALIGNED) * _ALIGNED

@@ -1,0 +1,1 @@
+"""Orders of a dag: list schedules within limits."""

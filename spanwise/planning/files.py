@@ -1,0 +1,98 @@
+"""Plans as files: numpy's npz, arrays and one JSON header, no pickled code. Behind `Plan.save` and `Plan.load`.
+
+Two digests tell whether a file is what was written: one of the header's text, and the plan's fingerprint, which covers
+the arrays. Neither keeps out a forger, who can compute both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+
+import numpy as np
+
+from spanwise import hardware as cost
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.packing import Packing
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.plan import Candidate, Plan
+
+FORMAT = 4
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to ``path``."""
+    arrays: dict[str, np.ndarray] = {}
+    for i, mask in enumerate(plan.masks.values()):
+        arrays[f"mask{i}_start"], arrays[f"mask{i}_end"] = mask.start, mask.end
+    for name, layout in (("runs", plan.layout), ("kv_runs", plan.kv_layout)):
+        if name == "runs" or layout != plan.layout:
+            for row in range(layout.batch_size):
+                for rank in range(plan.num_ranks):
+                    arrays[f"{name}{row}_{rank}"] = layout.runs(rank, row)
+    for row, cu in enumerate(plan.cu_seqlens or ()):
+        arrays[f"cu_seqlens{row}"] = cu
+    if plan.packing is not None:
+        arrays |= {f"packing_{name}": array for name, array in plan.packing.to_arrays().items()}
+    header = plan.header() | {
+        "format": FORMAT,
+        "masks": list(plan.masks),
+        "seq_len": plan.seq_len,
+        "kv_len": plan.kv_len,
+        "layout_rows": plan.layout.batch_size,
+        "cu_rows": len(plan.cu_seqlens or ()),
+        "fingerprint": plan.fingerprint,
+    }
+    text = json.dumps(header)
+    first = {"header": np.array(text), "header_digest": np.array(_digest(text))}
+    with open(path, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **first, **arrays)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not one, or was altered."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
+            text = str(data["header"])
+            header = json.loads(text)
+            if header["format"] != FORMAT:
+                raise ValueError(f"it has plan format {header['format']}, this version reads {FORMAT}")
+            if str(data["header_digest"]) != _digest(text):
+                raise ValueError("it was altered or damaged, as its header's digest tells")
+            masks = {
+                name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
+                for i, name in enumerate(header["masks"])
+            }
+            ranks = range(header["num_ranks"])
+
+            def layout(name: str, length: int) -> Layout:
+                rows = range(header["layout_rows"])
+                return Layout.from_runs([[data[f"{name}{row}_{rank}"] for rank in ranks] for row in rows], length)
+
+            own = layout("runs", header["seq_len"])
+            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0_0" in data else own
+            packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
+            packing = Packing.from_arrays(packed) if packed else None
+            cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
+        fields = {f.name for f in dataclasses.fields(Plan)}
+        plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
+        plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
+        plain["candidates"] = tuple(Candidate(**candidate) for candidate in header["candidates"])
+        plan = Plan(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # what zipfile, its decompressors and numpy raise for damaged bytes is no fixed set
+        told = error if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {told}") from error
+    if plan.fingerprint != header["fingerprint"]:
+        raise ValueError(
+            f"{os.fspath(path)} was altered or damaged: its fingerprint is {header['fingerprint']}, "
+            f"its contents give {plan.fingerprint}"
+        )
+    return plan
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

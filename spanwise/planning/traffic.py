@@ -1,0 +1,115 @@
+"""What a layout makes the ranks do: exact areas, the K/V that each must fetch, and who sends it. Pure; `plan` calls it.
+
+The ranks here are *groups*, those that read K/V as one: single ranks, or the ranks that trade heads among themselves
+(Ulysses), which compute one share of the rows together.
+"""
+
+# G groups
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spanwise.layouts.layout import Layout, subtract_runs
+from spanwise.masks import areas as _span_areas
+from spanwise.masks.span_mask import SpanMask
+
+Int64 = NDArray[np.int64]
+Needs = list[list[Int64]]  # for each batch row and group: runs of keys, [n, 2]
+
+
+def row_of(x: SpanMask | Layout, row: int) -> int:
+    """The row of a mask or layout that serves batch row ``row``; one that has a single row serves all."""
+    return row if x.batch_size > 1 else 0
+
+
+def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
+    """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
+    per_row = mask.area()
+    work = np.zeros(layout.num_ranks, dtype=np.int64)
+    for row in range(batch_size):
+        pieces = layout.pieces(row_of(layout, row))
+        owner, start, _ = pieces[np.argsort(pieces[:, 1])].T  # they tile the sequence
+        np.add.at(work, owner, np.add.reduceat(per_row[row_of(mask, row)], start))
+    return _frozen(work)
+
+
+def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
+    """The part of :func:`area` whose keys the group holds itself; int64 ``[G]``."""
+    if layout.num_ranks == 1:
+        return area(mask, layout, batch_size)  # quicker
+    total = np.zeros(layout.num_ranks, dtype=np.int64)
+    for row in range(batch_size):
+        at = row_of(mask, row)
+        rows, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
+        total += _span_areas.local_area(mask.start[at], mask.end[at], rows, keys, layout.num_ranks)
+    return _frozen(total)
+
+
+def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Needs:
+    """K/V runs that each group reads and does not hold, ascending, for each batch row."""
+    if layout.num_ranks == 1:
+        return [[np.empty((0, 2), np.int64)] for _ in range(batch_size)]
+    found = []
+    for row in range(batch_size):
+        groups = range(layout.num_ranks)
+        runs = [layout.runs(group, row_of(layout, row)) for group in groups]
+        reads = mask.row(row_of(mask, row)).keys_read_many(runs)
+        own = [kv_layout.runs(group, row_of(kv_layout, row)) for group in groups]
+        found.append([subtract_runs(read, held) for read, held in zip(reads, own, strict=True)])
+    return found
+
+
+def needed_traffic(rows: Needs, kv_layout: Layout) -> Int64:
+    """Tokens that each group reads from each other one; int64 ``[G receivers, G senders]``, summed over batch rows."""
+    groups = kv_layout.num_ranks
+    traffic = np.zeros((groups, groups), dtype=np.int64)
+    for row, read in enumerate(rows):
+        receiver = np.repeat(np.arange(groups), [len(runs) for runs in read])
+        run, sender, tokens = kv_layout.owners_of(np.concatenate(read), row_of(kv_layout, row))
+        np.add.at(traffic, (receiver[run], sender), tokens)
+    return _frozen(traffic)
+
+
+def ring_hops(traffic: Int64) -> tuple[int, ...]:
+    """The hops of a ring that some group reads: hop h brings group g what group g − h holds.
+
+    Args:
+        traffic: int64 ``[G receivers, G senders]``, as :func:`needed_traffic` gives it.
+    """
+    groups = len(traffic)
+    receiver = np.arange(groups)
+    return tuple(h for h in range(1, groups) if traffic[receiver, (receiver - h) % groups].any())
+
+
+def ring_traffic(hops: tuple[int, ...], held: Int64) -> Int64:
+    """Tokens that each group gets from each other one on each hop; int64 ``[hops, G receivers, G senders]``.
+
+    Whole shards go round: on hop i a shard moves on by ``hops[i] - hops[i - 1]`` groups.
+
+    Args:
+        held: int64 ``[G]``, K/V tokens of each group.
+    """
+    groups, receiver = len(held), np.arange(len(held))
+    traffic = np.zeros((len(hops), groups, groups), dtype=np.int64)
+    for i, hop in enumerate(hops):
+        stride = hop - (hops[i - 1] if i else 0)
+        traffic[i, receiver, (receiver - stride) % groups] = held[(receiver - hop) % groups]
+    return traffic
+
+
+def ring_areas(hops: tuple[int, ...], mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
+    """(query, key) pairs that each group computes after each hop; int64 ``[G, hops]``."""
+    found = np.zeros((layout.num_ranks, len(hops)), dtype=np.int64)
+    for i, hop in enumerate(hops):
+        tables = [kv_layout.pieces(row) for row in range(kv_layout.batch_size)]
+        tables = [np.column_stack([(x[:, 0] + hop) % layout.num_ranks, x[:, 1:]]) for x in tables]
+        passed_on = Layout(tables, kv_layout.num_ranks, kv_layout.seq_len)
+        found[:, i] = local_area(mask, layout, passed_on, batch_size)
+    return found
+
+
+def _frozen(array: Int64) -> Int64:
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,271 @@
+"""Partial results over pieces of the keys: merged outputs and gradients, and what is kept for the backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from spanwise.attention.kernels.merge import Merging, merge
+from spanwise.attention.kernels.reference import reference
+from spanwise.attention.kernels.sdpa import queries, sdpa, sdpa_part
+from tests.attention.test_kernels import MASKS, Case, Spans, assert_exact, dense, make_case, oracle, relative_error, run
+
+CUTS = (0, 0.35, 0.36, 0.36, 0.7, 1)  # uneven shares of the keys, one of them of no key
+
+
+def piece_of(mask: Spans, first: int, stop: int) -> Spans:
+    return tuple(x.clamp(first, stop) - first for x in mask)
+
+
+def pieces(case: Case, cuts: tuple[float, ...]) -> list[tuple[int, int]]:
+    edges = [round(cut * case.k.shape[2]) for cut in cuts]
+    return list(pairwise(edges))
+
+
+def in_parts(case: Case, cuts: tuple[float, ...] = CUTS) -> Callable:
+    """A kernel that attends to the keys of a case piece by piece."""
+
+    def attend(q, k, v, start, end, *, scale, softcap):
+        merging, shared = Merging(), queries(q)
+        for i, j in pieces(case, cuts):
+            mask = piece_of((start, end), i, j)
+            merging.add(sdpa_part(shared, k[:, :, i:j], v[:, :, i:j], *mask, scale=scale, softcap=softcap))
+        return merging.result()
+
+    return attend
+
+
+@pytest.mark.parametrize("use_lse", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("mask", MASKS)
+def test_float64_is_exact(mask: str, softcap: float | None, use_lse: bool) -> None:
+    """Masks with rows that are empty in some of the parts, in all but one, and in all."""
+    case = make_case(MASKS[mask], softcap=softcap)
+    if not use_lse:
+        case = case._replace(grad_lse=torch.zeros_like(case.grad_lse))
+    want = oracle(case)
+    assert_exact(run(in_parts(case), case, use_lse), want)
+    assert_exact(run(in_parts(case, (0, 1)), case, use_lse), want)
+
+
+def test_only_the_lse() -> None:
+    case = make_case(MASKS["random"])
+    case = case._replace(grad_out=torch.zeros_like(case.grad_out))
+    q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
+    _, lse = in_parts(case)(q, k, v, *case.mask, scale=case.scale, softcap=None)
+    got, want = torch.autograd.grad(lse, (q, k, v), case.grad_lse), oracle(case)
+    for name, grad in zip(("dq", "dk"), got, strict=False):
+        assert relative_error(grad, want[name]) <= 1e-10
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("wanted", ["q", "kv", "one piece"])
+def test_some_inputs_without_gradient(wanted: str) -> None:
+    case = make_case(MASKS["documents"])
+    want, mask = oracle(case), case.mask
+    q = case.q.clone().requires_grad_(wanted == "q")
+    merging, shared, leaves = Merging(), queries(q), []
+    for n, (i, j) in enumerate(pieces(case, CUTS)):
+        needs = wanted == "kv" or (wanted == "one piece" and n == 3)
+        k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (case.k, case.v))
+        leaves += [(k, want["dk"][:, :, i:j]), (v, want["dv"][:, :, i:j])] if needs else []
+        merging.add(sdpa_part(shared, k, v, *piece_of(mask, i, j), scale=case.scale))
+    leaves += [(q, want["dq"])] if q.requires_grad else []
+    grads = torch.autograd.grad(merging.result(), [x for x, _ in leaves], (case.grad_out, case.grad_lse))
+    for grad, (_, expected) in zip(grads, leaves, strict=True):
+        assert relative_error(grad, expected) <= 1e-10
+
+
+def test_empty_rows_are_exactly_zero_and_ignore_the_cotangent_of_their_lse() -> None:
+    case = make_case(MASKS["some_rows_empty"], dtype=torch.float32)
+    empty = ~dense(case.mask, case.k.shape[2]).any(-1)[0, 0]
+    case.grad_lse[:, :, empty] = math.nan
+    got = run(in_parts(case), case)
+    assert empty.sum() > 100 and (got["lse"][:, :, empty] == -math.inf).all()
+    assert (got["out"][:, :, empty] == 0).all() and (got["dq"][:, :, empty] == 0).all()
+    assert got["dk"].isfinite().all() and got["dv"].isfinite().all()
+    unread = ~dense(case.mask, case.k.shape[2]).any(2)[0, 0]
+    assert unread.any() and (got["dk"][:, :, unread] == 0).all() and (got["dv"][:, :, unread] == 0).all()
+
+
+def test_nan_stays_in_its_row() -> None:
+    case = make_case(MASKS["causal"], dtype=torch.float32)
+    case.q[:, :, 4] = math.nan
+    got = run(in_parts(case), case)
+    for name in ("out", "lse", "dq"):
+        is_nan = got[name].isnan().flatten(3).any(-1) if got[name].dim() == 4 else got[name].isnan()
+        assert is_nan[:, :, 4].all() and is_nan.sum() == is_nan[:, :, 4].numel(), name
+
+
+def test_scores_far_from_zero() -> None:
+    case = make_case(MASKS["window"])
+    case = case._replace(q=case.q * 500)
+    got, whole = run(in_parts(case), case), run(sdpa, case)
+    assert_exact(got, whole, 1e-9)
+    assert all(value.isfinite().all() for value in got.values())
+
+
+def test_float32_error_is_that_of_the_whole() -> None:
+    case = make_case(MASKS["window_and_globals"], dtype=torch.float32)
+    got, whole, want = run(in_parts(case), case), run(sdpa, case), oracle(case)
+    for name, value in want.items():
+        assert relative_error(got[name], value) <= 3 * relative_error(whole[name], value) + 1e-7, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
+    """8 parts: gradients as near to the truth as those of one call over all keys."""
+    case = make_case(MASKS["causal"], kv_heads=4, dim=32, v_dim=32, dtype=dtype)
+    eighths = tuple(i / 8 for i in range(9))
+    got, whole, want = run(in_parts(case, eighths), case), run(sdpa, case), oracle(case)
+
+    def error(x: torch.Tensor, name: str) -> float:
+        return (x.double() - want[name]).square().mean().sqrt().item()
+
+    for name in ("dq", "dk", "dv"):
+        torch.testing.assert_close(got[name].double(), want[name], atol=2.5e-2, rtol=2.5e-2)
+        assert error(got[name], name) <= 1.25 * error(whole[name], name), name
+    # Summed in the dtype of q it would be worse than this bound.
+    q = case.q.detach().requires_grad_()
+    parts = [
+        sdpa_part(queries(q), case.k[:, :, i:j], case.v[:, :, i:j], *piece_of(case.mask, i, j), scale=case.scale)
+        for i, j in pieces(case, eighths)
+    ]
+    (apart,) = torch.autograd.grad(merge(parts), q, (case.grad_out, case.grad_lse.float()))
+    assert error(apart, "dq") > 1.25 * error(whole["dq"], "dq")
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(num_parts: int, dtype: torch.dtype, kernel: str = "sdpa") -> tuple[int, int]:
+    """Bytes of the storages that are kept for the backward beside k, v and spans; those of one output."""
+    case = make_case(MASKS["documents"], dtype=dtype, dim=32, v_dim=32)
+    q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
+    inputs = [(x[:, :, i:j].contiguous(), piece_of(case.mask, i, j)) for x in (k, v)
+              for i, j in pieces(case, tuple(n / num_parts for n in range(num_parts + 1)))]  # fmt: skip
+    known = {x.untyped_storage().data_ptr() for x, mask in inputs for x in (x, *mask)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    merging, shared = Merging(), queries(q)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        for (k_piece, mask), (v_piece, _) in zip(inputs[:num_parts], inputs[num_parts:], strict=True):
+            if kernel == "sdpa":
+                merging.add(sdpa_part(shared, k_piece, v_piece, *mask, scale=case.scale))
+            else:
+                merging.add(sdpa(q, k_piece, v_piece, *mask, scale=case.scale))
+        out, lse = merging.result()
+    assert out.requires_grad and lse.requires_grad
+    return sum(storage.nbytes() for storage in kept.values()), out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_kept_of_a_part_but_its_keys(dtype: torch.dtype) -> None:
+    """q, out and lse, whether there is one part or eight."""
+    one, out = saved_bytes(1, dtype)
+    eight, _ = saved_bytes(8, dtype)
+    assert eight == one < 3 * out
+    assert saved_bytes(8, dtype, "pairs")[0] > 8 * out
+
+
+def test_two_outputs_live_at_a_time() -> None:
+    import weakref
+
+    case = make_case(MASKS["documents"], dtype=torch.float32)
+    q = case.q.requires_grad_()
+    merging, shared, parts = Merging(), queries(q), []
+    for i, j in pieces(case, tuple(n / 8 for n in range(9))):
+        part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *piece_of(case.mask, i, j), scale=case.scale)
+        parts.append(weakref.ref(part[0].untyped_storage()))
+        merging.add(part)
+        del part
+        assert sum(ref() is not None for ref in parts) <= 1
+    assert merging.result()[0].requires_grad
+
+
+# --- other parts, compiled code, checkpoints ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [reference, sdpa])
+def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
+    case = make_case(MASKS["some_rows_empty"])
+
+    def attend(q, k, v, start, end, **options):
+        return merge(
+            [
+                kernel(q, k[:, :, i:j], v[:, :, i:j], *piece_of((start, end), i, j), **options)
+                for i, j in pieces(case, CUTS)
+            ]
+        )
+
+    case = case._replace(grad_lse=case.grad_lse.masked_fill(oracle(case)["lse"] == -math.inf, 0))
+    assert_exact(run(attend, case), oracle(case))
+
+
+@pytest.mark.parametrize("cuts", [CUTS, (0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch's own, on import
+def test_compiles_fullgraph(backend: str, dtype: torch.dtype, cuts: tuple[float, ...]) -> None:
+    case = make_case(MASKS["window_and_globals"], dtype=dtype)
+    torch._dynamo.reset()
+    attend = in_parts(case, cuts)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    got, want = run(compiled, case), run(attend, case)
+    for name, value in want.items():
+        assert relative_error(got[name], value.double()) <= (1e-6 if dtype == torch.float32 else 1e-2), name
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpointing_sees_the_operator(selective: bool) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    calls = []
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is torch.ops.spanwise.sdpa.default:
+            calls.append(ctx.is_recompute)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    case = make_case(MASKS["documents"])
+    context = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
+
+    def attend(*args, **options):
+        return checkpoint(in_parts(case), *args, use_reentrant=False, **context, **options)
+
+    assert_exact(run(attend, case), oracle(case))
+    assert calls.count(False) == (len(CUTS) - 1 if selective else 0)
+
+
+def test_backward_twice_and_no_second_derivatives() -> None:
+    case = make_case(MASKS["random"])
+    q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
+    results = in_parts(case)(q, k, v, *case.mask, scale=case.scale, softcap=None)
+    cotangents = (case.grad_out, case.grad_lse)
+    first = torch.autograd.grad(results, (q, k, v), cotangents, retain_graph=True)
+    second = torch.autograd.grad(results, (q, k, v), [2 * x for x in cotangents], retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(2 * a, b)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(results[0].sum(), q, create_graph=True)[0].sum().backward()
+
+
+def test_a_change_in_place_is_noticed() -> None:
+    case = make_case(MASKS["random"])
+    q = case.q.requires_grad_() * 1
+    out, _ = in_parts(case)(q, case.k, case.v, *case.mask, scale=case.scale, softcap=None)
+    q.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -1,0 +1,187 @@
+"""Spans cut into rounds of the varlen kernel: every pair once, and no more rounds than a mask's shape asks for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import SpanMask
+from spanwise.attention.kernels._segments import Round, Segments, _bands, _join, _round, _split, cut_rounds
+from spanwise.layouts.layout import merge_tokens, subtract_runs
+
+
+def cut(mask: SpanMask) -> Segments:
+    return cut_rounds(mask.start, mask.end, mask.kv_len)
+
+
+def pairs(call: Round) -> np.ndarray:
+    """How often a call reads each (query, key) pair: bottom right alignment, and flash's way with missing bounds."""
+    read = np.zeros((call.cu_seq_q[-1], call.cu_seq_k[-1]), dtype=int)
+    left, right = (call.max_k if bound < 0 or bound >= call.max_k else bound for bound in call.window)
+    for (q0, q1), (k0, k1) in zip(pairwise(call.cu_seq_q), pairwise(call.cu_seq_k), strict=True):
+        if q0 == q1 or k0 == k1:
+            continue
+        assert q1 - q0 <= call.max_q and k1 - k0 <= call.max_k
+        diagonal = np.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        key = np.arange(k1 - k0)
+        inside = np.ones((q1 - q0, k1 - k0), dtype=bool)
+        if call.window[0] >= 0 or call.window[1] >= 0:
+            inside = (key >= diagonal - left) & (key <= diagonal + right)
+        read[q0:q1, k0:k1] += inside
+    return read
+
+
+def check(mask: SpanMask) -> Segments:
+    """Every pair of the mask is read once, and nothing else is."""
+    segments = cut(mask)
+    batch, q_len, kv_len = mask.batch_size, mask.q_len, mask.kv_len
+    assert (segments.batch, segments.q_len, segments.kv_len) == (batch, q_len, kv_len)
+    want = np.zeros((batch * q_len, batch * kv_len), dtype=int)
+    for b, dense in enumerate(mask.dense()):
+        want[b * q_len : (b + 1) * q_len, b * kv_len : (b + 1) * kv_len] = dense
+    got = np.zeros_like(want)
+    for call in segments.rounds:
+        read = pairs(call)
+        np.testing.assert_array_equal(call.rows, read.any(1))
+        np.testing.assert_array_equal(call.keys, read.any(0))
+        assert 2 <= call.max_q <= call.max_k
+        assert call.cu_seq_q.dtype == call.cu_seq_k.dtype == np.int32
+        assert call.cu_seq_q[0] == call.cu_seq_k[0] == 0
+        assert call.cu_seq_q[-1] == batch * q_len and call.cu_seq_k[-1] == batch * kv_len
+        got += read
+    np.testing.assert_array_equal(got, want)
+    return segments
+
+
+@st.composite
+def any_mask(draw: st.DrawFn) -> SpanMask:
+    """Rows of up to three spans whose ends wander by small steps, with jumps, empty rows and batch rows."""
+    batch, q_len, kv_len = draw(st.integers(1, 2)), draw(st.integers(0, 20)), draw(st.integers(1, 24))
+    num = draw(st.integers(1, 3))
+    seed = draw(st.integers(0, 2**32 - 1))
+    jumps = draw(st.sampled_from([0.0, 0.1, 1.0]))
+    rng = np.random.default_rng(seed)
+    edges = np.empty((batch, q_len, 2 * num), dtype=np.int64)
+    for b in range(batch):
+        edge = np.sort(rng.integers(0, kv_len + 1, 2 * num))
+        for i in range(q_len):
+            edge = rng.integers(0, kv_len + 1, 2 * num) if rng.random() < jumps else edge + rng.integers(0, 2, 2 * num)
+            edge = np.sort(edge.clip(0, kv_len))
+            edges[b, i] = 0 if rng.random() < jumps / 2 else edge
+    return SpanMask(edges[..., 0::2].transpose(0, 2, 1), edges[..., 1::2].transpose(0, 2, 1), kv_len)
+
+
+@given(any_mask())
+def test_any_mask(mask: SpanMask) -> None:
+    check(mask)
+
+
+@given(any_mask())
+def test_pieces_of_bands(mask: SpanMask) -> None:
+    """Every band cut up, and the pieces joined, whether `cut_rounds` would choose that or not."""
+    for b, dense in enumerate(mask.dense()):
+        bands = [band for n in range(mask.num_spans) for band in _bands(mask.start[b, n], mask.end[b, n])]
+        pieces = [piece for band in bands for piece in _split(band)]
+        for way in (pieces, _join(bands), _join(pieces)):
+            got = np.zeros(dense.shape, dtype=int)
+            for band in way:
+                got += pairs(_round([band], band.window, mask.q_len, mask.kv_len))
+            np.testing.assert_array_equal(got, dense)
+
+
+LENGTHS = [1, 1, 70, 3, 1, 128, 40, 2, 54]
+OFFSETS = [0, *np.cumsum(LENGTHS).tolist()]
+TOTAL = OFFSETS[-1]
+
+
+def packed(window: tuple[int, int] | None, causal: bool) -> SpanMask:
+    return SpanMask.documents(OFFSETS, causal=causal, window=window)
+
+
+# The mask and the number of calls for it on one device.
+WHOLE = {
+    "causal": (SpanMask.causal(50), 1),
+    "documents": (packed(None, True), 1),
+    "documents, bidirectional": (packed(None, False), 1),
+    "window": (SpanMask.sliding_window(50, 10), 1),
+    "documents and window": (packed((20, 0), True), 1),
+    "two-sided window": (SpanMask.sliding_window(50, 10, right=7), 1),
+    "documents and two-sided window": (packed((20, 5), False), 1),
+    "nothing": (SpanMask(np.zeros((1, 9), int), np.zeros((1, 9), int), 9), 0),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_rounds_of_a_whole_sequence(name: str) -> None:
+    mask, calls = WHOLE[name]
+    assert len(check(mask).rounds) == calls
+
+
+# Most calls for the rank's own keys, and for those from elsewhere, with chunks r and 2P - 1 - r of the sequence.
+DEALT = {
+    "causal": (SpanMask.causal(TOTAL), 1, 2),
+    "documents": (packed(None, True), 1, 2),
+    "documents, bidirectional": (packed(None, False), 1, 2),
+    "window": (SpanMask.sliding_window(TOTAL, 20), 1, 2),
+    "documents and window": (packed((20, 0), True), 1, 2),
+    "documents and two-sided window": (packed((20, 5), False), 1, 3),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("name", DEALT)
+def test_rounds_of_a_rank(name: str, balancer: str, num_ranks: int) -> None:
+    mask, own_calls, other_calls = DEALT[name]
+    plan = spanwise.make_plan(mask, num_ranks, balancer=balancer)
+    for rank in range(num_ranks):
+        own = plan.layout.runs(rank)
+        others = subtract_runs(np.array([[0, TOTAL]]), own)
+        assert len(check(mask.select(own, own)).rounds) <= own_calls
+        assert len(check(mask.select(own, others)).rounds) <= other_calls
+
+
+def test_a_mask_of_too_many_calls_is_refused() -> None:
+    rows = np.arange(600)
+    mask = SpanMask((rows % 2)[None], (1000 - rows)[None], 1000)
+    with pytest.raises(ValueError, match="more than 256 calls for this mask of 600 queries and 1000 keys.*flex"):
+        cut(mask)
+
+
+# The same with chunks r and 2P - 1 - r of every document, padded at its end to 2P chunks. Both chunks of a document may
+# read the same keys: two calls are the least then.
+DUAL_CHUNK = {
+    "causal": (True, None, 1, 2),
+    "bidirectional": (False, None, 2, 2),
+    "window": (True, (200, 0), 2, 3),
+    "two-sided window": (False, (150, 90), 4, 5),
+}
+
+
+@pytest.mark.parametrize("name", DUAL_CHUNK)
+def test_rounds_of_documents_in_two_chunks_each(name: str) -> None:
+    causal, window, own_calls, other_calls = DUAL_CHUNK[name]
+    num_ranks, rng = 4, np.random.default_rng(0)
+    lengths = rng.integers(1, 300, 12)
+    chunks = -(-lengths // (2 * num_ranks))
+    offsets = np.cumsum([0, *(chunks * 2 * num_ranks)])
+    start, end = np.zeros((2, 1, offsets[-1]), dtype=int)
+    valid = SpanMask.documents([0, *np.cumsum(lengths)], causal=causal, window=window)
+    for document, (length, offset) in enumerate(zip(lengths, offsets, strict=False)):
+        before = lengths[:document].sum()
+        rows = slice(before, before + length)
+        start[0, offset : offset + length] = valid.start[0, 0, rows] - before + offset
+        end[0, offset : offset + length] = valid.end[0, 0, rows] - before + offset
+    mask = SpanMask(start, end, offsets[-1])
+    for rank in range(num_ranks):
+        firsts = (offsets[:-1, None] + np.array([rank, 2 * num_ranks - 1 - rank]) * chunks[:, None]).ravel()
+        own = np.stack([firsts, firsts + np.repeat(chunks, 2)], axis=1)
+        own = merge_tokens(np.concatenate([np.arange(a, b) for a, b in own]))
+        others = subtract_runs(np.array([[0, offsets[-1]]]), own)
+        calls = [len(check(mask.select(own, keys)).rounds) for keys in (own, others)]
+        assert calls[0] <= own_calls and calls[1] <= other_calls

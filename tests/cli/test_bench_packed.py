@@ -1,0 +1,35 @@
+"""What `spanwise bench packed` compares: the same documents each way, and steps that compute what attention does."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spanwise.cli.bench import packed
+
+
+def test_all_plans_hold_the_same_documents() -> None:
+    cu_seqlens = packed.corpora(2048)["median 64"]
+    for num_ranks in packed.RANKS:
+        plans = packed.plans(cu_seqlens, num_ranks)
+        for plan in plans.values():
+            assert np.array_equal(plan.packing.q_lens, np.diff(cu_seqlens))
+        assert len({int(plan.mask().area().sum()) for plan in plans.values()}) == 1
+        assert (plans["padded"].packing.q_offsets % (2 * num_ranks) == 0).all()
+        assert plans["unpadded"].seq_len == 2048 < plans["padded"].seq_len < 2048 + 2 * num_ranks * len(cu_seqlens)
+
+
+def test_a_row_adds_up() -> None:
+    cu_seqlens = np.array([0, 3, 40, 64])
+    row = packed.measure("documents", cu_seqlens, 4, 2)
+    assert row["documents"] == 3 and row["padding_share"] == 1 - 64 / 72
+    for way in ("padded", "unpadded", "local"):
+        assert 0 < row[way]["busiest"]["min"] <= row[way]["busiest"]["median"] <= row[way]["total"]["median"]
+        assert row[way]["ratio"] == row[way]["busiest"]["min"] / row["padded"]["busiest"]["min"]
+
+
+def test_padding_gets_no_output_and_no_gradient() -> None:
+    plan = packed.plans(np.array([0, 3, 40, 64]), 4)["padded"]
+    out, dq, *_ = packed.rank_step(plan, 0)()
+    hidden = ~torch.from_numpy(plan.packing.valid_q[plan.layout.indices(0)])
+    assert hidden.any() and not out[:, :, hidden].any() and not dq[:, :, hidden].any() and out[:, :, ~hidden].any()

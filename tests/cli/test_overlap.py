@@ -1,0 +1,470 @@
+"""``spanwise overlap``: what it prints, writes and refuses, end to end on small models; graph files; its page."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import html
+import json
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner, Result
+
+from spanwise import _torch
+from spanwise.__main__ import app
+from spanwise.cli import overlap as overlap_command
+from spanwise.cli.overlap import OverlapOptions, parse_groups
+from spanwise.cli.report.overlap_drawing import KINDS, LEFT, RIGHT, WIDTH, Bar, lanes, merged
+from spanwise.hardware import H100
+from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.explain.reasons import reasons
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.files import load_graphs, save_graphs
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.dag import Dag, Kind, Node
+from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.optimize import optimize
+
+SMALL = [
+    "overlap", "--layers", "2", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
+    "--seq-len", "512", "--dp", "2", "--tp", "2",
+]  # fmt: skip
+PLOT = WIDTH - LEFT - RIGHT
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+#: Orders beside, with --torch.
+BESIDE = ["PyTorch, reorder", "PyTorch, buckets", "spanwise, reorder"]
+
+
+def orders(graph: dict[str, Any]) -> list[dict[str, Any]]:
+    """All orders of a graph, as they are shown."""
+    return [graph["before"], *graph["peers"], graph["after"]]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """All that one run writes, and what it prints."""
+    folder = tmp_path_factory.mktemp("overlap")
+    flags = [f"--{name}={folder / f'o.{name}'}" for name in ("html", "json", "trace", "save")]
+    result = run(*SMALL, "--torch", *flags)
+    assert result.exit_code == 0, result.output
+    return folder, result.output
+
+
+@pytest.fixture(scope="module")
+def figures(written: tuple[Path, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((written[0] / "o.json").read_text())
+    return found
+
+
+def test_figures_are_those_of_optimize(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    graphs = load_graphs(written[0] / "o.save")
+    assert figures["groups"] == {"dp": [0, 2], "tp": [0, 1]}
+    for name in ("forward", "backward"):
+        result = optimize(graphs.graphs[name], CostModel(H100, ranks=graphs.ranks))
+        found = figures["graphs"][name]
+        assert found["after"]["makespan"] == pytest.approx(result.timeline.makespan)
+        assert found["before"]["makespan"] == pytest.approx(result.before.makespan)
+        assert found["after"]["bound"] == pytest.approx(result.bounds.makespan)
+        assert found["after"]["peak_bytes"] == result.timeline.peak_bytes <= found["budget_bytes"] == result.budget
+        assert found["nodes"] == len(graphs.graphs[name].graph.nodes)
+
+
+def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    text = written[1]
+    assert "4 ranks = 2 data x 1 context x 2 tensor parallel" in text and "groups: dp 0,2, tp 0,1" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    for name in ("forward", "backward"):
+        found = figures["graphs"][name]
+        for order in orders(found):
+            counts = " / ".join(str(order["counts"][key]) for key in ("hidden", "partly", "exposed"))
+            row = next(row for row in rows if row[0] == order["name"] and row[5].startswith(counts))
+            assert row[6] == str(order["launches"])
+            assert float(row[1].split()[0]) == pytest.approx(order["makespan"], rel=6e-3) or "µs" in row[1]
+        worst = max(found["collectives"], key=lambda one: one["exposed"])
+        called = worst["name"] if worst["members"] == 1 else f"{worst['operator']} of {worst['members']}"
+        assert [called, worst["group"]] in [row[:2] for row in rows]
+    assert figures["command"] in text.replace("\n", " ")
+
+
+def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
+    for found in figures["graphs"].values():
+        assert found["note"] == ""
+        assert [peer["name"] for peer in found["peers"]] == BESIDE
+        reordered, bucketed, ours = found["peers"]
+        assert reordered["launches"] == found["before"]["launches"] > bucketed["launches"]
+        assert reordered["makespan"] < found["before"]["makespan"]
+        assert reordered["bound"] == pytest.approx(found["before"]["bound"])
+        assert all(peer["seconds"] > 0 for peer in found["peers"])
+        # Of the orders without buckets all count the same collectives, a bucket is one, and whose is known if ours.
+        for plain in (reordered, ours):
+            assert sum(plain["counts"].values()) == sum(found["before"]["counts"].values())
+            assert plain["given_counts"] == plain["counts"] and plain["launches"] == found["before"]["launches"]
+        assert sum(bucketed["counts"].values()) <= bucketed["launches"] and bucketed["given_counts"] is None
+        assert sum(found["after"]["given_counts"].values()) == sum(found["before"]["counts"].values())
+
+
+def test_ours_without_buckets_is_what_no_bucket_gives(
+    written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path
+) -> None:
+    given = ["--load", written[0] / "o.save", "--graph", "backward", "--no-bucket", "--torch"]
+    result = run("overlap", *given, "--json", tmp_path / "o.json")
+    assert result.exit_code == 0, result.output
+    plain = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
+    assert [peer["name"] for peer in plain["peers"]] == BESIDE[:2], "it is the row of spanwise"
+    ours = figures["graphs"]["backward"]["peers"][2]
+    assert {**ours, "name": "", "seconds": 0} == {**plain["after"], "name": "", "seconds": 0}
+
+
+def test_the_command_gives_the_same_again(figures: dict[str, Any]) -> None:
+    assert shlex.split(figures["command"]) == ["spanwise", *SMALL, "--torch"]
+
+
+def test_trace_has_all_timelines_of_each_graph(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    events = json.loads((written[0] / "o.trace").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()) == [
+        f"{graph}, {order}" for graph in ("forward", "backward") for order in ("as given", *BESIDE, "spanwise")
+    ]
+    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert tracks == ["compute", "dp", "tp"] * len(names)
+    for process, name in names.items():
+        graph, order = name.split(", ", 1)
+        last = max(event["ts"] + event["dur"] for event in events if event["pid"] == process and event["ph"] == "X")
+        of = {one["name"]: one for one in orders(figures["graphs"][graph])}
+        assert last == pytest.approx(1e3 * of[order]["makespan"])
+
+
+# ---------------------------------------------------------------- the page
+
+
+def drawings(page: str) -> list[ET.Element]:
+    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.S)]
+
+
+def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    page = (written[0] / "o.html").read_text()
+    found = drawings(page)
+    assert len(found) == 10
+    for at, name in enumerate(("forward", "backward")):
+        of = figures["graphs"][name]
+        ends = []
+        for svg, order in zip(found[5 * at : 5 * at + 5], orders(of), strict=True):
+            labels = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "small"]
+            assert labels == ["compute", "dp", "tp"]
+            bars = [rect for rect in svg.iter(f"{SVG}rect")]
+            ends.append(max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) - LEFT)
+            waited = sum(
+                float(bar.get("width", 0)) for bar in bars if "waited" in bar.get("class", "") and bar.get("y") == "5"
+            )
+            shown = PLOT * order["exposed"] / of["before"]["makespan"]
+            assert waited == pytest.approx(shown, rel=0.05)
+        assert ends[0] == pytest.approx(PLOT, abs=1)
+        for end, order in zip(ends, orders(of), strict=True):
+            assert end / ends[0] == pytest.approx(order["makespan"] / of["before"]["makespan"], rel=5e-3)
+
+
+def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], figures: dict[str, Any]) -> None:
+    page = (written[0] / "o.html").read_text()
+    assert "default-src 'none'" in page and not re.search(r"(src|href)=", page)
+    values = {value for value in re.findall(r'<data value="([^"]*)"', page)}
+    for found in figures["graphs"].values():
+        for order in orders(found):
+            assert {str(order[key]) for key in ("makespan", "exposed", "peak_bytes", "launches")} <= values
+        worst = max(found["collectives"], key=lambda one: one["exposed"])
+        assert str(worst["exposed"]) in values
+        assert all(html.escape(why).replace("&#x27;", "&#39;") in page for why in found["after"]["why"])
+    data = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
+    for of_graph, found in zip(data, figures["graphs"].values(), strict=True):
+        assert of_graph["most"] == found["before"]["makespan"]
+        for lanes_, order in zip(of_graph["timelines"], orders(found), strict=True):
+            bars = lanes_[0][1]
+            assert sum(length for _, length, kind, _ in bars if kind == 0) == pytest.approx(order["compute"], rel=1e-3)
+
+
+def test_lanes_of_a_timeline() -> None:
+    nodes = (
+        Node("cast", Kind.COMPUTE, 1.0), Node("s", Kind.START, 4.0, (0,), "1"), Node("x", Kind.COMPUTE, 1.0),
+        Node("w", Kind.WAIT, 0.0, (1,), start=1), Node("view", Kind.COMPUTE, 0.0, (3,)),
+    )  # fmt: skip
+    timeline = simulate(Dag(nodes))
+    compute, group = lanes(timeline, {"1": "dp"})
+    assert (compute.label, group.label) == ("compute", "dp")
+    assert [(bar.begin, bar.end, KINDS[bar.kind]) for bar in compute.bars] == [
+        (0.0, 1.0, "local"), (1.0, 2.0, "local"), (2.0, 5.0, "waited")
+    ]  # fmt: skip
+    assert [(bar.begin, bar.end, KINDS[bar.kind]) for bar in group.bars] == [
+        (1.0, 5.0, "exchange"), (2.0, 5.0, "waited")
+    ]  # fmt: skip
+    assert compute.bars[2].name == "waits for s (dp)"
+    compute, group = lanes(timeline, {}, reasons(timeline))
+    assert compute.bars[2].name == "waits for s (1); no independent compute"
+    assert group.bars[1].name == "s, exposed; no independent compute"
+
+
+def test_thin_bars_are_drawn_together() -> None:
+    """Ten thousand bars of a hundredth of a pixel become a hundred or so, and none is left out."""
+    bars = tuple(Bar(i * 0.01, (i + 1) * 0.01, 0, f"n{i}") for i in range(10_000))
+    drawn = merged(bars, 1.0)
+    assert 40 < len(drawn) < 120 and sum(count for _, count in drawn) == len(bars)
+    assert drawn[0][0].begin == 0.0 and drawn[-1][0].end == pytest.approx(100.0)
+    apart = tuple(Bar(10.0 * i, 10.0 * i + 0.5, 0, f"n{i}") for i in range(5))
+    assert [count for _, count in merged(apart, 1.0)] == [1] * 5
+    thick = tuple(Bar(2.0 * i, 2.0 * i + 2.0, 0, f"n{i}") for i in range(5))
+    assert [bar for bar, _ in merged(thick, 1.0)] == list(thick)
+
+
+# ---------------------------------------------------------------- context parallelism
+
+
+@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path) -> None:
+    result = run(*SMALL, "--layers", 1, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["groups"]["cp (K/V)"] == [0, 2]
+    for graph in found["graphs"].values():
+        of_cp = [one for one in graph["collectives"] if one["group"] == "cp (K/V)"]
+        assert len(of_cp) == 1  # of one layer
+        assert sum(one["exposed"] for one in of_cp) < sum(one["ms"] for one in of_cp)
+    assert "cp (K/V)" in result.output
+
+
+# ---------------------------------------------------------------- measured costs
+
+
+def test_costs_are_measured_once(tmp_path: Path) -> None:
+    sizes = {
+        "layers": 1,
+        "dim": 64,
+        "heads": 4,
+        "kv-heads": 2,
+        "ffn": 128,
+        "vocab": 64,
+        "seq-len": 64,
+        "dp": 2,
+        "tp": 2,
+    }
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    given = [*flags, "--device", "cpu", "--hardware", "cpu", "--costs", "measured", "--graph", "forward"]
+    results = []
+    for name in ("first", "second"):
+        flags = ["--measurements", tmp_path / "ms.json", "--json", tmp_path / name]
+        result = run("overlap", *given, *flags)
+        assert result.exit_code == 0, result.output
+        graph = json.loads((tmp_path / name).read_text())["graphs"]["forward"]
+        (kinds, now) = re.findall(r"(\d+) kinds of operators measured on this cpu, (\d+) of them now", graph["note"])[0]
+        results.append((int(kinds), int(now), graph["before"]["makespan"]))
+    (kinds, now, makespan), again = results
+    assert kinds == now > 10 and again == (kinds, 0, makespan)
+    assert "collectives are priced by CPU host" in graph["note"]
+
+
+# ---------------------------------------------------------------- graph files
+
+
+def test_saved_graphs_are_the_same(written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path) -> None:
+    folder, _ = written
+    result = run("overlap", "--load", folder / "o.save", "--json", tmp_path / "again.json")
+    assert result.exit_code == 0, result.output
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["groups"] == figures["groups"]
+
+    for name, graph in again["graphs"].items():
+        expected = figures["graphs"][name]
+        seconds = {"seconds": graph["after"]["seconds"]}
+        assert graph == {**expected, "after": {**expected["after"], **seconds}, "peers": []}
+
+
+@pytest.fixture(scope="module")
+def small_graph() -> torch.fx.GraphModule:
+    return capture(CaptureConfig(layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, dp=2)).forward
+
+
+def test_a_graph_file_keeps_what_the_dag_is_made_of(small_graph: torch.fx.GraphModule, tmp_path: Path) -> None:
+    save_graphs(tmp_path / "g", {"one": small_graph})
+    found = load_graphs(tmp_path / "g")
+    assert found.ranks == {} and list(found.graphs) == ["one"]
+    before, after = (to_dag(graph, lambda node: float(len(node.name))) for graph in (small_graph, found.graphs["one"]))
+    assert (before.dag.nodes, before.dag.storages) == (after.dag.nodes, after.dag.storages)
+
+
+@contextlib.contextmanager
+def two_ranks() -> Iterator[str]:
+    """A process group of two, by its name."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=_torch.fake_store())
+    assert dist.group.WORLD is not None
+    try:
+        yield _torch.group_name(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_of_this_process_are_saved_with_the_graph(tmp_path: Path) -> None:
+    with two_ranks() as name:
+        graph = torch.fx.Graph()
+        ops = torch.ops._c10d_functional
+        start = graph.call_function(ops.all_gather_into_tensor.default, (graph.placeholder("x"), 2, name))
+        graph.output(graph.call_function(ops.wait_tensor.default, (start,)))
+        save_graphs(tmp_path / "g", {"g": torch.fx.GraphModule({}, graph)})
+        save_graphs(tmp_path / "own", {"g": torch.fx.GraphModule({}, graph)}, ranks={name: [4, 6]}, labels={name: "x"})
+    assert load_graphs(tmp_path / "g").ranks == {name: (0, 1)}
+    found = load_graphs(tmp_path / "own")
+    assert (found.ranks, found.labels) == ({name: (4, 6)}, {name: "x"})
+
+
+class Gathered(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "0")
+        y = (x @ x.T).relu()
+        return torch.ops._c10d_functional.wait_tensor(gathered).sum() + y.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_a_program_of_torch_export(tmp_path: Path) -> None:
+    with two_ranks():
+        program = torch.export.export(Gathered(), (torch.randn(16, 16),)).run_decompositions()
+        torch.export.save(program, tmp_path / "m.pt2")
+    unknown = run("overlap", "--load", tmp_path / "m.pt2")
+    assert unknown.exit_code == 2
+    assert "no process group '0' here" in unknown.stderr and "--group NAME=RANKS" in unknown.stderr
+    known = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0,1", "--torch", "--json", tmp_path / "o.json")
+    assert known.exit_code == 0, known.output
+    assert "cannot run here" not in known.output
+    (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
+    assert (one["operator"], one["group"], one["num_bytes"]) == ("all_gather_into_tensor", "0", 2 * 16 * 16 * 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_sizes_that_a_program_leaves_open(tmp_path: Path) -> None:
+    with two_ranks():
+        rows = torch.export.Dim("rows", min=4, max=4096)
+        example = torch.randn(16, 16)
+        program = torch.export.export(Gathered(), (example,), dynamic_shapes=({0: rows, 1: None},))
+        torch.export.save(program.run_decompositions(), tmp_path / "m.pt2")
+    for size in (64, 128):
+        flags = ["--group", "0=0-1", "--dynamic-size", size, "--json", tmp_path / "o.json"]
+        result = run("overlap", "--load", tmp_path / "m.pt2", *flags)
+        assert result.exit_code == 0, result.output
+        (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
+        assert one["num_bytes"] == 2 * size * 16 * 4
+    none = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0-1", "--dynamic-size", 0)
+    assert none.exit_code == 2 and "--dynamic-size must be at least 1, got 0" in none.stderr
+
+
+def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: Path) -> None:
+    save_graphs(tmp_path / "g", {"one": small_graph})
+    data = (tmp_path / "g").read_bytes()
+    for name, content, text in (
+        ("none", b"hello", "holds no graphs"),
+        ("zip", b"PK\x03\x04 and so on", "is a zip file without a program of torch.export"),
+        ("short", data[:-10], "is damaged: "),
+        ("head", b"spanwise graphs 1\n{}\n", "its second line does not say"),
+        ("body", data[:-3000] + bytes(3000), "cannot be read by torch"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=text):
+            load_graphs(tmp_path / name)
+        result = run("overlap", "--load", tmp_path / name)
+        assert result.exit_code == 2 and text in result.stderr
+    assert "cannot read --load" in run("overlap", "--load", tmp_path / "absent").stderr
+    with pytest.raises(ValueError, match="no graph to save"):
+        save_graphs(tmp_path / "g", {})
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tp", 3], "kv_heads must be a multiple of tp = 3, got 4"),
+        (["--dp", 3], "must be a multiple of"),
+        (["--layers", 0], "--layers must be between 1 and 256, got 0"),
+        (["--vocab", -1], "--vocab must be 0, for layers alone, or more, got -1"),
+        (["--device", "tpu"], 'device must be "cuda" or "cpu", got \'tpu\''),
+        (["--exchange", "ring", "--cp", 2], "--exchange must be needed or all_gather, got 'ring'"),
+        (["--hardware", "abacus"], "cannot read --hardware 'abacus'"),
+        (["--costs", "guessed"], "--costs must be roofline or measured, got 'guessed'"),
+        (["--measurements", "ms.json"], "--measurements ms.json is a file for --costs measured"),
+        (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
+        (["--group", "1=0-3"], "--group 1=0-3 is for groups of --load"),
+        (["--load", "x", "--dp", 4], "--dp say what model to capture"),
+        (["--html", "/no/such/folder/o.html"], "cannot write /no/such/folder/o.html"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(arguments: list[object], text: str) -> None:
+    base = ["overlap"] if "--load" in arguments else SMALL
+    result = run(*base, *arguments)
+    assert result.exit_code == 2 and text in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--graph", "sideways"], "--graph must be both or one of forward, backward, got 'sideways'"),
+        (["--budget", 1000], "no order was found that takes 1,000 bytes"),
+        (["--group", "1=0-7"], "--group 1=0-7 has 8 ranks; by the node 'all_gather_into_tensor' the group has 2"),
+        (
+            ["--group", "dp=0,2"],
+            "--group dp: no collective of the graphs is of such a group; their groups: 1 (dp), 2 (tp)",
+        ),
+        (["--multiplier", 0], "the multiplier must be positive and finite, got 0"),
+    ],
+    ids=str,
+)
+def test_options_that_a_graph_does_not_allow(arguments: list[object], text: str, written: tuple[Path, str]) -> None:
+    result = run("overlap", "--load", written[0] / "o.save", *arguments)
+    assert result.exit_code == 2 and text in result.stderr
+
+
+def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
+    peak = figures["graphs"]["backward"]["before"]["peak_bytes"]
+    given = ["--load", written[0] / "o.save", "--graph", "backward", "--budget", peak, "--no-bucket"]
+    result = run("overlap", *given, "--json", tmp_path / "o.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
+    assert found["after"]["peak_bytes"] <= found["budget_bytes"] == peak
+    assert found["after"]["launches"] == found["before"]["launches"]
+    assert all(one["members"] == 1 for one in found["collectives"])
+
+
+def test_other_ranks_for_a_group(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
+    """As many, elsewhere: on another node gathers take longer."""
+    given = ["--load", written[0] / "o.save", "--graph", "forward", "--group", "1=0,8", "--json", tmp_path / "o.json"]
+    result = run("overlap", *given)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["groups"]["dp"] == [0, 8]
+    assert found["graphs"]["forward"]["before"]["makespan"] > 1.2 * figures["graphs"]["forward"]["before"]["makespan"]
+
+
+def test_groups_by_ranks() -> None:
+    assert parse_groups(["1=0-3", "2=0,8", "3=0-56:8", "4=5"]) == {
+        "1": (0, 1, 2, 3), "2": (0, 8), "3": tuple(range(0, 64, 8)), "4": (5,)
+    }  # fmt: skip
+    for wrong in ("1", "1=", "1=a", "1=0,0", "1=-1", "1=3-1"):
+        with pytest.raises(ValueError, match="--group takes NAME=RANKS"):
+            parse_groups([wrong])
+
+
+def test_the_command_line_of_options() -> None:
+    options = OverlapOptions(dp=4, bucket=False, torch=True, group=("a=0-1", "b=0"), html="x.html")
+    assert options.command() == "spanwise overlap --dp 4 --group a=0-1 --group b=0 --no-bucket --torch"
+    names = {field.name for field in dataclasses.fields(OverlapOptions)}
+    assert set(overlap_command._MODEL) <= names

@@ -1,0 +1,458 @@
+"""Balancers: golden layouts, balance and traffic on known masks, properties for any shape, errors."""
+
+from __future__ import annotations
+
+import heapq
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.layouts.balancers import (
+    LPT,
+    PTRR,
+    Contiguous,
+    HeadTail,
+    LayoutProblem,
+    LoadBalancer,
+    assign_layout,
+    resolve,
+)
+from spanwise.layouts.layout import Layout
+from spanwise.masks.span_mask import SpanMask
+
+TOKEN_GRANULAR = ("contiguous", "head_tail", "per_document_head_tail")
+NAMES = (*TOKEN_GRANULAR, "ptrr", "lpt", "spt")
+TIMES = [9, 14, 2, 20, 10, 15, 8, 14, 16, 19, 15, 3, 12, 1, 12, 10]
+
+
+def problem_of(mask, **others):
+    return LayoutProblem({"default": mask}, **others)
+
+
+def stacked(*masks):
+    """One batched mask of unbatched one-span masks."""
+    return SpanMask(np.stack([m.start[0] for m in masks]), np.stack([m.end[0] for m in masks]), masks[0].kv_len)
+
+
+def work_per_rank(layout, area, row=0):
+    total = np.append(0, np.cumsum(area[row if len(area) > 1 else 0]))
+    runs = [layout.runs(rank, row) for rank in range(layout.num_ranks)]
+    return np.array([(total[r[:, 1]] - total[r[:, 0]]).sum() for r in runs])
+
+
+def imbalance(layout, problem, row=0):
+    work = work_per_rank(layout, problem.area, row)
+    return work.max() / work.mean()
+
+
+def mean_recv_tokens(layout, mask):
+    """Mean over ranks of the K/V tokens that a rank reads and does not hold."""
+    recv = []
+    for rank in range(layout.num_ranks):
+        needed = np.zeros(layout.seq_len, dtype=bool)
+        for start, stop in mask.keys_read(layout.runs(rank)):
+            needed[start:stop] = True
+        needed[layout.indices(rank)] = False
+        recv.append(needed.sum())
+    return np.mean(recv)
+
+
+# --- golden layouts ---------------------------------------------------------------------------------------------------
+
+
+def test_contiguous_of_a_length_that_does_not_divide():
+    layout = assign_layout("contiguous", problem_of(SpanMask.causal(11)), 3)
+    np.testing.assert_array_equal(layout.pieces(), [[0, 0, 4], [1, 4, 8], [2, 8, 11]])
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "pieces"),
+    [
+        (8, [[0, 0, 2], [0, 6, 8], [1, 2, 6]]),
+        (9, [[0, 0, 3], [0, 7, 9], [1, 3, 7]]),  # one left-over token: head of rank 0
+        (10, [[0, 0, 3], [0, 8, 10], [1, 3, 8]]),  # heads of ranks 0 and 1
+        (11, [[0, 0, 3], [0, 8, 11], [1, 3, 8]]),  # heads, then the tail of rank 0
+    ],
+)
+def test_head_tail_of_any_length(seq_len, pieces):
+    layout = assign_layout("head_tail", problem_of(SpanMask.causal(seq_len)), 2)
+    np.testing.assert_array_equal(layout.pieces(), pieces)
+
+
+def test_per_document_head_tail_as_documented():
+    cu_seqlens = [0, 4, 12, 16]
+    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
+    layout = assign_layout("per_document_head_tail", problem, 2)
+    assert layout.indices(0).tolist() == [0, 3, 4, 5, 10, 11, 12, 15]
+    assert layout.indices(1).tolist() == [1, 2, 6, 7, 8, 9, 13, 14]
+
+
+def test_per_document_head_tail_deals_left_over_tokens_over_documents():
+    # 2 ranks, lengths 1 2 0 3: tokens go to head 0 | head 1, tail 0 | | tail 1, head 0, head 1.
+    cu_seqlens = [0, 1, 3, 3, 6]
+    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
+    layout = assign_layout("per_document_head_tail", problem, 2)
+    assert layout.indices(0).tolist() == [0, 2, 3]  # the third document in chunk order: head 0, head 1, tail 1
+    assert layout.indices(1).tolist() == [1, 4, 5]
+
+
+def test_per_document_head_tail_of_equal_short_documents_is_balanced():
+    # Were left-over tokens always heads, rank r would get token r of every document.
+    cu_seqlens = np.arange(0, 8 * 64 + 1, 8)
+    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
+    assert imbalance(assign_layout("per_document_head_tail", problem, 8), problem) == 1.0
+
+
+def test_each_batch_row_has_its_own_documents():
+    cu_seqlens = [[0, 3, 13], [0, 7, 8, 13]]
+    mask = stacked(*[SpanMask.documents(cu) for cu in cu_seqlens])
+    layout = assign_layout("per_document_head_tail", problem_of(mask, cu_seqlens=cu_seqlens), 3)
+    assert layout.batch_size == 2
+    for row, cu in enumerate(cu_seqlens):
+        alone = assign_layout("per_document_head_tail", problem_of(mask.row(row), cu_seqlens=cu), 3)
+        np.testing.assert_array_equal(layout.pieces(row), alone.pieces())
+
+
+def stub_problem(**figures):
+    """A problem whose blocks of one token have the given figures; balancers read attributes and nothing else."""
+    (table,) = (np.atleast_2d(value) for value in figures.values())
+    batch, num_blocks = table.shape
+    shape = {"seq_len": num_blocks, "num_blocks": num_blocks, "block_size": 1, "batch_size": batch}
+    return SimpleNamespace(**shape, **{name: table for name in figures})
+
+
+def test_ptrr_documented_example():
+    owner = PTRR().assign(stub_problem(block_counts=TIMES), 4)[0]
+    blocks = [np.flatnonzero(owner == rank).tolist() for rank in range(4)]
+    assert blocks == [[3, 12, 13, 14], [2, 4, 7, 9], [1, 8, 11, 15], [0, 5, 6, 10]]
+
+
+def test_lpt_by_hand():
+    # Heaviest first 7 6 5 4 3 1: ranks 0 1 | 5 to 1 (6 < 7), 4 to 0 | both hold 11: 3 to 0 | 1 to 1.
+    assert LPT().assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[1, 0, 0, 1, 1, 0]]
+    # Shortest first 1 3 4 5 6 7 deals in turn.
+    spt = LPT(longest_first=False)
+    assert spt.assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[0, 1, 1, 1, 0, 0]]
+
+
+def test_lpt_with_and_without_equal_tokens():
+    # One block outweighs all others: with equal counts its rank must take a second one, without it need not.
+    work = stub_problem(block_area=[10, 1, 1, 1])
+    assert LPT().assign(work, 2).tolist() == [[0, 1, 1, 0]]
+    assert LPT(equal_tokens=False).assign(work, 2).tolist() == [[0, 1, 1, 1]]
+
+
+def test_lpt_takes_the_left_over_block_where_it_costs_least():
+    # Five blocks, four ranks: the two lightest share a rank, not the first rank's heaviest one with the lightest.
+    owner = LPT().assign(stub_problem(block_area=[9, 8, 7, 2, 1]), 4)[0]
+    assert owner[3] == owner[4] == 0
+    assert sorted(owner.tolist()) == [0, 0, 1, 2, 3]
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(1, 9), st.booleans())
+def test_list_scheduling_bound(work, num_ranks, longest_first):
+    owner = LPT(longest_first, equal_tokens=False).assign(stub_problem(block_area=work), num_ranks)[0]
+    load = np.bincount(owner, weights=work, minlength=num_ranks)
+    # Graham's bound for any order: the last block to end began when no rank was idle.
+    assert load.max() <= sum(work) / num_ranks + (1 - 1 / num_ranks) * max(work) + 1e-9
+    heap = [0] * num_ranks
+    for block in sorted(work, reverse=longest_first):
+        heapq.heapreplace(heap, heap[0] + block)
+    assert sorted(load) == sorted(heap)
+
+
+# --- balance and traffic on known masks -------------------------------------------------------------------------------
+
+# Documents and sliding window at 131,072 tokens: imbalance and mean K/V tokens received, of contiguous chunks.
+CONTIGUOUS = {
+    8: [(1.839, 2_206), (2.081, 2_445), (2.748, 4_270)],
+    64: [(3.239, 4_252), (3.731, 3_586), (4.539, 5_214)],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_balance_on_packed_documents(seed, num_ranks):
+    cu_seqlens = document_offsets(131_072, seed)
+    mask = SpanMask.documents(cu_seqlens)
+    problem = problem_of(mask, cu_seqlens=cu_seqlens)
+    layouts = {name: assign_layout(name, problem, num_ranks) for name in NAMES}
+    ratio = {name: imbalance(layout, problem) for name, layout in layouts.items()}
+    expected, recv_tokens = CONTIGUOUS[num_ranks][seed]
+    assert round(ratio["contiguous"], 3) == expected
+    assert round(mean_recv_tokens(layouts["contiguous"], mask)) == recv_tokens
+    assert 1.5 < ratio["head_tail"] < 2.7  # whole-sequence head-tail is made for causal masks, not for these
+    assert ratio["per_document_head_tail"] < 1.002
+    assert ratio["ptrr"] < (1.02 if num_ranks == 8 else 1.07)
+    assert ratio["lpt"] < (1.0005 if num_ranks == 8 else 1.003)
+    assert ratio["spt"] < (1.02 if num_ranks == 8 else 1.16)
+
+
+def test_balance_on_causal():
+    mask = SpanMask.causal(131_072)
+    problem = problem_of(mask)
+    contiguous, head_tail = (assign_layout(name, problem, 8) for name in ("contiguous", "head_tail"))
+    assert round(imbalance(contiguous, problem), 3) == 1.875
+    assert mean_recv_tokens(contiguous, mask) == 57_344
+    assert imbalance(head_tail, problem) == 1.0
+    assert mean_recv_tokens(head_tail, mask) == 86_016
+    assert imbalance(assign_layout("ptrr", problem, 8), problem) < 1.0001
+    assert imbalance(assign_layout("lpt", problem, 8), problem) < 1.0001
+
+
+@pytest.mark.parametrize(("num_ranks", "recv_tokens"), [(8, 3_584), (64, 4_000)])
+def test_balance_on_sliding_window(num_ranks, recv_tokens):
+    mask = SpanMask.sliding_window(131_072, 4_096)
+    problem = problem_of(mask)
+    layout = assign_layout("contiguous", problem, num_ranks)
+    assert round(imbalance(layout, problem), 3) == 1.016
+    assert mean_recv_tokens(layout, mask) == recv_tokens
+
+
+def test_balance_of_every_batch_row():
+    offsets = [document_offsets(16_384, seed) for seed in (0, 1)]
+    problem = problem_of(stacked(*map(SpanMask.documents, offsets)), cu_seqlens=offsets, block_size=32)
+    for name, bound in (("per_document_head_tail", 1.003), ("ptrr", 1.01), ("lpt", 1.001)):
+        layout = assign_layout(name, problem, 8)
+        assert layout.batch_size == 2
+        assert max(imbalance(layout, problem, row) for row in range(2)) < bound, name
+
+
+def test_weights_decide_what_is_balanced():
+    cu_seqlens = np.append(0, np.arange(1024, 4097, 64))  # one long document, then short ones
+    masks = {"documents": SpanMask.documents(cu_seqlens), "causal": SpanMask.causal(4096)}
+    problem = LayoutProblem(masks, weights={"documents": 30}, block_size=64)
+    np.testing.assert_array_equal(problem.area, 30 * masks["documents"].area() + masks["causal"].area())
+    counts = 30 * masks["documents"].block_counts(64) + masks["causal"].block_counts(64)
+    np.testing.assert_array_equal(problem.block_counts, counts)
+    np.testing.assert_array_equal(problem.block_area, problem.area.reshape(1, 64, 64).sum(axis=2))
+    assert imbalance(assign_layout("lpt", problem, 4), problem) < 1.005
+    assert imbalance(assign_layout("lpt", LayoutProblem(masks, block_size=64), 4), problem) > 1.2
+
+
+def test_figures_do_not_depend_on_the_order_of_masks():
+    masks = {"a": SpanMask.causal(64), "b": SpanMask.full(64), "c": SpanMask.sliding_window(64, 5)}
+    weights = {"a": 0.1, "b": 1 / 3, "c": 0.7}
+    first = LayoutProblem(masks, weights, block_size=8)
+    second = LayoutProblem(dict(reversed(masks.items())), weights, block_size=8)
+    assert first.area.dtype == np.float64
+    np.testing.assert_array_equal(first.area, second.area)
+    np.testing.assert_array_equal(first.block_counts, second.block_counts)
+    assert LayoutProblem(masks).area.dtype == LayoutProblem(masks).block_area.dtype == np.int64
+
+
+# --- any shape --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    seq_len = draw(st.integers(1, 300))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.lists(st.integers(0, seq_len), max_size=8))
+        rows.append(np.array([0, *sorted(cuts), seq_len]))  # equal cuts are documents of length 0
+    documents = stacked(*[SpanMask.documents(row) for row in rows])
+    masks = {"documents": documents, "causal": SpanMask.causal(seq_len)}
+    weights = draw(st.sampled_from([None, {"causal": 3}, {"documents": 0.25}]))
+    cu_seqlens = rows if len(rows) > 1 or draw(st.booleans()) else rows[0]
+    return LayoutProblem(masks, weights, block_size=draw(st.integers(1, 40)), cu_seqlens=cu_seqlens)
+
+
+@given(problems(), st.integers(1, 12), st.sampled_from(NAMES))
+def test_any_problem_tiles_evenly(problem, num_ranks, name):
+    layout = assign_layout(name, problem, num_ranks)  # building it has checked that the runs tile the sequence
+    assert (layout.seq_len, layout.num_ranks) == (problem.seq_len, num_ranks)
+    assert layout.batch_size == (1 if name in ("contiguous", "head_tail") else problem.batch_size)
+    tokens = layout.tokens_per_rank
+    assert tokens.sum() == problem.seq_len
+    if name in TOKEN_GRANULAR:
+        expected = problem.seq_len // num_ranks + (np.arange(num_ranks) < problem.seq_len % num_ranks)
+        np.testing.assert_array_equal(tokens, expected)
+    else:
+        blocks = -(-tokens // problem.block_size)
+        assert blocks.max() - blocks.min() <= 1
+        assert tokens.max() - tokens.min() <= problem.block_size
+        short = [
+            np.flatnonzero([problem.seq_len - 1 in layout.indices(r, b) for r in range(num_ranks)]).item()
+            for b in range(layout.batch_size)
+        ]
+        if problem.seq_len % problem.block_size:
+            assert len(set(short)) == 1  # a short last block has one owner in every row, and it holds most blocks
+            assert blocks[short[0]] == blocks.max()
+    restored = layout.rearrange_indices().gather(1, layout.restore_indices())
+    assert torch.equal(restored, torch.arange(problem.seq_len).expand(layout.batch_size, -1))
+
+
+@given(problems(), st.integers(1, 12), st.sampled_from(NAMES))
+def test_the_same_problem_gives_the_same_layout(problem, num_ranks, name):
+    again = LayoutProblem(problem.masks, problem.weights, problem.block_size, problem.cu_seqlens)
+    assert assign_layout(name, again, num_ranks) == assign_layout(name, problem, num_ranks)
+
+
+@given(problems(), st.integers(1, 12))
+def test_lpt_without_equal_tokens_tiles(problem, num_ranks):
+    balancer = LPT(equal_tokens=False)
+    if problem.batch_size > 1:
+        with pytest.raises(ValueError, match=f"got batch {problem.batch_size}: use equal_tokens=True, or batch 1"):
+            assign_layout(balancer, problem, num_ranks)
+    else:
+        assert assign_layout(balancer, problem, num_ranks).tokens_per_rank.sum() == problem.seq_len
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_ranks_than_tokens(name):
+    cu_seqlens = [0, 1, 3]
+    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens, block_size=1)
+    layout = assign_layout(name, problem, 5)
+    assert sorted(layout.tokens_per_rank.tolist()) == [0, 0, 1, 1, 1]
+
+
+# --- a user's own balancer --------------------------------------------------------------------------------------------
+
+
+class Returns:
+    """A balancer that returns what it was made with."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def assign(self, problem, num_ranks):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [0, 1, 1, 0],
+        np.array([0, 1, 1, 0], dtype=np.uint8),
+        torch.tensor([[0, 1, 1, 0]]),
+        Layout.from_runs([[[[0, 4], [12, 14]], [[4, 12]]]], 14),
+    ],
+)
+def test_user_balancer(answer):
+    layout = assign_layout(Returns(answer), problem_of(SpanMask.causal(14), block_size=4), 2)
+    np.testing.assert_array_equal(layout.pieces(), [[0, 0, 4], [0, 12, 14], [1, 4, 12]])
+
+
+def test_user_balancer_that_reads_the_problem():
+    class ByDocument:
+        """Whole documents, in turn: no traffic at all."""
+
+        def assign(self, problem, num_ranks):
+            ((*starts, seq_len),) = problem.cu_seqlens_rows
+            stops = [*starts[1:], seq_len]
+            ranks = np.arange(len(starts)) % num_ranks
+            return Layout([np.column_stack([ranks, starts, stops])], num_ranks, problem.seq_len)
+
+    assert isinstance(ByDocument(), LoadBalancer)
+    cu_seqlens = [0, 5, 7, 19, 20]
+    mask = SpanMask.documents(cu_seqlens)
+    layout = assign_layout(ByDocument(), problem_of(mask, cu_seqlens=cu_seqlens), 2)
+    np.testing.assert_array_equal(layout.pieces(), [[0, 0, 5], [0, 7, 19], [1, 5, 7], [1, 19, 20]])
+    assert mean_recv_tokens(layout, mask) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "integers, got dtype object"),
+        ([0.0, 1.0, 1.0, 0.0], "integers, got dtype float64"),
+        ([0, 1, 1], r"must have shape \[4\] or \[batch, 4\] \(seq_len 14, block_size 4\), got \[3\]"),
+        ([[[0, 1, 1, 0]]], r"got \[1, 1, 4\]"),
+        ([[0, 1], [0]], "inhomogeneous"),
+        ([0, 1, 2, 0], r"ranks in \[0, 2\), got 2"),
+        ([0, 1, -1, 0], r"ranks in \[0, 2\), got -1"),
+        ([[0, 1, 1, 0]] * 3, "layout of batch 3, wanted 1 or 2"),
+        ([[0, 1, 1, 0], [0, 1, 1, 1]], "rank 0 gets 6 in row 0 and 4 in row 1"),
+        (Layout([[[0, 0, 12]]], 2, 12), r"layout of \(seq_len, num_ranks\) \(12, 2\), wanted \(14, 2\)"),
+        (Layout([[[0, 0, 14]]], 3, 14), r"layout of \(seq_len, num_ranks\) \(14, 3\), wanted \(14, 2\)"),
+    ],
+)
+def test_user_balancer_with_a_bad_answer(answer, message):
+    mask = stacked(SpanMask.causal(14), SpanMask.full(14))
+    with pytest.raises(ValueError, match=f"balancer Returns.*{message}"):
+        assign_layout(Returns(answer), problem_of(mask, block_size=4), 2)
+
+
+def test_an_error_inside_a_user_balancer_is_left_alone():
+    class Broken:
+        def assign(self, problem, num_ranks):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        assign_layout(Broken(), problem_of(SpanMask.causal(4)), 2)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_resolve():
+    assert resolve("contiguous") == Contiguous()
+    assert resolve("lpt") == LPT() != resolve("spt") == LPT(longest_first=False)
+    for name in NAMES:
+        assert isinstance(resolve(name), LoadBalancer)
+    mine = HeadTail()
+    assert resolve(mine) is mine
+    with pytest.raises(
+        ValueError, match="unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt', 'local' or an obj"
+    ):
+        resolve("headtail")
+    with pytest.raises(ValueError, match=r"got the class PTRR: pass PTRR\(\)"):
+        resolve(PTRR)
+    with pytest.raises(ValueError, match=r"needs a method assign\(problem, num_ranks\), 7 has none"):
+        resolve(7)
+
+
+CAUSAL = SpanMask.causal(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"masks": {}}, "at least one mask"),
+        ({"masks": {"m": SpanMask.full(8, 9)}}, "mask 'm' has q_len 8 and kv_len 9"),
+        ({"masks": {"a": CAUSAL, "b": SpanMask.causal(9)}}, "one length, but 'a' has 8 tokens and 'b' has 9"),
+        (
+            {"masks": {"a": stacked(CAUSAL, CAUSAL), "b": stacked(CAUSAL, CAUSAL, CAUSAL)}},
+            "mask 'a' has batch 2, must be 1 or 3",
+        ),
+        ({"weights": {"n": 1}}, r"weight for mask 'n', but the masks are \['m'\]"),
+        ({"weights": {"m": 0}}, "weight of mask 'm' must be positive and finite, got 0"),
+        ({"weights": {"m": float("nan")}}, "must be positive and finite, got nan"),
+        ({"weights": {"m": float("inf")}}, "must be positive and finite, got inf"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"cu_seqlens": [0, 5, 3, 8]}, "cu_seqlens must not decrease, got 3 after 5"),
+        ({"cu_seqlens": [1, 8]}, "begin with 0, got 1"),
+        ({"cu_seqlens": [0, 7]}, "cu_seqlens must end with seq_len 8, got 7"),
+        ({"cu_seqlens": [0.0, 8.0]}, "integers"),
+        ({"cu_seqlens": [[0, 8], [0, 8]]}, "cu_seqlens has 2 rows, must have 1 or 1"),
+        ({"cu_seqlens": []}, "cu_seqlens"),
+    ],
+)
+def test_layout_problem_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LayoutProblem(**({"masks": {"m": CAUSAL}} | arguments))
+
+
+def test_cu_seqlens_forms():
+    rows = [[0, 3, 8], [0, 8, 8]]
+    batched = stacked(CAUSAL, CAUSAL)
+    for given_rows in (rows, np.array(rows), torch.tensor(rows), [torch.tensor(r) for r in rows]):
+        problem = problem_of(batched, cu_seqlens=given_rows)
+        assert [row.tolist() for row in problem.cu_seqlens_rows] == rows
+    for one in ([0, 8], (0, 8), np.array([0, 8], np.int32), torch.tensor([0, 8]), [[0, 8]]):
+        assert [row.tolist() for row in problem_of(batched, cu_seqlens=one).cu_seqlens_rows] == [[0, 8]]
+    assert problem_of(CAUSAL).cu_seqlens_rows is None
+
+
+def test_assign_layout_refuses():
+    problem = problem_of(CAUSAL)
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        assign_layout("contiguous", problem, 0)
+    with pytest.raises(ValueError, match="'per_document_head_tail' needs cu_seqlens.*give cu_seqlens, or choose"):
+        assign_layout("per_document_head_tail", problem, 2)

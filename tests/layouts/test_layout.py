@@ -1,0 +1,173 @@
+"""Layout: runs per rank, permutation and inverse, validation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanwise.layouts.layout import Layout, ragged_arange
+
+
+@st.composite
+def token_owners(draw):
+    """Owner of every token ``[batch, seq_len]``, all rows with the same tokens per rank; and the number of ranks."""
+    num_ranks = draw(st.integers(1, 6))
+    first = draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=40))
+    others = [draw(st.permutations(first)) for _ in range(draw(st.integers(0, 2)))]
+    return np.array([first, *others]), num_ranks
+
+
+@given(token_owners())
+def test_matches_owner_per_token(case):
+    owner, num_ranks = case
+    batch, seq_len = owner.shape
+    layout = Layout.from_owners(owner, num_ranks, seq_len, block_size=1)
+    assert (layout.batch_size, layout.num_ranks, layout.seq_len) == (batch, num_ranks, seq_len)
+    for row in range(batch):
+        shards = [np.flatnonzero(owner[row] == rank) for rank in range(num_ranks)]
+        for rank, tokens in enumerate(shards):
+            runs = layout.runs(rank, row)
+            assert runs.dtype == np.int64 and runs.shape[1:] == (2,)
+            assert (runs[:, 0] < runs[:, 1]).all()
+            assert (runs[1:, 0] > runs[:-1, 1]).all()  # ascending, disjoint and not adjacent
+            np.testing.assert_array_equal(layout.indices(rank, row), tokens)
+            assert layout.num_tokens(rank) == layout.tokens_per_rank[rank] == len(tokens)
+        np.testing.assert_array_equal(layout.rearrange_indices()[row].numpy(), np.concatenate(shards))
+    x = torch.randn(batch, seq_len, 3)
+    rearranged = x.take_along_dim(layout.rearrange_indices()[..., None], dim=1)
+    assert torch.equal(rearranged.take_along_dim(layout.restore_indices()[..., None], dim=1), x)
+    assert layout.rearrange_indices().dtype == layout.restore_indices().dtype == torch.int64
+
+
+@given(token_owners())
+def test_every_way_to_build_gives_an_equal_layout(case):
+    owner, num_ranks = case
+    batch, seq_len = owner.shape
+    layout = Layout.from_owners(owner, num_ranks, seq_len, block_size=1)
+    from_runs = Layout.from_runs([[layout.runs(r, b) for r in range(num_ranks)] for b in range(batch)], seq_len)
+    from_pieces = Layout([layout.pieces(b) for b in range(batch)], num_ranks, seq_len)
+    # One piece a token, in falling order: the constructor sorts and merges.
+    tokens = np.arange(seq_len)[::-1]
+    from_tokens = Layout([np.column_stack([row[::-1], tokens, tokens + 1]) for row in owner], num_ranks, seq_len)
+    for other in (from_runs, from_pieces, from_tokens):
+        assert other == layout
+        assert hash(other) == hash(layout)
+        assert other.digest() == layout.digest()
+
+
+def test_short_last_block():
+    layout = Layout.from_owners([1, 0, 1, 1], 2, seq_len=13, block_size=4)
+    np.testing.assert_array_equal(layout.runs(0), [[4, 8]])
+    np.testing.assert_array_equal(layout.runs(1), [[0, 4], [8, 13]])
+    np.testing.assert_array_equal(layout.tokens_per_rank, [4, 9])
+    np.testing.assert_array_equal(layout.pieces(), [[0, 4, 8], [1, 0, 4], [1, 8, 13]])
+    assert repr(layout) == "Layout(seq_len=13, num_ranks=2, batch_size=1, runs=3)"
+
+
+def test_rank_without_tokens():
+    layout = Layout.from_runs([[[[0, 2]], [], [[2, 3]]]], seq_len=3)
+    assert layout.num_ranks == 3
+    assert layout.runs(1).shape == (0, 2)
+    assert layout.indices(1).shape == (0,)
+    np.testing.assert_array_equal(layout.tokens_per_rank, [2, 0, 1])
+    assert layout.restore_indices().tolist() == [[0, 1, 2]]
+
+
+def test_one_row_serves_every_row_of_a_batch():
+    layout = Layout.from_owners([0, 1], 2, seq_len=4, block_size=2)
+    np.testing.assert_array_equal(layout.runs(1, row=5), [[2, 4]])
+    batched = Layout.from_owners([[0, 1], [1, 0]], 2, seq_len=4, block_size=2)
+    np.testing.assert_array_equal(batched.runs(1, row=1), [[0, 2]])
+    with pytest.raises(ValueError, match=r"row must lie in \[0, 2\), got 2"):
+        batched.runs(0, row=2)
+    with pytest.raises(ValueError, match="got -1"):
+        layout.runs(0, row=-1)
+
+
+def test_differing_layouts_differ():
+    layouts = [
+        Layout.from_owners([0, 1, 0, 1], 2, 8, 2),
+        Layout.from_owners([1, 0, 1, 0], 2, 8, 2),
+        Layout.from_owners([0, 1, 0, 1], 3, 8, 2),
+        Layout.from_owners([0, 1, 0, 1], 2, 7, 2),
+        Layout.from_owners([[0, 1, 0, 1]] * 2, 2, 8, 2),
+        Layout.from_owners([[0, 1, 0, 1], [1, 0, 1, 0]], 2, 8, 2),
+    ]
+    assert len({layout.digest() for layout in layouts}) == len(layouts) == len(set(layouts))
+    assert layouts[0] != "layout"
+
+
+def test_digest_is_the_same_everywhere():
+    # A golden value: the digest enters plan fingerprints that ranks on different hosts compare.
+    digest = Layout.from_owners([0, 1, 0, 1], 2, 7, 2).digest().hex()
+    assert digest == "af9dbfaa5260076a475cb08f4f752b8bd7dd1ade9f054e82c06083143eaac05f"
+
+
+def test_is_immutable():
+    layout = Layout.from_owners([0, 1], 2, seq_len=4, block_size=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.seq_len = 5
+    for array in (layout.runs(0), layout.tokens_per_rank):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([[[0, 0, 3], [1, 4, 8]]], r"tokens \[3, 4\) belong to no rank"),
+        ([[[0, 0, 4]]], r"tokens \[4, 8\) belong to no rank"),
+        ([[[0, 1, 8]]], r"tokens \[0, 1\) belong to no rank"),
+        ([[]], r"tokens \[0, 8\) belong to no rank"),
+        ([[[0, 0, 5], [1, 4, 8]]], "token 4 belongs to rank 0 and to rank 1"),
+        ([[[0, 0, 8], [1, 0, 8]]], "token 0 belongs to rank 0 and to rank 1"),
+        ([[[0, 0, 9]]], r"runs must lie in \[0, 8\)"),
+        ([[[0, -1, 8]]], r"runs must lie in \[0, 8\), got one that starts at -1"),
+        ([[[2, 0, 8]]], r"owners must be ranks in \[0, 2\), got 2"),
+        ([[[-1, 0, 8]]], r"owners must be ranks in \[0, 2\), got -1"),
+        ([[[0, 5, 4], [0, 0, 8]]], r"rank 0 has the run \[5, 4\), which ends before it starts"),
+        ([[[0.0, 0.0, 8.0]]], "integers, got dtype float64"),
+        ([[[0, 8]]], r"shape \[n, 3\], got \[1, 2\]"),
+        ([], "at least one batch row"),
+        (
+            [[[0, 0, 4], [1, 4, 8]], [[0, 0, 3], [1, 3, 8]]],
+            "same number of tokens, but rank 0 gets 4 in row 0 and 3 in row 1",
+        ),
+    ],
+)
+def test_refuses_what_does_not_tile(pieces, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(pieces, num_ranks=2, seq_len=8)
+
+
+def test_refuses_bad_arguments():
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        Layout([[[0, 0, 8]]], num_ranks=0, seq_len=8)
+    with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
+        Layout([[]], num_ranks=1, seq_len=0)
+    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 0 and 4"):
+        Layout.from_owners([], 1, seq_len=0, block_size=4)
+    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 4 and 0"):
+        Layout.from_owners([0], 1, seq_len=4, block_size=0)
+    with pytest.raises(ValueError, match=r"\[2\] or \[batch, 2\] \(seq_len 8, block_size 4\), got \[3\]"):
+        Layout.from_owners([0, 1, 0], 2, seq_len=8, block_size=4)
+    with pytest.raises(ValueError, match="integers, got dtype float64"):
+        Layout.from_owners([0.0, 1.0], 2, seq_len=8, block_size=4)
+    with pytest.raises(ValueError, match="row 0 has 2 ranks, row 1 has 1"):
+        Layout.from_runs([[[[0, 4]], [[4, 8]]], [[[0, 8]]]], seq_len=8)
+    with pytest.raises(ValueError, match="at least one batch row"):
+        Layout.from_runs([], seq_len=8)
+    with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
+        Layout.from_owners([0, 1], 2, seq_len=8, block_size=4).num_tokens(2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=12))
+def test_ragged_arange(cases):
+    runs = np.array([(start, start + length) for start, length in cases], dtype=np.int64).reshape(-1, 2)
+    expected = [token for start, stop in runs for token in range(start, stop)]
+    np.testing.assert_array_equal(ragged_arange(runs), expected)

@@ -1,0 +1,428 @@
+"""Packing: storage and valid lengths, masks over storage, the dual-chunk order, identity, errors."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise.layouts.packing import Packing
+from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
+from spanwise.masks.span_mask import SpanMask
+
+# Valid lengths 5, 0, 1, 4, 0 in slots of 8, 2, 1, 4, 0 rows; 3 rows before the first slot, 2 after the last.
+CU = [0, 5, 5, 6, 10, 10]
+PADDED = [3, 11, 13, 14, 18, 18]
+STORAGE = 20
+
+
+def odd_packing() -> Packing:
+    return Packing(CU, cu_seqlens_q_padded=PADDED, q_len=STORAGE)
+
+
+@st.composite
+def side(draw: st.DrawFn, num_sequences: int, unit: int = 1) -> tuple[list[int], list[int], int]:
+    """Valid offsets, storage offsets and storage length; slots are multiples of `unit`."""
+    count = st.integers(0, 4 if unit > 1 else 9)
+    slots = [unit * draw(count) for _ in range(num_sequences)]
+    lens = [draw(st.integers(0, slot) | st.just(slot)) for slot in slots]
+    before, after = unit * draw(st.integers(0, 2)), unit * draw(st.integers(0, 2))
+    offsets = np.cumsum([before, *slots])
+    return np.cumsum([0, *lens]).tolist(), offsets.tolist(), int(offsets[-1]) + after
+
+
+@st.composite
+def packings(draw: st.DrawFn, *, square: bool | None = None, unit: int = 1) -> Packing:
+    num_sequences = draw(st.integers(0, 5))
+    cu, padded, length = draw(side(num_sequences, unit))
+    if square if square is not None else draw(st.booleans()):
+        return Packing(cu, cu_seqlens_q_padded=padded, q_len=length)
+    kv_cu, kv_padded, kv_length = draw(side(num_sequences, unit))
+    return Packing(
+        cu,
+        cu_seqlens_q_padded=padded,
+        q_len=length,
+        cu_seqlens_kv=kv_cu,
+        cu_seqlens_kv_padded=kv_padded,
+        kv_len=kv_length,
+    )
+
+
+def dense_of(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str | None) -> np.ndarray:
+    """bool [q_len, kv_len] from the definition, cell by cell."""
+    dense = np.zeros((packing.q_len, packing.kv_len), bool)
+    for s in range(packing.num_sequences):
+        queries, keys = int(packing.q_lens[s]), int(packing.kv_lens[s])
+        shift = 0 if align == "top_left" else keys - queries
+        for i in range(queries):
+            for j in range(keys):
+                left, right = (-1, -1) if window is None else window
+                near = (left == -1 or j >= i + shift - left) and (right == -1 or j <= i + shift + right)
+                dense[packing.q_starts[s] + i, packing.kv_starts[s] + j] = near and (not causal or j <= i + shift)
+    return dense
+
+
+windows = st.none() | st.tuples(st.integers(-1, 12), st.integers(-1, 12))
+
+
+@given(packings(), st.booleans(), windows, st.sampled_from(["top_left", "bottom_right"]))
+def test_mask_is_its_definition(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str) -> None:
+    assume(causal or window != (-1, 0))
+    mask = packing.mask(causal=causal, window=window, align=align)
+    np.testing.assert_array_equal(mask.dense()[0], dense_of(packing, causal, window, align))
+    if packing.q_len and packing.kv_len:
+        packing.check_mask(mask)
+
+
+@given(packings(square=True), st.booleans(), windows)
+def test_square_masks_need_no_alignment(packing: Packing, causal: bool, window: tuple[int, int] | None) -> None:
+    assume(causal or window != (-1, 0))
+    expected = dense_of(packing, causal, window, None)
+    np.testing.assert_array_equal(packing.mask(causal=causal, window=window).dense()[0], expected)
+    if not packing.padded:
+        assert packing.mask(causal=causal, window=window) == SpanMask.documents(
+            packing.q_offsets, causal=causal, window=window
+        )
+
+
+WINDOWS = [None, (-1, -1), (-1, 0), (-1, 2), (0, -1), (2, -1), (0, 0), (2, 0), (2, 1), (99, 99)]
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_with_and_without_a_causal_mask(window: tuple[int, int] | None, causal: bool, align: str) -> None:
+    """More queries than keys, more keys than queries, as many, none: every cell against the definition."""
+    packing = Packing([0, 7, 10, 15, 15], cu_seqlens_kv=[0, 3, 12, 17, 20])
+    if (window, causal) == ((-1, 0), False):
+        with pytest.raises(ValueError, match="causal mask to FlashAttention .* no limit at all to TransformerEngine"):
+            packing.mask(causal=causal, window=window, align=align)
+        return
+    dense = packing.mask(causal=causal, window=window, align=align).dense()[0]
+    np.testing.assert_array_equal(dense, dense_of(packing, causal, window, align))
+    square = Packing([0, 7, 7, 15])
+    documents = SpanMask.documents([0, 7, 7, 15], causal=causal, window=window)
+    np.testing.assert_array_equal(documents.dense()[0], dense_of(square, causal, window, align))
+    if window is not None:
+        plain = SpanMask.sliding_window(9, *window)
+        np.testing.assert_array_equal(plain.dense()[0], dense_of(Packing([0, 9]), False, window, None))
+
+
+def test_windows_without_a_limit_are_those_of_transformer_engine() -> None:
+    """TransformerEngine makes (-1, 0) of (-1, -1), and (W, 0) of (W, R), under a causal mask."""
+    packing = Packing([0, 5, 9])
+    causal, full = packing.mask(), packing.mask(causal=False)
+    assert packing.mask(window=(-1, -1)) == packing.mask(window=(-1, 0)) == causal
+    assert packing.mask(causal=False, window=(-1, -1)) == full
+    assert packing.mask(window=(2, -1)) == packing.mask(window=(2, 0)) == packing.mask(causal=False, window=(2, 0))
+    with pytest.raises(ValueError, match=r"or -1 for no limit on a side, got \(-2, 0\)"):
+        packing.mask(window=(-2, 0))
+
+
+@given(packings())
+def test_valid_rows_positions_and_ids(packing: Packing) -> None:
+    for name, valid in (("q", packing.valid_q), ("kv", packing.valid_kv)):
+        lens, starts = getattr(packing, f"{name}_lens"), getattr(packing, f"{name}_starts")
+        length = getattr(packing, f"{name}_len")
+        ids, positions = np.full(length, -1), np.zeros(length, int)
+        for s, (start, count) in enumerate(zip(starts, lens, strict=True)):
+            ids[start : start + count], positions[start : start + count] = s, np.arange(count)
+        np.testing.assert_array_equal(packing.sequence_ids(name), ids)
+        np.testing.assert_array_equal(packing.positions(name), positions)
+        np.testing.assert_array_equal(valid, ids >= 0)
+    assert packing.padded == (not packing.valid_q.all() or not packing.valid_kv.all())
+
+
+def test_two_sided_window_in_sequences_of_different_lengths() -> None:
+    """Position 4 of the 8 tokens of sequence 0, which rank 1 of 2 holds, reads all eight with a window of 4 and 4."""
+    packing = Packing([0, 8, 40])
+    assert 4 in packing.dual_chunk_layout(2).indices(1)
+    mask = packing.mask(causal=False, window=(4, 4))
+    assert (mask.start[0, 0, 4], mask.end[0, 0, 4]) == (0, 8)
+
+
+def test_worked_example() -> None:
+    """Lengths 5 and 8 in slots of 8 and 8 rows on two ranks: tokens, valid queries and visible keys of each chunk."""
+    packing = Packing([0, 5, 13], cu_seqlens_q_padded=[0, 8, 16])
+    layout = packing.dual_chunk_layout(2)
+    assert layout.indices(0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert layout.indices(1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    ids, positions, mask = packing.sequence_ids(), packing.positions(), packing.mask()
+    expected = {
+        (0, 0): ([0, 2, 4], [0, 2, 4]),
+        (0, 3): ([0, 0, 2], [0, 5, 13]),
+        (1, 1): ([0, 2, 4], [0, 4, 8]),
+        (1, 2): ([0, 1, 3], [0, 5, 11]),
+    }
+    for (rank, chunk), (cu_q, cu_kv) in expected.items():
+        queries, keys = [0], [0]
+        for s, start in enumerate(packing.q_offsets[:-1]):
+            rows = start + np.arange(2 * chunk, 2 * chunk + 2)
+            assert np.isin(rows, layout.indices(rank)).all()
+            queries.append(queries[-1] + int((ids[rows] == s).sum()))
+            visible = np.flatnonzero((ids == s) & (np.arange(16) <= rows[-1]))  # what causal queries there would see
+            keys.append(keys[-1] + len(visible))
+            if (ids[rows] == s).any():
+                assert mask.dense()[0, rows].any(axis=0).nonzero()[0].tolist() == visible.tolist()
+                assert positions[visible].tolist() == list(range(len(visible)))
+        assert (queries, keys) == (cu_q, cu_kv)
+
+
+def test_alignment_is_not_guessed() -> None:
+    cross = Packing([0, 3, 5], cu_seqlens_kv=[0, 3, 9])
+    for options in ({}, {"causal": False, "window": (1, 1)}):
+        with pytest.raises(ValueError, match=r"sequence 1 has 2 queries and 6 keys.*top_left.*bottom_right"):
+            cross.mask(**options)
+    assert cross.mask(causal=False).area().tolist() == [[3, 3, 3, 6, 6]]
+    assert cross.mask(causal=False, window=(-1, -1)) == cross.mask(causal=False)
+    assert cross.mask(align="top_left").area().tolist() == [[1, 2, 3, 1, 2]]
+    assert cross.mask(align="bottom_right").area().tolist() == [[1, 2, 3, 5, 6]]
+    # Without queries or without keys there is nothing to align.
+    Packing([0, 0, 5], cu_seqlens_kv=[0, 7, 7]).mask()
+    with pytest.raises(ValueError, match="align must be .* got 'center'"):
+        cross.mask(align="center")
+
+
+def test_keys_default_to_queries_and_inputs_are_copied() -> None:
+    cu, padded = np.array(CU), torch.tensor(PADDED, dtype=torch.int32)
+    packing = Packing(cu, cu_seqlens_q_padded=padded, q_len=STORAGE)
+    cu[1] = 0
+    assert packing == odd_packing() and packing.square and packing.padded
+    assert packing.kv_len == STORAGE and packing.kv_offsets.tolist() == PADDED
+    for array in packing.to_arrays().values():
+        assert array.dtype == np.int64
+    for name in ("q_starts", "q_lens", "q_offsets", "kv_starts", "kv_lens", "kv_offsets"):
+        assert not getattr(packing, name).flags.writeable
+    assert not Packing([0, 3, 3, 4]).padded
+    assert Packing([0, 3], q_len=4).padded and Packing([0, 3], q_len=4).square
+    assert not Packing([0, 3], kv_len=4).square
+
+
+@given(packings(), packings())
+def test_identity(first: Packing, second: Packing) -> None:
+    copy = Packing.from_arrays(first.to_arrays())
+    assert copy == first and hash(copy) == hash(first) and copy.digest() == first.digest()
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert (first == second) == (first.digest() == second.digest())
+
+
+def test_every_part_of_a_packing_counts() -> None:
+    given = {
+        "cu_seqlens_q": [0, 2, 5],
+        "cu_seqlens_q_padded": [1, 4, 8],
+        "cu_seqlens_kv": [0, 2, 5],
+        "cu_seqlens_kv_padded": [1, 4, 8],
+        "q_len": 9,
+        "kv_len": 9,
+    }
+    others = {
+        "cu_seqlens_q": [0, 3, 5],
+        "cu_seqlens_q_padded": [1, 5, 8],
+        "cu_seqlens_kv": [0, 3, 5],
+        "cu_seqlens_kv_padded": [1, 5, 8],
+        "q_len": 8,
+        "kv_len": 8,
+    }
+    packings = [Packing(**given), *(Packing(**{**given, name: value}) for name, value in others.items())]
+    assert len({packing.digest() for packing in packings}) == len(set(packings)) == len(packings)
+    assert [packing.square for packing in packings] == [True] + [False] * 6
+
+
+def test_what_a_packing_refuses() -> None:
+    cases = [
+        (lambda: Packing([0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),
+        (lambda: Packing([0, 5, 4]), "cu_seqlens_q must not decrease, got 4 after 5 at position 2"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[4, 8, 6]), "cu_seqlens_q_padded must not decrease"),
+        (lambda: Packing([0, 2], cu_seqlens_q_padded=[-1, 6]), "cu_seqlens_q_padded must not be negative"),
+        (lambda: Packing([2, 4]), "must begin with 0, got 2; storage offsets are cu_seqlens_q_padded"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[0, 4]), "equally long, got 3 and 2 entries"),
+        (lambda: Packing([0, 2, 4], cu_seqlens_kv=[0, 4]), "same number of sequences, got 2 .* and 1"),
+        (lambda: Packing([0, 4], cu_seqlens_kv=[0, 5], cu_seqlens_kv_padded=[0, 4]), "5 tokens in cu_seqlens_kv"),
+        (lambda: Packing([0, 4], cu_seqlens_kv_padded=[0, 4]), "cu_seqlens_kv_padded needs cu_seqlens_kv"),
+        (lambda: Packing([0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
+        (lambda: Packing([0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
+        (lambda: Packing([0.0, 4.0]), "cu_seqlens_q must hold integers"),
+        (lambda: Packing([]), r"cu_seqlens_q must be offsets .*, got shape \[0\]$"),
+        (lambda: Packing([[0, 4]]), r"got shape \[1, 2\]; cu_seqlens_q.squeeze\(0\) takes the batch dim off"),
+        (lambda: Packing(torch.tensor([[0, 4]] * 3)), r"got shape \[3, 2\]$"),
+        (
+            lambda: Packing([0, 5, 9, -1, -1]),
+            r"got -1 after 9 at position 3; the 2 entries .* cut off the tail, cu_seqlens_q\[:3\]",
+        ),
+        (
+            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16, 0]),
+            r"got 0 after 16 at position 3; that entry looks like filling: .* cu_seqlens_q_padded\[:3\]",
+        ),
+        (lambda: Packing([0, 5, -1, 9]), "got -1 after 5 at position 2$"),
+        (
+            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 5, 9]),
+            "pads the queries alone: give cu_seqlens_kv_padded too",
+        ),
+        (lambda: Packing([0, 4]).positions("k"), 'side must be "q" or "kv"'),
+        (lambda: Packing.from_arrays({}), "must include 'q_lens'"),
+    ]
+    for make, message in cases:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_keys_of_other_lengths_need_no_padding() -> None:
+    q = {"cu_seqlens_q": [0, 5, 9], "cu_seqlens_q_padded": [0, 8, 16]}
+    assert Packing(**q, cu_seqlens_kv=[0, 6, 9]).kv_offsets.tolist() == [0, 6, 9]
+    assert Packing(**q, cu_seqlens_kv=[0, 5, 9], cu_seqlens_kv_padded=[0, 5, 9]).kv_offsets.tolist() == [0, 5, 9]
+    assert Packing([0, 5, 9], cu_seqlens_q_padded=[0, 5, 9], cu_seqlens_kv=[0, 5, 9]).square
+
+
+def test_offsets_that_repeat_the_total_are_empty_sequences() -> None:
+    packing = Packing([0, 5, 9, 9, 9])
+    assert packing.q_lens.tolist() == [5, 4, 0, 0]
+    assert packing.mask() == Packing([0, 5, 9]).mask()
+
+
+@pytest.mark.parametrize(
+    ("packing", "message"),
+    [
+        (Packing([0]), "no query rows .0 sequences, 0 query and 0 key rows.* skip this batch"),
+        (Packing([0, 0, 0]), "no query rows .2 sequences, 0 query and 0 key rows.* skip this batch"),
+        (Packing([0, 3], cu_seqlens_kv=[0, 0]), "no key rows .1 sequences, 3 query and 0 key rows.* skip"),
+        (Packing([0, 0], cu_seqlens_kv=[0, 3]), "no query rows .1 sequences, 0 query and 3 key rows.* skip"),
+    ],
+)
+def test_batches_without_a_token(packing: Packing, message: str) -> None:
+    for balancer in ("auto", "dual_chunk"):
+        with pytest.raises(ValueError, match=message):
+            spanwise.make_plan(packing.mask(align="top_left"), 2, packing=packing, balancer=balancer)
+    side = "q" if packing.q_len == 0 else "kv"
+    with pytest.raises(ValueError, match=f"no {'query' if side == 'q' else 'key'} rows to lay out; skip this batch"):
+        packing.dual_chunk_layout(2, side)
+
+
+def test_storage_without_a_valid_token_is_planned() -> None:
+    """What the empty batches' message asks for: rows on both sides, though none of them holds a token."""
+    packing = Packing([0, 0], q_len=8)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="dual_chunk")
+    assert plan.work().tolist() == [0, 0]
+
+
+def test_a_prefix_that_sequences_share_is_no_error() -> None:
+    packing = Packing([0, 5, 13])
+    shared = SpanMask.shared_prefix(5, [8])
+    assert shared == SpanMask.causal(13)  # so that no rule can tell the one from the other
+    packing.check_mask(shared)
+
+
+def test_check_mask() -> None:
+    packing = odd_packing()
+    packing.check_mask(packing.mask() & SpanMask.sliding_window(STORAGE, 2) | packing.mask(window=(0, 0)))
+    cases = [
+        (SpanMask.causal(STORAGE), "query row 0 is padding, .* read the keys \\[0, 1\\)"),
+        (SpanMask.full(STORAGE, STORAGE + 1), "20 queries x 21 keys, the packing's storage 20 x 20"),
+        (SpanMask.stack([packing.mask()] * 2), "batch size 2"),
+    ]
+    start, end = packing.mask().start[0].copy(), packing.mask().end[0].copy()
+    end[0, 7] = 10  # row 7 is the last token of sequence 0; keys 8 and 9 are padding
+    cases.append((SpanMask(start, end, STORAGE), r"key 8 is padding, .* query row 7 read the keys \[3, 10\)"))
+    for mask, message in cases:
+        with pytest.raises(ValueError, match=message):
+            packing.check_mask(mask)
+
+
+# ---------------------------------------------------------------- the dual-chunk order
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[Packing, int]:
+    num_ranks = draw(st.integers(1, 4))
+    packing = draw(packings(unit=2 * num_ranks))
+    return packing, num_ranks
+
+
+@given(chunked())
+def test_dual_chunk_layout_is_its_definition(case: tuple[Packing, int]) -> None:
+    packing, num_ranks = case
+    for name in ("q", "kv"):
+        offsets, length = getattr(packing, f"{name}_offsets"), getattr(packing, f"{name}_len")
+        if length == 0:
+            continue
+        layout = packing.dual_chunk_layout(num_ranks, name)
+        edges = [0, *offsets.tolist(), length]
+        for rank in range(num_ranks):
+            tokens = []
+            for start, stop in itertools.pairwise(edges):
+                size = (stop - start) // (2 * num_ranks)
+                for chunk in (rank, 2 * num_ranks - 1 - rank):
+                    tokens += range(start + chunk * size, start + (chunk + 1) * size)
+            assert layout.indices(rank).tolist() == tokens
+
+
+@given(chunked(), st.integers(0, 2), st.booleans())
+def test_converters_are_the_layouts_permutation(case: tuple[Packing, int], dim: int, as_tensor: bool) -> None:
+    packing, num_ranks = case
+    if packing.q_len == 0:
+        return
+    cu = torch.tensor(packing.q_offsets, dtype=torch.int32) if as_tensor else packing.q_offsets.tolist()
+    layout = packing.dual_chunk_layout(num_ranks)
+    shape = [2, 3, 2]
+    shape[dim] = packing.q_len
+    x = torch.randn(shape)
+    ranked = contiguous_to_dualchunk_order_thd(x, cu, num_ranks, dim - 3)
+    assert torch.equal(ranked, x.index_select(dim, layout.rearrange_indices()[0]))
+    stored = dualchunk_to_contiguous_order_thd(x, cu, num_ranks, dim)
+    assert torch.equal(stored, x.index_select(dim, layout.restore_indices()[0]))
+    assert torch.equal(dualchunk_to_contiguous_order_thd(ranked, cu, num_ranks, dim), x)
+
+
+@pytest.mark.parametrize(
+    ("convert", "back"),
+    [
+        (contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd),
+        (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd),
+    ],
+)
+def test_converters_are_differentiable_and_do_not_wait_for_a_device(convert: Callable, back: Callable) -> None:
+    cu = [4, 12, 12, 20]
+    x, weights = torch.randn(24, 3, requires_grad=True), torch.randn(24, 3)
+    (convert(x, cu, 2) * weights).sum().backward()
+    assert torch.equal(x.grad, back(weights, cu, 2))
+    # A meta tensor has no values: whoever reads one on the host fails.
+    on_device = torch.empty(4, dtype=torch.int32, device="meta")
+    assert convert(torch.empty(24, 3, device="meta"), on_device, 2).shape == (24, 3)
+    assert convert(x[:0], [0, 0], 2).shape == (0, 3)
+
+
+def test_what_the_dual_chunk_order_refuses() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 .* multiple of 2 \\* num_ranks = 4; any"):
+        Packing([0, 4, 10]).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="storage before sequence 0 has a padded length of 2"):
+        Packing([0, 4], cu_seqlens_q_padded=[2, 6], q_len=8).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="storage after the last sequence has a padded length of 3"):
+        Packing([0, 4], q_len=7).dual_chunk_layout(2)
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        Packing([0, 4]).dual_chunk_layout(0)
+    cross = Packing([0, 4, 8], cu_seqlens_kv=[0, 4, 10])
+    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 key tokens"):
+        spanwise.make_plan(cross.mask(causal=False), 2, packing=cross, balancer="dual_chunk")
+    with pytest.raises(ValueError, match="sequence 0 has a padded length of 6 query tokens"):
+        Packing([0, 6, 8], cu_seqlens_kv=[0, 4, 8]).dual_chunk_layout(2)
+    for convert in (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd):
+        for dim in (2, -3):
+            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
+                convert(torch.zeros(8, 2), [0, 8], 2, dim)
+            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
+                plan = spanwise.make_plan(SpanMask.causal(8), 1)
+                spanwise.shard(plan, None, torch.zeros(8, 2), dim)
+        with pytest.raises(ValueError, match="sequence 0 has a padded length of 6"):
+            convert(torch.zeros(16), torch.tensor([0, 6, 16]), 2)
+        with pytest.raises(ValueError, match="dim 0 must be a multiple of 2 \\* num_ranks = 4 tokens, got 6"):
+            convert(torch.zeros(6), [0, 6], 2)
+        with pytest.raises(ValueError, match="dim 0 = 8 rows of storage are too few: the last sequence ends at 12"):
+            convert(torch.zeros(8), [0, 12], 2)
+        with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+            convert(torch.zeros(8), [0, 8], 0)

@@ -1,0 +1,270 @@
+"""SpanMask and FlexAttention: tables equal torch's own, kernels compute the mask, conversions are exact or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask, or_masks
+
+from spanwise.masks import flex as _flex_masks
+from spanwise.masks.span_mask import SpanMask
+from tests.masks.test_properties import masks
+
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3])
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+
+def lists(count, index):
+    """The blocks of every row, without what torch leaves undefined beyond the count."""
+    return [
+        [row[:n].tolist() for n, row in zip(c, i, strict=True)] for c, i in zip(count[:, 0], index[:, 0], strict=True)
+    ]
+
+
+def torch_block_mask(mask, size):
+    return create_block_mask(mask.mask_mod("cpu"), mask.batch_size, None, mask.q_len, mask.kv_len, "cpu", size)
+
+
+# ---------------------------------------------------------------- spans -> FlexAttention
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks().filter(lambda m: m.q_len and m.kv_len), st.integers(1, 20))
+def test_block_mask_is_torchs_own(mask, size):
+    """All eight lists, the transposed ones and short last blocks included."""
+    ours, theirs = mask.block_mask("cpu", size), torch_block_mask(mask, size)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        names = f"{kind}_num_blocks", f"{kind}_indices"
+        for name in names:
+            assert getattr(ours, name).dtype == torch.int32
+            assert getattr(ours, name).shape == getattr(theirs, name).shape
+            assert getattr(ours, name).is_contiguous()
+        assert lists(*(getattr(ours, n) for n in names)) == lists(*(getattr(theirs, n) for n in names))
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert (ours.shape, ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.shape, theirs.seq_lengths, theirs.BLOCK_SIZE)
+
+
+def test_a_short_last_block_is_never_full():
+    """Full blocks skip mask_mod; only it keeps a kernel from reading keys that do not exist."""
+    mask = SpanMask.full(300, 200)
+    assert mask.block_table(128).min() == 2
+    tables = _flex_masks.block_tables(mask, 128)
+    assert lists(tables.full_kv_num_blocks, tables.full_kv_indices) == [[[0], [0], []]]
+    assert lists(tables.kv_num_blocks, tables.kv_indices) == [[[1], [1], [0, 1]]]
+    assert lists(tables.full_q_num_blocks, tables.full_q_indices) == [[[0, 1], []]]
+    assert lists(tables.q_num_blocks, tables.q_indices) == [[[2], [0, 1, 2]]]
+
+
+def test_tables_of_an_empty_side():
+    tables = _flex_masks.block_tables(SpanMask.full(0, 200), 128)
+    assert [a.shape for a in dataclasses.astuple(tables)] == [
+        (1, 1, 0), (1, 1, 0, 2), (1, 1, 0), (1, 1, 0, 2), (1, 1, 2), (1, 1, 2, 0), (1, 1, 2), (1, 1, 2, 0),
+    ]  # fmt: skip
+
+
+def flex(q, k, v, block_mask):
+    """FlexAttention's eager implementation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is slow
+        return flex_attention(q, k, v, block_mask=block_mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        SpanMask.documents([0, 70, 71, 200]),
+        SpanMask.shared_prefix(40, [50, 33, 77]),
+        SpanMask.block_causal(200, 48, 1, 10),
+        SpanMask.full(200),
+        SpanMask.full(130, 200),
+        SpanMask.stack([SpanMask.causal(200), SpanMask.shared_prefix(20, [100, 80])]),
+    ],
+    ids=repr,
+)
+def test_flex_attention_computes_the_mask(mask):
+    """Lengths that no block divides: keys beyond kv_len would show as weight that the dense mask does not have."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, length, 16, generator=generator, dtype=torch.float64)
+        for length in (mask.q_len, mask.kv_len, mask.kv_len)
+    )
+    dense = torch.from_numpy(mask.dense())[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    torch.testing.assert_close(flex(q, k, v, mask.block_mask("cpu", 128)), expected, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(masks())
+def test_mask_mod_is_the_mask(mask):
+    again = SpanMask.from_mask_mod(mask.mask_mod(), mask.q_len, mask.kv_len, batch_size=mask.batch_size)
+    assert again == mask
+
+
+def test_a_mask_of_batch_one_ignores_the_batch_index():
+    mask = SpanMask.documents([0, 3, 8])
+    assert SpanMask.from_mask_mod(mask.mask_mod(), 8, 8, batch_size=3) == SpanMask.stack([mask] * 3)
+
+
+# ---------------------------------------------------------------- FlexAttention -> spans
+
+
+@settings(max_examples=40, deadline=None)
+@given(masks().filter(lambda m: m.q_len and m.kv_len), st.integers(1, 20), st.integers(1, 20))
+def test_from_block_mask_takes_torchs_masks(mask, q_size, kv_size):
+    """Any lengths, any pair of block sizes, full blocks listed apart or not."""
+    shape = mask.batch_size, 2, mask.q_len, mask.kv_len
+    block_mask = create_block_mask(mask.mask_mod(), *shape, "cpu", (q_size, kv_size))
+    assert SpanMask.from_block_mask(block_mask) == mask
+    unseparated = create_block_mask(mask.mask_mod(), *shape, "cpu", (q_size, kv_size), separate_full_blocks=False)
+    assert SpanMask.from_block_mask(unseparated) == mask
+    assert SpanMask.from_block_mask(mask.block_mask("cpu", q_size)) == mask
+
+
+@pytest.mark.parametrize("cells", [1, 50])
+def test_evaluation_in_small_pieces_changes_nothing(monkeypatch, cells):
+    mask = SpanMask.stack([SpanMask.shared_prefix(2, [1, 4, 2]), SpanMask.sliding_window(9, 2, 1)])
+    whole = create_block_mask(mask.mask_mod(), 2, None, 9, 9, "cpu", (4, 3))
+    monkeypatch.setattr(_flex_masks, "_CELLS_AT_ONCE", cells)
+    assert SpanMask.from_mask_mod(mask.mask_mod(), 9, 9, batch_size=2) == mask
+    assert SpanMask.from_block_mask(whole) == mask
+
+
+def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
+    seen = []
+    evaluate = _flex_masks._evaluate
+
+    def counted(mask_mod, b, q, k, shape, lengths, device):
+        seen.append(len(b) * shape[0] * shape[1])
+        return evaluate(mask_mod, b, q, k, shape, lengths, device)
+
+    monkeypatch.setattr(_flex_masks, "_evaluate", counted)
+    monkeypatch.setattr(_flex_masks, "_CELLS_AT_ONCE", 2000)
+    mask = SpanMask.causal(128)
+    assert SpanMask.from_block_mask(mask.block_mask("cpu", 16)) == mask
+    assert sum(seen) == 8 * 16 * 16  # the diagonal
+    assert max(seen) <= 2000
+    seen.clear()
+    assert SpanMask.from_mask_mod(causal, 128, 128) == mask
+    assert sum(seen) == 128 * 128
+    assert max(seen) <= 2000
+
+
+def test_ordinary_mask_mods():
+    """Plain Python functions as users write them: captured tensors, or_masks, torch's noop_mask."""
+    sizes = [3, 2, 5, 3]
+    documents = SpanMask.documents(np.concatenate([[0], np.cumsum(sizes)]), causal=False)
+    assert SpanMask.from_mask_mod(same_document, 13, 13) == documents
+    prefix = torch.tensor([4, 9])
+    either = or_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < prefix[b])
+    expected = SpanMask.stack([SpanMask.prefix_lm([0, 13], [4]), SpanMask.prefix_lm([0, 13], [9])])
+    assert SpanMask.from_mask_mod(either, 13, 13, batch_size=2) == expected
+    assert SpanMask.from_block_mask(create_block_mask(either, 2, 4, 13, 13, "cpu", 4)) == expected
+    assert SpanMask.from_mask_mod(noop_mask, 5, 7) == SpanMask.full(5, 7)
+
+
+def test_only_listed_blocks_count():
+    """A BlockMask that lists fewer blocks than its mask_mod would allow is what its lists say."""
+    one, first = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    block_mask = BlockMask.from_kv_blocks(one, first, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(7, 4))
+    expected = SpanMask.causal(7).select([[0, 7]], [[0, 4]])
+    assert SpanMask.from_block_mask(block_mask) == expected
+    full = BlockMask.from_kv_blocks(one * 0, first, one, first, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(7, 4))
+    assert SpanMask.from_block_mask(full) == SpanMask.full(7, 4)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h == 0),
+        lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= torch.tensor([2, 4])[h],
+        lambda b, h, q_idx, kv_idx: torch.where(h > 5, q_idx >= kv_idx, q_idx <= kv_idx),
+    ],
+)
+def test_a_mask_mod_that_depends_on_the_head_is_refused(mask_mod):
+    with pytest.raises(ValueError, match="depends on the head index"):
+        SpanMask.from_mask_mod(mask_mod, 8, 8)
+    with pytest.raises(ValueError, match="depends on the head index"):
+        SpanMask.from_block_mask(create_block_mask(mask_mod, 1, None, 8, 8, "cpu", 4))
+
+
+def test_block_lists_that_differ_between_heads_are_refused():
+    count = torch.tensor([[[1], [2]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 1]], [[0, 1]]]], dtype=torch.int32)
+    block_mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(4, 8))
+    with pytest.raises(
+        ValueError, match=r"H = 2.* head 1 differs from head 0 in partial block \(0, 1\) of batch row 0"
+    ):
+        SpanMask.from_block_mask(block_mask)
+
+
+def test_block_lists_that_make_no_mask_are_refused():
+    count, index = torch.tensor([[[2]]], dtype=torch.int32), torch.tensor([[[[1, 1]]]], dtype=torch.int32)
+    make = dict(BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False)
+    with pytest.raises(ValueError, match="key block 1 of query block 0 .* more than once"):
+        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(4, 8), **make))
+    with pytest.raises(ValueError, match="more than once"):
+        both = BlockMask.from_kv_blocks(count // 2, index, count // 2, index, seq_lengths=(4, 8), **make)
+        SpanMask.from_block_mask(both)
+    with pytest.raises(ValueError, match="names key block 1, but there are 1"):
+        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(4, 4), **make))
+    with pytest.raises(ValueError, match="has 1 query blocks, but seq_lengths .* make 2"):
+        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(8, 8), **make))
+    with pytest.raises(ValueError, match="got SpanMask"):
+        SpanMask.from_block_mask(SpanMask.causal(4))
+
+
+def test_a_sliced_block_mask_is_refused():
+    """Torch takes the mask_mod from a sliced BlockMask: batch row 1 would be read as row 0."""
+    batched = create_block_mask(causal, 2, None, 8, 8, "cpu", 4)
+    with pytest.raises(ValueError, match="cannot be evaluated"):
+        SpanMask.from_block_mask(batched[1:])
+
+
+def test_rows_with_too_many_spans_are_refused():
+    def every_other(b, h, q_idx, kv_idx):
+        return (q_idx + kv_idx) % 2 == 0
+
+    with pytest.raises(ValueError, match="row 0 of mask_mod needs 5 spans of keys, more than max_spans = 4"):
+        SpanMask.from_mask_mod(every_other, 10, 10, max_spans=4)
+    assert SpanMask.from_mask_mod(every_other, 10, 10, max_spans=5).num_spans == 5
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "text"),
+    [
+        ("causal", "must be a function .*, got str"),
+        (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "must return one boolean for one cell, got torch.int64"),
+        (lambda b, h, q_idx, kv_idx: True, "must return one boolean for one cell, got True"),
+        (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + torch.zeros(3), r"torch.bool of shape \[3\]"),
+        (lambda b, h, q_idx, kv_idx: torch.tensor(q_idx.item() >= kv_idx.item()), "cannot be evaluated"),
+        (lambda q_idx, kv_idx: q_idx >= kv_idx, "cannot be evaluated"),
+    ],
+)
+def test_what_is_no_mask_mod_is_refused(mask_mod, text):
+    with pytest.raises(ValueError, match=text):
+        SpanMask.from_mask_mod(mask_mod, 8, 8)
+
+
+def test_sizes_are_checked():
+    with pytest.raises(ValueError, match="max_spans must be at least 1, got 0"):
+        SpanMask.from_mask_mod(causal, 8, 8, max_spans=0)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        SpanMask.from_mask_mod(causal, 8, 8, batch_size=0)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got -1"):
+        SpanMask.causal(8).block_mask("cpu", -1)

@@ -1,0 +1,292 @@
+"""SpanMask: named masks against their definitions, canonical form, methods, identity, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from spanwise.masks.span_mask import SpanMask
+
+CU = [0, 5, 5, 6, 13, 20]  # an empty document and one of length 1
+
+
+def dense_of(rule, q_len, kv_len=None):
+    """bool [1, q_len, kv_len] from a rule on (row, key)."""
+    return np.array([[[rule(i, k) for k in range(q_len if kv_len is None else kv_len)] for i in range(q_len)]], bool)
+
+
+def document_of(i, cu=CU):
+    return int(np.searchsorted(cu, i, side="right")) - 1
+
+
+def same_document(i, k):
+    return document_of(i) == document_of(k)
+
+
+# ---------------------------------------------------------------- named masks
+
+
+def test_full():
+    np.testing.assert_array_equal(SpanMask.full(4).dense(), np.ones((1, 4, 4), bool))
+    np.testing.assert_array_equal(SpanMask.full(4, 7).dense(), np.ones((1, 4, 7), bool))
+    assert SpanMask.full(3, 0).area().tolist() == [[0, 0, 0]]
+
+
+def test_causal():
+    np.testing.assert_array_equal(SpanMask.causal(9).dense(), dense_of(lambda i, k: k <= i, 9))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (2, 4), (0, 5), (30, 30)])
+def test_sliding_window(window):
+    left, right = window
+    expected = dense_of(lambda i, k: i - left <= k <= i + right, 11)
+    np.testing.assert_array_equal(SpanMask.sliding_window(11, left, right).dense(), expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (1, 3), (10**12, 1)])
+def test_documents(causal, window):
+    left, right = window or (99, 99)
+    expected = dense_of(
+        lambda i, k: same_document(i, k) and (k <= i or not causal) and i - left <= k <= i + right, CU[-1]
+    )
+    for cu in (CU, np.array(CU, np.int32), torch.tensor(CU, dtype=torch.int32)):
+        np.testing.assert_array_equal(SpanMask.documents(cu, causal=causal, window=window).dense(), expected)
+
+
+def test_prefix_lm():
+    prefixes = [3, 0, 1, 0, 7]
+    expected = dense_of(
+        lambda i, k: same_document(i, k) and (k <= i or k < CU[document_of(i)] + prefixes[document_of(i)]), CU[-1]
+    )
+    np.testing.assert_array_equal(SpanMask.prefix_lm(CU, prefixes).dense(), expected)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 4])
+@pytest.mark.parametrize("suffixes", [[], [3], [2, 0, 3, 1], [0, 0, 2]])
+def test_shared_prefix(prefix, suffixes):
+    cu = np.concatenate([[0, prefix], prefix + np.cumsum(suffixes, dtype=int)])
+    expected = dense_of(lambda i, k: k <= i and (k < prefix or document_of(i, cu) == document_of(k, cu)), int(cu[-1]))
+    mask = SpanMask.shared_prefix(prefix, suffixes)
+    np.testing.assert_array_equal(mask.dense(), expected.reshape(mask.dense().shape))
+    assert mask == SpanMask(mask.start, mask.end, mask.kv_len)  # the pattern is canonical as it stands
+
+
+@pytest.mark.parametrize("block_len", [1, 3, 7, 40])
+@pytest.mark.parametrize("num_previous", [None, 0, 1, 2, 50])
+@pytest.mark.parametrize("global_tokens", [0, 1, 4, 10, 20])
+def test_block_causal(block_len, num_previous, global_tokens):
+    reach = 99 if num_previous is None else num_previous
+    expected = dense_of(lambda i, k: k < global_tokens or 0 <= i // block_len - k // block_len <= reach, 20)
+    mask = SpanMask.block_causal(20, block_len, num_previous, global_tokens)
+    np.testing.assert_array_equal(mask.dense(), expected)
+    assert mask == SpanMask(mask.start, mask.end, mask.kv_len)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        SpanMask.causal(0),
+        SpanMask.full(0, 5),
+        SpanMask.full(5, 0),
+        SpanMask.documents([0]),
+        SpanMask.documents([0, 0, 0], causal=False, window=(1, 1)),
+        SpanMask.sliding_window(0, 3),
+        SpanMask.block_causal(0, 4, 1),
+        SpanMask.shared_prefix(0, []),
+        SpanMask(np.zeros((1, 0, 6), int), np.zeros((1, 0, 6), int), 6),
+    ],
+    ids=repr,
+)
+def test_masks_without_cells_answer_everything(mask):
+    rows, keys = [[0, mask.q_len]], [[0, mask.kv_len]]
+    assert mask.area().sum() == 0
+    assert mask.dense().shape == (1, mask.q_len, mask.kv_len)
+    assert mask.block_counts(4).sum() == 0
+    assert mask.block_table(4).sum() == 0
+    assert mask.keys_read(rows).shape == (0, 2)
+    assert [k.shape for k in mask.keys_read_many([rows, []])] == [(0, 2), (0, 2)]
+    assert mask.keys_read_many([]) == []
+    assert mask.select(rows, keys) == mask
+    assert (mask & mask) == mask == (mask | mask)
+    assert SpanMask.from_block_mask(mask.block_mask(block_size=4)) == mask
+    assert "SpanMask" in repr(mask)
+
+
+# ---------------------------------------------------------------- canonical form
+
+
+def test_the_constructor_merges_sorts_out_empties_and_trims():
+    start = [[2, 0, 4], [0, 3, 4], [5, 7, 0], [9, 9, 9]]
+    end = [[2, 3, 4], [5, 7, 6], [8, 8, 0], [9, 9, 9]]
+    mask = SpanMask(start, end, 9)
+    assert mask.start.tolist() == [[[0, 0, 4]]]  # 0-5 and 5-8 touch; 0-3, 3-7, 7-8 touch
+    assert mask.end.tolist() == [[[8, 8, 6]]]
+    assert (mask.start.dtype, mask.start.flags.c_contiguous, mask.num_spans) == (np.int32, True, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_the_constructor_takes_integers_and_keeps_its_own_copy(dtype):
+    start, end = np.array([[0, 1], [5, 4]], dtype), np.array([[3, 2], [6, 9]], dtype)
+    mask = SpanMask(start, end, 9)
+    from_torch = SpanMask(torch.from_numpy(start.astype(np.int32)), torch.from_numpy(end.astype(np.int32)), 9)
+    before = mask.dense()
+    start[:], end[:] = 0, 0
+    np.testing.assert_array_equal(mask.dense(), before)
+    assert mask == from_torch
+    assert start.flags.writeable and not mask.start.flags.writeable and not mask.end.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        mask.start[0, 0, 0] = 1
+    with pytest.raises(AttributeError):
+        mask.kv_len = 10
+
+
+def test_equal_masks_compare_hash_and_digest_equal():
+    a, b = SpanMask.documents([0, 4, 9]), SpanMask([[0] * 4 + [4] * 5], [list(range(1, 10))], 9)
+    assert a == b and hash(a) == hash(b) and a.digest() == b.digest()
+    others = [SpanMask.documents([0, 5, 9]), SpanMask.causal(9), SpanMask(a.start, a.end, 10), SpanMask.stack([a, a])]
+    assert len({m.digest() for m in [a, *others]}) == 5
+    assert all(a != m for m in others)
+    assert a != "mask"
+    # Golden: plans on different machines compare these bytes.
+    assert SpanMask.documents([0, 4, 9]).digest().hex() == "e245d723183b225863b400fe3b4ccf5b"
+
+
+@pytest.mark.parametrize("again", [lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy])
+def test_copies_are_equal_and_read_only(again):
+    mask = SpanMask.shared_prefix(3, [2, 4])
+    assert again(mask) == mask
+    assert not again(mask).start.flags.writeable
+
+
+def test_repr_is_short():
+    assert repr(SpanMask.causal(9)) == "SpanMask(9 queries x 9 keys, up to 1 span a row, 55.6% filled)"
+    two = SpanMask.stack([SpanMask.shared_prefix(1, [1, 1])] * 2)
+    assert repr(two) == "SpanMask(batch 2, 3 queries x 3 keys, up to 2 spans a row, 55.6% filled)"
+
+
+# ---------------------------------------------------------------- methods
+
+
+def test_stack_and_row():
+    masks = [SpanMask.causal(7), SpanMask.shared_prefix(2, [2, 3]), SpanMask.sliding_window(7, 1)]
+    batched = SpanMask.stack(masks)
+    assert (batched.batch_size, batched.num_spans) == (3, 2)
+    np.testing.assert_array_equal(batched.dense(), np.concatenate([m.dense() for m in masks]))
+    assert [batched.row(b) for b in range(3)] == masks
+    assert SpanMask.stack([batched, masks[0]]).row(3) == masks[0]
+    assert batched == SpanMask(batched.start, batched.end, 7)
+    with pytest.raises(ValueError, match="between 0 and 2, got 3"):
+        batched.row(3)
+    with pytest.raises(ValueError, match=r"\(3, 3\), \(7, 7\)"):
+        SpanMask.stack([masks[0], SpanMask.causal(3)])
+    with pytest.raises(ValueError, match="at least one"):
+        SpanMask.stack([])
+
+
+def test_a_block_is_full_where_all_its_cells_that_exist_are_read():
+    table = SpanMask.causal(10).block_table(4)
+    assert table.tolist() == [[[1, 0, 0], [2, 1, 0], [2, 2, 1]]]
+    assert SpanMask.full(10).block_table(4).tolist() == [[[2] * 3] * 3]
+    # A block that is covered only together by several rows is not full; one covered by another slot in each row is.
+    assert SpanMask([[0, 2]], [[2, 4]], 4).block_table(2).tolist() == [[[1, 1]]]
+    assert SpanMask([[0, 4], [4, 0]], [[2, 6], [6, 0]], 6).block_table(2).tolist() == [[[1, 0, 2]]]
+
+
+def test_a_million_tokens_stay_small():
+    """Areas, counts and unions of a long mask need nothing S x S; the figures are closed forms."""
+    seq_len = 2**20
+    mask = SpanMask.causal(seq_len)
+    assert int(mask.area().sum()) == seq_len * (seq_len + 1) // 2
+    np.testing.assert_array_equal(mask.block_counts(128)[0], np.arange(1, seq_len // 128 + 1))
+    assert mask.keys_read([[5, 6], [1000, 2000]]).tolist() == [[0, 2000]]
+    window = SpanMask.sliding_window(seq_len, 1000)
+    assert window.keys_read([[5000, 6000], [900_000, 900_001]]).tolist() == [[4000, 6000], [899_000, 900_001]]
+    local = window.select([[seq_len - 3, seq_len]], [[seq_len - 1002, seq_len]])
+    assert (local.start.tolist(), local.end.tolist()) == ([[[0, 0, 1]]], [[[1000, 1001, 1002]]])
+
+
+def test_numpy_is_enough():
+    """The mask room works, and stays quick to import, without torch."""
+    code = (
+        "import sys; sys.modules['torch'] = None; import importlib.util as u; import types;"
+        "p = types.ModuleType('spanwise'); p.__path__ = ['spanwise']; sys.modules['spanwise'] = p;"
+        "from spanwise.masks.span_mask import SpanMask; m = SpanMask.documents([0, 3, 9]);"
+        "assert m.select([[2, 5]], [[0, 9]]).area().tolist() == [[3, 1, 2]]; m.block_counts(4); m & m | m"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SpanMask([[0, 0]], [[1, 9]], 8), r"kv_len = 8, but span 0 of row 1 \(batch row 0\) is \[0, 9\)"),
+        (lambda: SpanMask([[0, -1]], [[1, 1]], 8), r"span 0 of row 1 .* is \[-1, 1\)"),
+        (lambda: SpanMask([[0, 5]], [[1, 4]], 8), r"span 0 of row 1 .* is \[5, 4\)"),
+        (lambda: SpanMask([[0, 3], [3, 1]], [[2, 5], [4, 2]], 8), r"in row 1 span 1 is \[1, 2\) after .* ends at 5"),
+        (lambda: SpanMask([[0], [3]], [[4], [5]], 8), r"in row 0 span 1 is \[3, 5\) after a span that ends at 4"),
+        (
+            lambda: SpanMask([[[0, 0], [2, 0]], [[0, 0], [2, 0]]], [[[1, 0], [3, 0]], [[3, 0], [4, 0]]], 8),
+            "row 0 of batch row 1",
+        ),
+        (lambda: SpanMask([0, 1], [1, 2], 8), r"got \[2\] and \[2\]"),
+        (lambda: SpanMask([[0, 1]], [[1]], 8), r"got \[1, 2\] and \[1, 1\]"),
+        (lambda: SpanMask(np.zeros((0, 1, 4), int), np.zeros((0, 1, 4), int), 8), "at least one batch row"),
+        (lambda: SpanMask([[0.5]], [[1.0]], 8), "start must hold integers, got float64"),
+        (lambda: SpanMask([[0]], [[1]], -1), "kv_len must be between 0 and .*, got -1"),
+        (lambda: SpanMask.causal(2**31), "seq_len must be between 0 and .*, got 2147483648"),
+        (lambda: SpanMask.sliding_window(8, -2), r"or -1 for no limit on a side, got \(-2, 0\)"),
+        (lambda: SpanMask.documents([0, 8], window=(4, -2)), r"or -1 for no limit on a side, got \(4, -2\)"),
+        (
+            lambda: SpanMask.documents([0, 8], causal=False, window=(-1, 0)),
+            "causal=True for the first, window=None for the second",
+        ),
+        (lambda: SpanMask.documents([0, 8], window=3), "two integers .*, got 3"),
+        (lambda: SpanMask.documents([0, 16, 12, 20]), "must not decrease, got 12 after 16 at position 2"),
+        (lambda: SpanMask.documents([1, 4]), "must begin with 0, got 1 at position 0"),
+        (lambda: SpanMask.documents([]), r"got shape \[0\]"),
+        (lambda: SpanMask.documents([[0, 4]]), r"got shape \[1, 2\]; cu_seqlens.squeeze\(0\) takes the batch dim off"),
+        (lambda: SpanMask.documents([[0, 4], [0, 5]]), r"got shape \[2, 2\]$"),
+        (lambda: SpanMask.documents([0, 4, -1]), r"that entry looks like filling: cut off the tail, cu_seqlens\[:2\]"),
+        (lambda: SpanMask.documents(torch.tensor([0.0, 4.0])), "cu_seqlens must hold integers, got float32"),
+        (lambda: SpanMask.prefix_lm([0, 4, 6], [1]), "each of 2 documents, got 1"),
+        (lambda: SpanMask.prefix_lm([0, 4, 6], [1, 3]), r"prefix_lens\[1\] = 3, but document 1 has 2 tokens"),
+        (lambda: SpanMask.prefix_lm([0, 4, 6], [1, -1]), "must not be negative, got -1 at position 1"),
+        (lambda: SpanMask.shared_prefix(4, [2, -3]), "suffix_lens must not be negative, got -3 at position 1"),
+        (lambda: SpanMask.shared_prefix(4, [[2]]), "suffix_lens must be one-dimensional"),
+        (lambda: SpanMask.block_causal(8, 0), "block_len must be at least 1, got 0"),
+        (lambda: SpanMask.block_causal(8, 2, -1), "num_previous must be at least 0, or None .*, got -1"),
+        (lambda: SpanMask.block_causal(8, 2, 1, 9), "global_tokens must be between 0 and seq_len = 8, got 9"),
+        (lambda: SpanMask.causal(8) & SpanMask.causal(9), r"got \(8, 8\) and \(9, 9\)"),
+        (lambda: SpanMask.full(8, 9) | SpanMask.causal(8), r"got \(8, 9\) and \(8, 8\)"),
+        (
+            lambda: SpanMask.stack([SpanMask.causal(8)] * 2) & SpanMask.stack([SpanMask.causal(8)] * 3),
+            "equal batch sizes, or one of them 1, got 2 and 3",
+        ),
+        (lambda: SpanMask.causal(8).block_counts(0), "block_size must be at least 1, got 0"),
+        (lambda: SpanMask.causal(8).select([[0, 9]], [[0, 8]]), r"q_runs .* inside \[0, 8\), but run 0 is \[0, 9\]"),
+        (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 6], [5, 8]]), r"run 1 is \[5, 8\] after \[4, 6\]"),
+        (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 3]]), r"run 0 is \[4, 3\]"),
+        (lambda: SpanMask.causal(8).keys_read([0, 8]), r"q_runs must be integers \[num_runs, 2\]"),
+        (lambda: SpanMask.causal(8).keys_read_many([[[0, 4]], [[4, 9]]]), r"q_runs\[1\] must be .* \[4, 9\]"),
+        (lambda: SpanMask.stack([SpanMask.causal(8)] * 2).keys_read([[0, 1]]), "batch_size 2; take mask.row"),
+        (lambda: SpanMask.stack([SpanMask.causal(8)] * 2).keys_read_many([]), "batch_size 2; take mask.row"),
+    ],
+)
+def test_errors_name_the_values(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_masks_combine_with_masks_only():
+    with pytest.raises(TypeError):
+        SpanMask.causal(8) & np.ones((8, 8), bool)

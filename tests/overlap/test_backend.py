@@ -1,0 +1,428 @@
+"""The backend's graphs as Inductor's code has them: order, fusion, caches; ranks that send nothing."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import functools
+import itertools
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from spanwise import _torch
+from spanwise.hardware import H100, H200
+from spanwise.overlap import consensus as agree
+from spanwise.overlap.backend import Backend, _implicit, _is_tied, backend
+from spanwise.overlap.costs.roofline import node_flops
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.sizes import assumed
+from spanwise.overlap.optimize import Result
+
+RANKS, BATCH = 2, 16
+DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
+
+pytestmark = [  # torch's own: Dynamo makes an object of every autograd.Function; Inductor is imported
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning"),
+]
+
+Event = tuple[str, tuple[int, ...]]  # what is called, and the shape of its result
+
+
+class Cost:
+    """A collective takes `ratio` of a matrix product, and anything else nearly nothing."""
+
+    def __init__(self, ratio: float = 0.6) -> None:
+        self.ratio = ratio
+
+    def uuid(self) -> str:
+        return f"{self.ratio}"
+
+    def __call__(self, node: fx.Node) -> float:
+        if node.target in operators.STARTS:
+            return self.ratio
+        return 1.0 if node_flops(node) else 0.01
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.ratio
+
+
+class Gathered(torch.autograd.Function):
+    """A parameter of its shards; its gradient is reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return _torch.wait(_torch.start_all_gather(shard, RANKS, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _torch.wait(_torch.start_reduce_scatter(grad, RANKS, ctx.group)) / RANKS, None
+
+
+def layers(x: torch.Tensor, shards: list[torch.Tensor], group: str) -> torch.Tensor:
+    for shard in shards:
+        x = F.silu(x @ Gathered.apply(shard, group).t()) * 2 + 1
+    return x.square().sum()
+
+
+def inputs() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = torch.randn(BATCH, DIMS[0], requires_grad=True)
+    pairs = itertools.pairwise(DIMS)
+    return x, [torch.randn(out // RANKS, into, requires_grad=True) for into, out in pairs]
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=_torch.fake_store())
+    yield _torch.group_name(dist.group.WORLD)
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Inductor with caches of this module's own; it generates C++ and compiles none: kernels do nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", lambda *args: lambda *given: None)
+        patch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)  # which compiles programs to find out
+        yield
+
+
+def compiled(group: str, use: Any, **options: Any) -> list[str]:
+    """The code that Inductor generates for a step: forward and backward."""
+    x, shards = inputs()
+    step = torch.compile(layers, backend=use, **options)
+    return run_and_get_code(lambda: step(x, shards, group).backward())[1]
+
+
+def called(code: str) -> list[Event]:
+    """Collectives, waits and matrix products that generated code calls, in its order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[str, str]] = []
+    for line in code.split("def call(")[1].splitlines():
+        buffers = re.findall(r"buf\d+", line)
+        if match := re.search(
+            r"(?:empty_strided_cpu|reinterpret_tensor|assert_size_stride)\((?:\w+, )?(\(.*?\))", line
+        ):
+            # An allocation, memory used again in another shape, or what comes after a collective.
+            if "extern_kernels" not in line and buffers:
+                shapes[buffers[0]] = ast.literal_eval(match[1])
+        elif match := re.search(r"(buf\d+) = (buf\d+)", line):
+            shapes[match[1]] = shapes[match[2]]
+        if match := re.search(r"(?:_c10d_functional|extern_kernels)\.(\w+?)(?:\.default)?\(.*?(?:out=(\w+))?\)$", line):
+            found.append((match[1], match[2] or buffers[0]))
+            if match[2]:
+                found[-1] = (match[1], f"{match[2]} {shapes[match[2]]}")
+    return [(name, ast.literal_eval(at.split(" ", 1)[1]) if " " in at else shapes[at]) for name, at in found]
+
+
+def is_event(node: fx.Node) -> bool:
+    return node.target in operators.STARTS or node.target is operators.WAIT or node_flops(node) > 0
+
+
+def scheduled(result: Result) -> list[Event]:
+    """The same of what was handed to Inductor."""
+    events = filter(is_event, result.graph_module.graph.nodes)
+    return [(node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)) for node in events]
+
+
+def kernels(code: str) -> int:
+    """How many times generated code calls a kernel that was generated too."""
+    return len(re.findall(r"^ +cpp_fused\w*\(", code.split("def call(")[1], re.MULTILINE))
+
+
+def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, other = (graph.call_function(op, (x,)) for op in (torch.ops.aten.sin.default, torch.ops.aten.cos.default))
+    of_first = graph.call_function(torch.ops.aten.exp.default, (first,))
+    by_data = graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.relu, (of_first,)),))
+    assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
+
+
+def test_what_ranks_compare_is_tied_in_front_of_all(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[set[fx.Node]] = []
+    monkeypatch.setattr(
+        _torch, "keep_order", lambda graph, after: held.append({n for ns in after.values() for n in ns})
+    )
+    compiled(group, backend("inductor", cost=lambda node: 1.0))
+    for before in held:
+        assert sum(node.target is torch.ops.spanwise.agree.default for node in before) == 1
+    assert len(held) == 2
+
+
+def test_operators_that_inductor_calls_are_tied_and_what_it_fuses_is_not() -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "xy"]
+    assert _is_tied(graph.call_function(torch.ops.quantized.add_relu.default, (*operands, 1.0, 0)))
+    assert not _is_tied(graph.call_function(torch.ops.aten.add.Tensor, tuple(operands)))
+    assert not _is_tied(operands[0])
+
+
+def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
+    results: list[Result] = []
+    codes = compiled(group, backend("inductor", cost=Cost(), bucket=False, on_result=results.append))
+    assert len(codes) == len(results) == 2
+    for code, result in zip(codes, results, strict=True):
+        assert called(code) == scheduled(result)
+        assert result.timeline.makespan < 0.95 * result.before.makespan
+        body = code.split("def call(")[1]
+        assert body.count("spanwise.agree.default(") == 1
+        assert body.index("spanwise.agree.default(") < min(map(body.index, ("_c10d_functional.", "extern_kernels.")))
+    assert [len(called(code)) for code in codes] == [9, 12]
+    # Left alone, Inductor hides nothing; and to be kept in order costs no kernel.
+    plain = compiled(group, "inductor")
+    for ours, theirs, result in zip(codes, plain, results, strict=True):
+        assert sorted(called(theirs)) == sorted(called(ours)) != called(theirs) != scheduled(result)
+        assert 0 < kernels(ours) <= kernels(theirs)
+
+
+def decoder_layer(x: torch.Tensor, shards: list[torch.Tensor], group: str) -> torch.Tensor:
+    """Attention with two heads and a gated MLP, ``[B, S, D]``; every matrix is gathered where it is used."""
+    q, k, v, o, gate, up, down = (functools.partial(Gathered.apply, shard, group) for shard in shards)
+    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    heads = [(h @ w().t()).unflatten(-1, (2, -1)).transpose(1, 2) for w in (q, k, v)]
+    x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2) @ o().t()
+    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    return x + (F.silu(h @ gate().t()) * (h @ up().t())) @ down().t()
+
+
+def test_a_decoder_layer_keeps_order_and_fusion(group: str) -> None:
+    """With attention, and collectives merged: names alone, in order."""
+    dim, ffn = 32, 48
+    sizes = [(dim, dim)] * 4 + [(ffn, dim)] * 2 + [(dim, ffn)]
+    shards = [torch.randn(out // RANKS, into, requires_grad=True) for out, into in sizes]
+    x = torch.randn(2, BATCH, dim, requires_grad=True)
+    results: list[Result] = []
+    codes = {}
+    for name, use in {"ours": backend(cost=Cost(), on_result=results.append), "plain": "inductor"}.items():
+        step = torch.compile(decoder_layer, backend=use)
+        codes[name] = run_and_get_code(lambda step=step: step(x, shards, group).sum().backward())[1]
+    for ours, plain, result in zip(codes["ours"], codes["plain"], results, strict=True):
+        names = re.findall(
+            r"^ +(?:\w+ = )?(?:torch\.ops\.\w+|extern_kernels)\.(\w+)(?:\.default)?\(", ours, re.MULTILINE
+        )
+        tied = [node for node in result.graph_module.graph.nodes if is_event(node)]
+        assert names == ["agree", *(node.target._schema.name.split("::")[1] for node in tied)]
+        assert any("scaled_dot_product" in name for name in names) and any("coalesced" in name for name in names)
+        assert len(result.timeline.dag.starts) < len(result.before.dag.starts) == len(shards)
+        # Gradients that are scaled as they come may be kernels of their own; what is a chain stays one kernel.
+        pointwise = sum(operators.traits(node).pointwise for node in result.graph_module.graph.nodes)
+        assert kernels(ours) <= kernels(plain) + len(result.timeline.dag.starts)
+        assert kernels(ours) <= pointwise // 3
+
+
+def test_order_of_what_inductor_does_in_place(group: str) -> None:
+    """An all-reduce becomes one in place, on a copy where somebody else reads what it is given."""
+
+    def reduced(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        first, second, third = weights
+        sums = [_torch.wait(_torch.start_all_reduce(y, "sum", group)) for y in (x @ first, (x @ second).relu())]
+        for _ in range(3):
+            x = x @ third
+        return x.sum() + sum(y.sin().sum() for y in sums)
+
+    results: list[Result] = []
+    sizes = ((BATCH, 32), (32, 48), (32, 80), (32, 32))
+    with torch.no_grad():
+        run = torch.compile(reduced, backend=backend(cost=Cost(1.5), bucket=False, on_result=results.append))
+        (code,) = run_and_get_code(run, *(torch.randn(size) for size in sizes))[1]
+    assert [(name.rstrip("_"), shape) for name, shape in called(code)] == scheduled(results[0])
+    names = [name for name, _ in called(code)]
+    assert names.index("wait_tensor") > names.index("all_reduce_") + 2
+
+
+def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: str) -> None:
+    def misses_and_hits(**options: Any) -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        compiled(group, backend("inductor", **options))
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    assert misses_and_hits(cost=Cost(0.55)) == (2, 0)
+    assert misses_and_hits(cost=Cost(0.55)) == (0, 2)
+    assert misses_and_hits(cost=Cost(0.55), multiplier=1.5) == (2, 0)
+    assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # of which nobody knows when it is another one
+
+
+def test_a_fingerprint_covers_costs_options_groups_and_the_source(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(cost: Any = H100, **options: Any) -> str | None:
+        return backend(cost=cost, **options).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint()
+    assert fingerprint(lambda node: 1.0) is None
+    assert fingerprint({"mm": 1.0, "add": 2.0}) == fingerprint({"add": 2.0, "mm": 1.0})
+    others = [fingerprint(H200), fingerprint({"mm": 1.0}), fingerprint({"mm": 2.0}), fingerprint(Cost())]
+    others += [fingerprint(bucket=False), fingerprint(memory_budget=1), fingerprint(dynamic_size=128)]
+    dist.new_group([0])
+    others.append(fingerprint())
+    monkeypatch.setattr(sys.modules[Backend.__module__], "_source", lambda: "of another version")
+    others.append(fingerprint())
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_mode_and_options_go_on_to_inductor(group: str) -> None:
+    use = backend("inductor", cost=Cost(), bucket=False)
+    assert all("assert_size_stride(" in code for code in compiled(group, use))
+    codes = compiled(group, use, options={"size-asserts": False})
+    assert not any("assert_size_stride(" in code for code in codes)
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
+        compiled(group, use, mode="fastest")
+    with pytest.raises(Exception, match='"aot_eager" takes no mode and no options, got mode=None, options={'):
+        compiled(group, backend("aot_eager", cost=Cost()), options={"max_fusion_size": 1})
+
+
+def test_graphs_without_collectives_are_inductors_own(group: str) -> None:
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x @ x.t()).mean()
+
+    codes = []
+    for use in (backend("inductor", cost=Cost(), on_result=lambda result: pytest.fail("scheduled")), "inductor"):
+        torch._dynamo.reset()
+        codes.append(run_and_get_code(torch.compile(mean, backend=use), torch.randn(8, 8))[1])
+    ours, theirs = ([code.split("\n", 1)[1] for code in each] for each in codes)  # the first line counts graphs
+    assert ours == theirs
+
+
+def test_passes_that_are_configured_run_before(group: str) -> None:
+    seen: list[int] = []
+
+    def earlier(graph: fx.Graph) -> None:
+        seen.append(len(graph.find_nodes(op="call_function", target=torch.ops.spanwise.agree.default)))
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=earlier):
+        codes = compiled(group, backend("inductor", cost=Cost()))
+    assert seen == [0, 0]
+    assert all("spanwise.agree" in code for code in codes)
+
+
+def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) -> None:
+    for name in ("aot_eager", "inductor"):
+        with pytest.raises(Exception, match="GraphError: node '.*': its cost must be finite and not negative, got nan"):
+            compiled(group, backend(name, cost=lambda node: float("nan")))
+    with pytest.raises(ValueError, match='must be "inductor" or "aot_eager", got \'eager\''):
+        backend("eager", cost=Cost())
+    with pytest.raises(ValueError, match="dynamic_size must be at least 1, got 0"):
+        backend(cost=Cost(), dynamic_size=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
+        backend(cost=Cost(), budget=1)
+
+
+def test_checkpoints_that_draw_random_numbers(group: str) -> None:
+    """torch cuts nodes without metadata out of them."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gathered = Gathered.apply(x, group)
+        return checkpoint(lambda a: F.dropout(a @ weight, 0.5).sin(), gathered, use_reentrant=False)
+
+    results: list[Result] = []
+    leaves = [torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)]
+    use = torch.compile(step, backend=backend("aot_eager", cost=Cost(), on_result=results.append))
+    use(*leaves).sum().backward()
+    names = [{node.name for node in result.before.dag.nodes} for result in results]
+    assert len(names) == 2 and "run_and_save_rng_state" in names[0] and "run_with_rng_state" in names[1]
+
+
+def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -> dict[str, list[str]]:
+    """What ranks compare of a graph of these calls on one tensor, by group."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(shape)
+    for target, args in calls:
+        graph.call_function(target, (x, *args)).meta["val"] = torch.empty(shape)
+    graph.output(x)
+    node = agree.insert(graph, {"costs": "none"})
+    if node is None:
+        return {}
+    assert node is next(n for n in graph.nodes if n.op == "call_function")
+    groups, digests, records = (arg.split() for arg in node.args)
+    assert [len(digest) for digest in digests] == [64] * len(groups)
+    unpacked = [json.loads(zlib.decompress(base64.b85decode(record))) for record in records]
+    assert all(record["facts"] == {"costs": "none"} for record in unpacked)
+    return {group: record["starts"] for group, record in zip(groups, unpacked, strict=True)}
+
+
+def test_what_ranks_compare() -> None:
+    ops = _torch.functional_collectives
+    assert told(
+        (ops.all_gather_into_tensor.default, (2, "dp")),
+        (torch.ops.aten.sin.default, ()),
+        (ops.all_reduce.default, ("max", "tp")),
+        (ops.isend.default, (1, 0, "pp")),  # who sends what to whom differs from rank to rank
+        (ops.all_to_all_single.default, ([1, 3], [2, 2], "dp")),  # and so does how much each one sends here
+        (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
+    ) == {
+        "dp": [
+            ["1. all_gather_into_tensor (traced as 1) float32", [[4, 8]]],
+            ["3. all_to_all_single (traced as 3) float32", [[None, 8]]],
+        ],
+        "tp": [
+            ["2. all_reduce (traced as 2) max float32", [[4, 8]]],
+            ["4. shard_dim_alltoall (traced as -) float32", [[None, None]]],
+        ],
+    }
+    assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}
+
+
+def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterwards() -> None:
+    def views(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.cat([x, y])
+        return wide[1:].t(), wide.view(torch.int32), wide.new_zeros(3, 5), wide.sum(0)
+
+    gm = make_fx(views, tracing_mode="symbolic")(torch.randn(6, 4), torch.randn(7, 4))
+    before = [node.meta.get("val") for node in gm.graph.nodes]
+    whole, views_, fixed = (
+        [n for n in gm.graph.nodes if n.name.startswith(name)] for name in ("cat", ("t", "view"), "new_zeros")
+    )
+    with assumed(gm, 16):
+        assert whole[0].meta["val"].shape == (32, 16)
+        (storage,) = {operators.storage_of(n.meta["val"]) for n in (*whole, *views_)}
+        assert views_[0].meta["val"].untyped_storage().nbytes() == 32 * 16 * 4
+        assert {tuple(n.meta["val"].shape) for n in views_} == {(16, 31), (32, 16)}
+        assert operators.storage_of(fixed[0].meta["val"]) != storage
+        assert all(type(size) is int for n in gm.graph.nodes for t in operators.tensors_of(n) for size in t.shape)
+    assert all(node.meta.get("val") is value for node, value in zip(gm.graph.nodes, before, strict=True))
+
+
+def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
+    """What is cut off is none where there is too little of it; a view reaches as far as its own sizes say."""
+
+    def cut(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (2 * x.shape[0] - 11, 4), (4, 1))
+
+    gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(52))
+    (none,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.new_empty.default)
+    (view,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.as_strided.default)
+    with assumed(gm, 5):
+        assert none.meta["val"].shape == (0, 4)
+    with assumed(gm, 15):
+        assert view.meta["val"].shape == (19, 4)
+        assert view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
+
+
+def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:
+    results: list[Result] = []
+    x, shards = inputs()
+    step = torch.compile(layers, backend=backend("inductor", cost=Cost(), on_result=results.append), dynamic=True)
+    _, codes = run_and_get_code(lambda: step(x, shards, group).backward())
+    assert all(re.search(r"empty_strided_cpu\(\(s\d+,", code) for code in codes)
+    (mm, *_) = (n for n in results[0].graph_module.graph.nodes if n.target is torch.ops.aten.mm.default)
+    assert mm.meta["val"].shape == (4096, 2 * 4096)  # gathered from two ranks

@@ -1,0 +1,619 @@
+"""Buckets of collectives on an overlap `Dag`: what is merged, that it stays a legal graph, and that nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spanwise.overlap.bucketing.bucket import Merged, bucket, merge, unmerged
+from spanwise.overlap.bucketing.greedy import replay
+from spanwise.overlap.bucketing.moves import Move, batched, critical, moves
+from spanwise.overlap.ir.bounds import lower_bounds
+from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.search.schedule import EFFORT, Schedule, default_effort, schedule
+from spanwise.overlap.search.slack import in_flight
+from tests.overlap.test_simulate import dags
+
+C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
+
+
+def two_gathers(*deps: int) -> Dag:
+    """Two all-gathers with readers; the second one's start depends on `deps`."""
+    nodes = (
+        Node("gather a", S, 2.0, group="dp"),
+        Node("wait a", W, deps=(0,), start=0),
+        Node("read a", C, 1.0, (1,)),
+        Node("cast b", C, 1.0),
+        Node("gather b", S, 3.0, (3, *deps), "dp"),
+        Node("wait b", W, deps=(4,), start=4),
+        Node("read b", C, 1.0, (2, 5)),
+    )
+    return Dag(nodes, (Storage(8, 0, (1, 2)), Storage(4, 3, (4, 5)), Storage(9, 4, (5, 6)), Storage(1, 6, kept=True)))
+
+
+def test_members_start_together_where_the_first_one_did() -> None:
+    merged = merge(two_gathers(), [[4, 0]], [4.5])
+    assert merged.members == ((3,), (0, 4), (1, 5), (2,), (6,))
+    start, wait = merged.dag.nodes[1:3]
+    assert start == Node("gather a and 1 more", S, 4.5, (0,), "dp")
+    assert wait == Node("wait a and 1 more", W, 0.0, (1,), start=1)
+    assert merged.dag.storages[0] == Storage(8, 1, (2, 3)) and merged.dag.storages[2] == Storage(9, 1, (2, 4))
+    assert merged.dag.peak_bytes() == 8 + 4 + 9 and simulate(merged.dag).makespan == 1 + 4.5 + 2
+    assert merged.launches == 1 == unmerged(two_gathers()).launches - 1
+
+
+def test_members_start_together_where_the_last_one_did() -> None:
+    """Unless somebody needs one of them before."""
+    dag = two_gathers()
+    order = [3, 0, 1, 4, 5, 2, 6]
+    assert merge(dag, [[0, 4]], [4.5], order, late=True).members == ((3,), (0, 4), (1, 5), (2,), (6,))
+    other = Dag((*dag.nodes[:2], Node("work", C, 1.0), *(Node("b", S, group="dp"), Node("w", W, deps=(3,), start=3))))
+    assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4], late=True).members == ((2,), (0, 3), (1, 4))
+    assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4]).members == ((0, 3), (2,), (1, 4))
+
+
+def test_a_merge_that_makes_a_cycle_names_the_node() -> None:
+    with pytest.raises(GraphError, match="node 'gather a': no bucket of 'gather a', 'gather b': they would wait for"):
+        merge(two_gathers(2), [[0, 4]], [4.5])
+    with pytest.raises(GraphError, match="node 'gather b': it depends on a member of its bucket: 'gather a', 'gather"):
+        merge(two_gathers(0), [[0, 4]], [4.5])
+    # Each bucket alone is legal, both together are not.
+    nodes = (
+        Node("x 0", S, 1.0, group="x"), Node("y 0", S, 1.0, group="y"),
+        Node("wait x 0", W, deps=(0,), start=0), Node("wait y 0", W, deps=(1,), start=1),
+        Node("y 1", S, 1.0, (2,), "y"), Node("x 1", S, 1.0, (3,), "x"),
+    )  # fmt: skip
+    dag = Dag(nodes)
+    assert merge(dag, [[0, 5]], [1.0]).launches == merge(dag, [[1, 4]], [1.0]).launches == 3
+    with pytest.raises(GraphError, match=r"node '[xy] 0'.*they would wait for one another through 'wait [xy] 0'"):
+        merge(dag, [[0, 5], [1, 4]], [1.0, 1.0])
+
+
+def test_buckets_that_are_none() -> None:
+    dag = two_gathers()
+    for bad in ([0, 1], [0, 0], [0, 99], []):
+        with pytest.raises(ValueError, match="a bucket has starts of one process group"):
+            merge(dag, [bad], [1.0])
+    with pytest.raises(GraphError, match="node 'gather a': it is in two buckets"):
+        merge(dag, [[0], [0, 4]], [1.0, 1.0])
+    with pytest.raises(ValueError, match="expected milliseconds of 1 buckets, got 0"):
+        merge(dag, [[0, 4]], [])
+    with pytest.raises(GraphError, match="its cost must be finite and not negative, got nan"):
+        merge(dag, [[0, 4]], [float("nan")])
+
+
+def check(dag: Dag, merged: Merged) -> None:
+    """Every node is there once, and what a node depended on comes before it."""
+    assert sorted(i for members in merged.members for i in members) == list(range(len(dag)))
+    unit = {i: u for u, members in enumerate(merged.members) for i in members}
+    for i, node in enumerate(dag.nodes):
+        of_merged = merged.dag.nodes[unit[i]]
+        assert of_merged.kind == node.kind and of_merged.group == node.group
+        assert {unit[dep] for dep in node.deps} <= set(of_merged.deps)
+        if node.kind == W:
+            assert unit[node.start] == of_merged.start
+    for old, new in zip(dag.storages, merged.dag.storages, strict=True):
+        assert new.maker == unit[old.maker] and new.num_bytes == old.num_bytes
+        assert set(new.users) == {unit[user] for user in old.users} and new.kept == old.kept
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Dag:
+    dag = draw(dags(most=14))
+    storages = []
+    for maker in range(len(dag)):
+        users = [i for i in dag.users[maker] if draw(st.booleans())]
+        # As a result is read where its collective is waited for, and by those who read that.
+        users += [i for user in users if dag.kinds[user] == W for i in dag.users[user] if draw(st.booleans())]
+        if dag.kinds[maker] != W and draw(st.booleans()):
+            storages.append(Storage(draw(st.integers(1, 9)), maker, tuple(sorted(set(users))), draw(st.booleans())))
+    return Dag(dag.nodes, tuple(storages))
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(), st.randoms(use_true_random=False), st.booleans())
+def test_a_merge_is_legal_or_refused(dag: Dag, draw: random.Random, late: bool) -> None:
+    buckets = [[i for i in dag.starts if dag.nodes[i].group == group and draw.random() < 0.8] for group in dag.groups]
+    buckets = [bucket for bucket in buckets if bucket]
+    try:
+        check(dag, merge(dag, buckets, [1.0] * len(buckets), late=late))
+    except GraphError as error:
+        names = {dag.nodes[i].name for bucket in buckets for i in bucket}
+        assert error.node in names | {node.name for node in dag.nodes if node.kind == W}
+
+
+def test_a_merge_of_nothing_changes_nothing() -> None:
+    dag = two_gathers()
+    merged = merge(dag, [], [])
+    assert merged.dag.nodes == dag.nodes and merged.dag.storages == dag.storages
+    assert merged.members == unmerged(dag).members
+
+
+def bucketed(dag: Dag, merged_ms: Callable[[list[int]], float] | None = None, **keys: Hashable) -> Found:
+    """`dag` scheduled, merged and scheduled again; what must hold of any graph is checked.
+
+    Args:
+        merged_ms: default: half a millisecond is saved for each collective that joins another.
+        keys: of the starts by name, "_" for what a name cannot have; default: their group.
+    """
+
+    def cheaper(starts: list[int]) -> float:
+        return max(0.0, sum(dag.nodes[i].ms for i in starts) - (len(starts) - 1) / 2)
+
+    of = [keys.get(node.name.replace(" ", "_"), node.group or None) for node in dag.nodes]
+    before = schedule(dag)
+    merged, after = bucket(dag, before, of, merged_ms or cheaper)
+    check(dag, merged)
+    assert after.timeline.dag is merged.dag and after.budget == before.budget
+    merged.dag.check_order(after.order)
+    assert after.timeline.makespan <= before.timeline.makespan * (1 + 1e-9)
+    assert after.timeline.peak_bytes <= before.budget and merged.launches <= len(dag.starts)
+    for i, members in enumerate(merged.members):
+        if len(members) > 1 and merged.dag.nodes[i].kind == S:
+            assert len({of[member] for member in members}) == 1 and of[members[0]] is not None
+            assert merged.dag.nodes[i].ms == (merged_ms or cheaper)(list(members))
+    names = [[dag.nodes[j].name for j in of_unit] for of_unit in merged.members if len(of_unit) > 1]
+    return Found(before, after, [of_unit for of_unit in names if not of_unit[0].startswith("wait")])
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    before: Schedule
+    after: Schedule
+    buckets: list[list[str]]
+
+    def nothing_lost(self) -> bool:
+        return self.after.timeline.exposed_ms <= self.before.timeline.exposed_ms
+
+
+def collectives(*ops: tuple[str, Kind, float, str]) -> Dag:
+    """Nodes by name, kind, milliseconds and the names of what they depend on; a wait is named after its start."""
+    number = {name: i for i, (name, *_) in enumerate(ops)}
+    nodes = []
+    for name, kind, ms, needs in ops:
+        deps = [number[need] for need in needs.split(",") if need]
+        start = number[name.removeprefix("wait ")] if kind == W else -1
+        deps += [start] if kind == W else []
+        nodes.append(Node(name, kind, ms, tuple(deps), "dp" if kind == S else "", start))
+    return Dag(tuple(nodes))
+
+
+def test_independent_collectives_are_merged() -> None:
+    """As are two all-reduces, and collectives of different dtypes: what may be merged is a matter of keys."""
+    dag = collectives(
+        ("gather a", S, 1.0, ""), ("gather b", S, 1.0, ""), ("mm a", C, 2.0, ""), ("mm b", C, 2.0, ""),
+        ("wait gather a", W, 0.0, ""), ("wait gather b", W, 0.0, ""),
+        ("sum", C, 1.0, "wait gather a,wait gather b,mm a,mm b"),
+    )  # fmt: skip
+    found = bucketed(dag)
+    assert found.buckets == [["gather a", "gather b"]] and found.nothing_lost()
+    assert found.after.timeline.exposed_ms == 0 and found.after.timeline.makespan == 5
+    assert bucketed(dag, gather_a="bf16", gather_b="fp32").buckets == []
+    assert bucketed(dag, gather_a=None, gather_b=None).buckets == []
+
+
+def test_nested_hiding_intervals_are_not_merged() -> None:
+    """The second gather is needed at once; the first one is hidden by what needs the second."""
+    dag = collectives(
+        ("gather b", S, 1.0, ""), ("gather a", S, 3.0, ""), ("mm", C, 1.0, ""), ("wait gather b", W, 0.0, ""),
+        ("mm of b", C, 3.0, "mm,wait gather b"), ("wait gather a", W, 0.0, ""),
+        ("sum", C, 1.0, "wait gather a,mm of b"),
+    )  # fmt: skip
+    found = bucketed(dag)
+    assert found.buckets == [] and found.after is found.before and found.after.timeline.exposed_ms == 0
+    # Were they as quick together as alone, nothing would be lost.
+    found = bucketed(dag, lambda starts: 1.0)
+    assert found.buckets == [["gather b", "gather a"]] and found.nothing_lost()
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_gathers_around_a_scatter_that_is_hidden(between: bool) -> None:
+    """gather a, hidden, used for the scatter, hidden, used for gather b: they wait for one another, or do not."""
+    chain = "wait scatter" if between else ""
+    dag = collectives(
+        ("gather a", S, 2.0, ""), ("mm 1", C, 2.0, ""),
+        ("wait gather a", W, 0.0, ""), ("use a", C, 1.0, "wait gather a"),
+        ("scatter", S, 2.0, "use a"), ("mm 2", C, 2.0, "mm 1"), ("wait scatter", W, 0.0, ""),
+        ("gather b", S, 2.0, chain), ("mm 3", C, 2.0, "mm 2"), ("wait gather b", W, 0.0, ""),
+        ("sum", C, 1.0, "wait gather b,wait scatter,mm 3"),
+    )  # fmt: skip
+    found = bucketed(dag, lambda starts: 2.0, scatter="scatter")
+    assert found.buckets == ([] if between else [["gather a", "gather b"]]) and found.nothing_lost()
+    assert found.after.timeline.makespan == found.before.timeline.makespan
+
+
+def layers(count: int, *, compute: float, room: int = 1000) -> tuple[Dag, int]:
+    """Backward of layers with sharded parameters: for each, four gathers of weights, a product, four scatters.
+
+    Returns:
+        The dag, and a budget `room` bytes above its own order; weights of a layer take 4 bytes, gradients as many.
+    """
+    nodes: list[Node] = []
+    storages: list[Storage] = []
+
+    def add(name: str, kind: Kind, ms: float, *deps: int, group: str = "", start: int = -1) -> int:
+        nodes.append(Node(name, kind, ms, deps, group, start))
+        return len(nodes) - 1
+
+    gradient = add("loss", C, 1.0)
+    for layer in range(count):
+        weights = [add(f"gather {layer}.{k}", S, 0.3, group="dp") for k in range(4)]
+        waits = [add(f"wait {nodes[i].name}", W, 0.0, i, start=i) for i in weights]
+        gradient = add(f"dgrad {layer}", C, compute / 2, gradient, *waits)
+        wgrad = add(f"wgrad {layer}", C, compute / 2, gradient)
+        storages += [Storage(1, i, (wait, gradient)) for i, wait in zip(weights, waits, strict=True)]
+        for k in range(4):
+            start = add(f"scatter {layer}.{k}", S, 0.3, wgrad, group="dp")
+            storages.append(Storage(1, wgrad, (add(f"wait scatter {layer}.{k}", W, 0.0, start, start=start),)))
+    dag = Dag(tuple(nodes), tuple(storages))
+    return dag, dag.peak_bytes() + room
+
+
+def saves(dag: Dag, latency: float) -> Callable[[list[int]], float]:
+    return lambda starts: sum(dag.nodes[i].ms for i in starts) - latency * (len(starts) - 1)
+
+
+def kind_of(dag: Dag) -> list[Hashable | None]:
+    return [node.name.split(" ")[0] if node.kind == S else None for node in dag.nodes]
+
+
+@pytest.mark.parametrize(("room", "gain"), [(0, 0.1), (8, 0.01), (1000, 0.05)])
+def test_a_stream_that_is_the_bottleneck_gains(room: int, gain: float) -> None:
+    dag, budget = layers(32, compute=2.0, room=room)
+    before = schedule(dag, budget=budget)
+    merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.1))
+    assert before.timeline.makespan >= 0.999 * 32 * 8 * 0.3  # of collectives
+    assert after.timeline.makespan <= (1 - gain) * before.timeline.makespan
+    assert after.timeline.peak_bytes <= budget and after.timeline.exposed_ms <= before.timeline.exposed_ms
+    assert merged.launches <= len(dag.starts) / 2
+
+
+def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
+    dag, budget = layers(32, compute=4.0)
+    before = schedule(dag, budget=budget)
+    asked = []
+
+    def sums(starts: list[int]) -> float:
+        asked.append(starts)
+        return saves(dag, 0.0)(starts)
+
+    merged, after = bucket(dag, before, kind_of(dag), sums)
+    assert after.timeline.makespan <= before.timeline.makespan * (1 + 1e-9)
+    assert after.timeline.makespan <= 1.03 * lower_bounds(merged.dag).makespan
+    assert merged.launches <= len(dag.starts) / 3 and after.timeline.peak_bytes <= budget
+    assert len(asked) <= len(dag.starts)  # prices of fx nodes take time
+
+
+def test_a_bucket_that_costs_more_than_its_members_is_none() -> None:
+    dag, budget = layers(4, compute=4.0)
+    before = schedule(dag, budget=budget)
+    merged, after = bucket(dag, before, kind_of(dag), lambda starts: 0.31 * len(starts))
+    assert merged.dag is dag and after is before
+
+
+def test_prices_and_keys_that_are_none() -> None:
+    dag, budget = layers(2, compute=4.0)
+    before = schedule(dag, budget=budget)
+    for bad in (float("nan"), -1.0, float("inf")):
+        prices = dict.fromkeys(range(10), bad)
+        with pytest.raises(GraphError, match=r"node '(gather|scatter) \d.\d': merged .* would cost"):
+            bucket(dag, before, kind_of(dag), lambda starts, prices=prices: prices[len(starts)])  # type: ignore[misc]
+    with pytest.raises(ValueError, match=f"expected a key or None for each of {len(dag)} nodes, got 1"):
+        bucket(dag, before, [None], saves(dag, 0.0))
+
+
+def test_buckets_repeat_and_multipliers_count() -> None:
+    dag, budget = layers(8, compute=2.0)
+    before = schedule(dag, budget=budget, multiplier=2.0)
+    once, again = (bucket(dag, before, kind_of(dag), saves(dag, 0.1), multiplier=2.0) for _ in range(2))
+    assert once[0].members == again[0].members and once[1].order == again[1].order
+    assert once[0].dag.nodes == again[0].dag.nodes
+    assert once[1].timeline.makespan <= before.timeline.makespan
+
+
+def gathers_with_readers(count: int, gather: float, read: float, *, chain: bool) -> Dag:
+    """Gathers, each with a reader, which reads what the one before it made as well if they are a chain."""
+    ops: list[tuple[str, Kind, float, str]] = []
+    for k in range(count):
+        needs = f"wait gather {k}" + (f",read {k - 1}" if chain and k else "")
+        ops += [(f"gather {k}", S, gather, ""), (f"wait gather {k}", W, 0.0, ""), (f"read {k}", C, read, needs)]
+    return collectives(*ops)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_reader_is_delayed_where_all_is_sooner_for_it(chain: bool) -> None:
+    """Of four gathers of 2 ms, 1 ms of which is latency: two together delay one reader by 1 ms."""
+    dag = gathers_with_readers(4, 2.0, 1.0, chain=chain)
+    found = bucketed(dag, saves(dag, 1.0))
+    assert found.before.timeline.makespan == 9.0 and found.after.timeline.makespan == 8.0
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_gathers_of_latency_alone_become_one(chain: bool) -> None:
+    dag = gathers_with_readers(3, 0.02, 0.001, chain=chain)
+    found = bucketed(dag, saves(dag, 0.02))
+    assert found.before.timeline.makespan == pytest.approx(0.061)
+    assert found.after.timeline.makespan == pytest.approx(0.023) and len(found.buckets[0]) == 3
+    # With two streams, of which one waits for the other.
+    ops = [(f"gather {k}", S, 0.02, "") for k in range(3)] + [(f"wait gather {k}", W, 0.0, "") for k in range(3)]
+    for k in range(3):
+        ops += [(f"read {k}", C, 0.001, f"wait gather {k}"), (f"scatter {k}", S, 0.02, f"read {k}")]
+        ops += [(f"wait scatter {k}", W, 0.0, "")]
+    both = collectives(*ops)
+    keys = {node.name.replace(" ", "_"): node.name[0] for node in both.nodes if node.kind == S}
+    found = bucketed(both, saves(both, 0.02), **keys)
+    assert found.after.timeline.makespan == pytest.approx(0.043) and len(found.buckets) == 2
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for k in range(len(parts)):
+            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
+
+
+def small_step(draw: random.Random) -> Dag:
+    """Four or five collectives of one or two groups, and some compute that needs them, and that they need."""
+    nodes: list[Node] = []
+    work: list[int] = []
+    waits: list[int] = []
+    groups, count = draw.choice(["a", "ab"]), draw.randint(4, 5)
+    while len(waits) < count or draw.random() < 0.5:
+        if len(waits) < count and draw.random() < 0.6:
+            deps = (draw.choice(work),) if work and draw.random() < 0.4 else ()
+            nodes.append(Node(f"start {len(waits)}", S, draw.choice([1.0, 2.0, 3.0]), deps, draw.choice(groups)))
+            nodes.append(Node(f"wait {len(waits)}", W, deps=(len(nodes) - 1,), start=len(nodes) - 1))
+            waits.append(len(nodes) - 1)
+        needed = {draw.choice(waits[-3:])} if waits and draw.random() < 0.7 else set()
+        needed |= {draw.choice(work[-3:])} if work and draw.random() < 0.5 else set()
+        nodes.append(Node(f"work {len(work)}", C, draw.choice([0.5, 1.0, 2.0]), tuple(sorted(needed))))
+        work.append(len(nodes) - 1)
+    return Dag(tuple(nodes))
+
+
+def test_of_all_sets_of_buckets_the_best_is_found() -> None:
+    """Nearly always, of steps so small that all can be tried."""
+    draw = random.Random(0)
+    shares = []
+    for _ in range(100):
+        dag, latency = small_step(draw), draw.choice([0.5, 1.0])
+        of_groups = [[i for i in dag.starts if dag.nodes[i].group == group] for group in dag.groups]
+        least = schedule(dag).timeline.makespan
+        for parts in itertools.product(*map(partitions, of_groups)):
+            buckets = [part for of_group in parts for part in of_group if len(part) > 1]
+            try:
+                merged = merge(dag, buckets, list(map(saves(dag, latency), buckets)))
+            except GraphError:
+                continue
+            least = min(least, schedule(merged.dag, effort=4).timeline.makespan)
+        shares.append(bucketed(dag, saves(dag, latency)).after.timeline.makespan / least)
+    assert max(shares) <= 1.15 and sum(shares) / len(shares) <= 1.004
+    assert sum(share <= 1 + 1e-9 for share in shares) >= 95
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "launches"),
+    [
+        ({"in_flight": 2}, (4, 10**9), 16),
+        ({"in_flight_bytes": 2}, (10**9, 4), 48),
+        ({"in_flight_bytes": 8}, (10**9, 8), 48),
+        ({"in_flight": 2, "in_flight_bytes": 8}, (4, 8), 24),
+    ],
+)
+@pytest.mark.parametrize("compute", [2.0, 4.0])
+def test_buckets_hold_the_limits_in_flight(
+    limits: dict[str, Any], most: tuple[int, int], launches: int, compute: float
+) -> None:
+    """A bucket is one collective in flight, with all of its bytes; the graph's own order has four of a byte each."""
+    dag, budget = layers(16, compute=compute)
+    before = schedule(dag, budget=budget, **limits)
+    merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.1), **limits)
+    count, num_bytes = in_flight(after.timeline)["dp"]
+    assert count <= most[0] and num_bytes <= most[1]
+    assert after.timeline.makespan < before.timeline.makespan and merged.launches <= launches
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
+def test_what_is_in_flight_is_within_limits_or_as_it_was(
+    dag: Dag, most: int, most_bytes: int | None, draw: random.Random
+) -> None:
+    limits: dict[str, Any] = {"in_flight": most if draw.random() < 0.7 else None, "in_flight_bytes": most_bytes}
+    before = schedule(dag, effort=2, **limits)
+    keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
+    _, after = bucket(dag, before, keys, saves(dag, 0.0), effort=2, **limits)
+    was, now = in_flight(before.timeline), in_flight(after.timeline)
+    assert was.keys() == now.keys()
+    for group, of_group in now.items():
+        for limit, least, found in zip(limits.values(), was[group], of_group, strict=True):
+            assert limit is None or found <= max(limit, least)
+
+
+def test_what_is_in_flight_is_counted_between_start_and_wait() -> None:
+    dag = two_gathers()
+    assert in_flight(simulate(dag)) == {"dp": (1, 4 + 9)}
+    assert in_flight(simulate(dag, [0, 3, 4, 1, 2, 5, 6])) == {"dp": (2, 8 + 4 + 9)}
+    assert in_flight(simulate(merge(dag, [[0, 4]], [4.0]).dag)) == {"dp": (1, 8 + 4 + 9)}
+    unwaited = Dag((Node("a", S, 1.0, group="dp"), Node("b", S, 1.0, group="dp")))
+    assert in_flight(simulate(unwaited)) == {"dp": (0, 0)}
+
+
+def test_the_chain_that_a_makespan_is_made_of() -> None:
+    """Compute stood still for the second gather, which had waited for the first; the third was in time."""
+    dag = gathers_with_readers(3, 2.0, 3.0, chain=True)
+    assert critical(simulate(dag, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0}
+    assert critical(simulate(dag, [0, 3, 1, 2, 6, 4, 5, 7, 8])) == {0}
+    slow = gathers_with_readers(3, 2.0, 1.0, chain=True)
+    assert critical(simulate(slow, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0, 3, 6}
+    assert critical(simulate(slow)) == {0, 3, 6}
+    assert critical(simulate(Dag((Node("a", C, 1.0), Node("b", S, 3.0, group="dp"))))) == {1}
+    assert critical(simulate(Dag((Node("a", C, 4.0),)))) == set()
+
+
+def test_moves_merge_neighbours_and_cut_buckets() -> None:
+    dag = gathers_with_readers(3, 2.0, 1.0, chain=True)
+    merged = merge(dag, [[0, 3]], [3.0])
+    first, second = merged.dag.starts
+    keys = [node.group or None for node in merged.dag.nodes]
+    found = moves(simulate(merged.dag), merged.members, keys, lambda starts: 1.0)
+    assert found == [Move((first, second), ((0, 3, 6),)), Move((first,), ((0,), (3,)))]
+    assert [*batched(found)] == [[found[0]], [found[1]]]
+    assert moves(simulate(merged.dag), merged.members, keys, lambda starts: 0.0) == found[1:]
+    # What waits for one another is not merged.
+    nodes = (*dag.nodes[:3], dataclasses.replace(dag.nodes[3], deps=(2,)), *dag.nodes[4:])
+    starts = [move.units for move in moves(simulate(Dag(nodes)), unmerged(dag).members, kind_of(dag), lambda s: 1.0)]
+    assert starts == [(3, 6), (0, 6)]
+    # Halves come after all others.
+    many = [Move((2 * k, 2 * k + 1), ((k,),)) for k in range(3)]
+    assert [*batched(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
+
+
+@settings(deadline=None, max_examples=300)
+@given(graphs(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
+def test_never_longer_never_over_the_budget_nothing_twice(
+    dag: Dag, room: int, saved: float, draw: random.Random
+) -> None:
+    budget = dag.peak_bytes() + room
+    before = schedule(dag, budget=budget, effort=2)
+    keys = [(node.group, draw.random() < 0.8) if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
+
+    def merged_ms(starts: list[int]) -> float:
+        return max(0.0, sum(dag.nodes[i].ms for i in starts) - saved * (len(starts) - 1))
+
+    merged, after = bucket(dag, before, keys, merged_ms, effort=2)
+    check(dag, merged)
+    merged.dag.check_order(after.order)
+    assert after.timeline.makespan <= before.timeline.makespan
+    assert after.timeline.peak_bytes <= budget and merged.launches <= len(dag.starts)
+    for node, members in zip(merged.dag.nodes, merged.members, strict=True):
+        if len(members) > 1:
+            assert node.name == f"{dag.nodes[members[0]].name} and {len(members) - 1} more"
+        if node.kind == S and len(members) > 1:
+            assert len({keys[i] for i in members}) == 1 and keys[members[0]] is not None
+            assert node.ms == merged_ms(list(members))
+
+
+@settings(deadline=None, max_examples=300)
+@given(graphs(), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_whatever_is_taken_together_the_order_is_legal_and_fits(dag: Dag, room: int, draw: random.Random) -> None:
+    """Of a schedule that is taken for granted, as bad as it may be."""
+    budget = dag.peak_bytes() + room
+    keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
+    found = replay(dag, simulate(dag), keys, lambda starts: 0.5, budget=budget, slack=1.0)
+    dag.check_order(found.order)
+    assert dag.peak_bytes(found.order) <= budget
+    merged = merge(dag, found.buckets, found.ms, found.order, late=True)
+    check(dag, merged)
+    assert merged.dag.peak_bytes() <= budget
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
+    """Either of two casts does while the large result is there, both do not."""
+    nodes = (
+        Node("long", S, 20.0, group="tp"),
+        Node("gather a", S, 1.0, group="dp"),
+        Node("large", C, 5.0),
+        Node("read large", C, 5.0, (2,)),
+        Node("wait a", W, deps=(1,), start=1),
+        Node("read a", C, 1.0, (4, 3)),
+        Node("cast 1", C, 0.01),
+        Node("cast 2", C, 0.01),
+        Node("gather b", S, 1.0, (6, 7), "dp"),
+        Node("work", C, 5.0, (5,)),
+        Node("wait b", W, deps=(8,), start=8),
+        Node("wait long", W, deps=(0,), start=0),
+        Node("read", C, 1.0, (9, 10, 11)),
+    )
+    dag = Dag(nodes, (Storage(8, 2, (3,)), Storage(1, 6, (8, 10)), Storage(1, 7, (8, 10))))
+    assert dag.peak_bytes() == 8
+    found = replay(dag, simulate(dag), kind_of(dag), saves(dag, 0.5), budget=8 + room, slack=1.0)
+    dag.check_order(found.order)
+    assert dag.peak_bytes(found.order) <= 8 + room
+    merged = merge(dag, found.buckets, found.ms, found.order, late=True).dag
+    assert simulate(merged).makespan == simulate(dag).makespan and merged.peak_bytes() <= 8 + room
+
+
+def gathers(sizes: Sequence[float]) -> Dag:
+    """All-gathers that compute hides, of so many milliseconds each."""
+    ops = [(f"gather {i}", S, ms, "") for i, ms in enumerate(sizes)] + [("work", C, 3 * sum(sizes) + 1.0, "")]
+    return collectives(*ops, *((f"wait {name}", W, 0.0, name) for name, kind, *_ in ops if kind == S))
+
+
+def taken(dag: Dag, merged_ms: Callable[[list[int]], float]) -> list[list[int]]:
+    return replay(dag, simulate(dag), kind_of(dag), merged_ms, budget=0, slack=1.0).buckets
+
+
+@pytest.mark.parametrize(("latency", "most"), [(0.05, 3), (0.02, 1), (0.5, 12), (0.0, 12)])
+def test_a_bucket_takes_no_more_where_little_is_saved(latency: float, most: int) -> None:
+    """Sixty-four times what one more saves; what is mostly latency may join, and launches are saved for nothing."""
+    dag = gathers([1.0] * 12 + [1.4 * latency])
+    buckets = taken(dag, saves(dag, latency))
+    assert max(len(set(starts) - {12}) for starts in buckets) == most
+    assert any(12 in starts for starts in buckets)
+    if latency:
+        dag = gathers([65 * latency, 65 * latency, 1.6 * latency])
+        assert taken(dag, saves(dag, latency)) == []
+
+
+@pytest.mark.parametrize("sizes", [[100.0] + [1.2] * 6, [1.2] * 6 + [100.0], [1.2] * 3 + [100.0] + [1.2] * 3])
+def test_a_large_one_and_small_ones_are_one_bucket_in_any_order(sizes: list[float]) -> None:
+    dag = gathers(sizes)
+    assert taken(dag, saves(dag, 1.0)) == [list(range(7))]
+
+
+def test_what_rounding_leaves_is_no_saving() -> None:
+    dag = gathers([0.1 * i for i in range(1, 40)])
+    assert taken(dag, lambda starts: (1 - 1e-15) * sum(dag.nodes[i].ms for i in starts)) == [list(range(39))]
+
+
+def test_what_one_more_saves_is_that_of_the_longest() -> None:
+    """A first member of next to nothing says nothing of the others."""
+    dag = gathers([1e-3] + [1.0] * 11)
+    latency = [min(node.ms, 0.5) for node in dag.nodes]
+    buckets = taken(
+        dag, lambda starts: max(latency[i] for i in starts) + sum(dag.nodes[i].ms - latency[i] for i in starts)
+    )
+    assert buckets == [list(range(12))]
+
+
+def test_a_full_bucket_is_not_held_back() -> None:
+    dag = collectives(
+        ("gather 0", S, 1.0, ""), ("mm", C, 3.0, ""), ("gather 1", S, 1.0, "mm"), ("work", C, 20.0, "mm"),
+        ("wait gather 0", W, 0.0, "gather 0"), ("wait gather 1", W, 0.0, "gather 1"),
+    )  # fmt: skip
+    for latency, begin in ((0.01, 0.0), (0.5, 3.0)):
+        found = replay(dag, simulate(dag), kind_of(dag), saves(dag, latency), budget=0, slack=0.5)
+        assert simulate(dag, found.order).begin[0] == begin and bool(found.buckets) == (begin > 0)
+
+
+def test_of_a_large_graph_more_effort_is_never_worse() -> None:
+    dag, budget = layers(320, compute=2.0)
+    assert default_effort(dag) == EFFORT
+    spans = [schedule(dag, budget=budget, effort=effort).timeline.makespan for effort in (0, EFFORT, 9, 10, 12)]
+    assert spans[0] > spans[1] and spans == sorted(spans, reverse=True)
+
+
+def test_no_more_is_tried_of_what_cannot_get_better() -> None:
+    """Gathers and compute in turns: only the bound on both together says that nothing is left to gain."""
+    ops: list[tuple[str, Kind, float, str]] = []
+    for i in range(40):
+        ops.append((f"gather {i}", S, 1.0, f"mm {i - 1},side {i - 1}" * (i > 0)))
+        ops.append((f"wait gather {i}", W, 0.0, f"gather {i}"))
+        ops += [(f"mm {i}", C, 1.0, f"wait gather {i}"), (f"side {i}", C, 0.5, f"wait gather {i}")]
+    dag = collectives(*ops)
+    found = schedule(dag, effort=10**5)
+    assert found.bounds == lower_bounds(dag)
+    assert found.timeline.makespan == pytest.approx(found.bounds.makespan)

@@ -1,0 +1,471 @@
+"""Costs of fx nodes: FLOPs and bytes by hand, rates of dtypes, collectives by the hosts of their ranks, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import spanwise
+from spanwise import _torch
+from spanwise.hardware import CPU_HOST, Hardware, Link, attention_flops
+from spanwise.overlap.costs.flops import node_flops
+from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, is_pointwise, node_bytes
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.dag import GraphError, Kind
+from tests.overlap.test_capture import attention_of, causal_plan
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+HOST = 8
+HARDWARE = Hardware(
+    "round figures", attention_flops=1e12, attention_backward_flops=5e11, matmul_flops=2e12, memory_bandwidth=1e9,
+    memory=10**9, links=(Link(1e9, 1e-3, ranks=HOST), Link(1e8, 1e-2)),
+)  # fmt: skip
+
+
+def node(op: Any, *values: Any, of: str = "fake", **kwargs: Any) -> fx.Node:
+    """The node that calls `op` in a graph; tensors among `values` are its inputs."""
+    gm = make_fx(lambda *args: op(*args, **kwargs), tracing_mode=of)(*values)
+    (found,) = (n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    return found
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+# FLOPs.
+
+
+def test_flops_by_hand() -> None:
+    assert node_flops(node(ATEN.mm.default, empty(3, 5), empty(5, 7))) == 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.addmm.default, empty(7), empty(3, 5), empty(5, 7))) == 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.bmm.default, empty(2, 3, 5), empty(2, 5, 7))) == 2 * 2 * 3 * 5 * 7
+    assert node_flops(node(ATEN.baddbmm.default, empty(2, 3, 7), empty(2, 3, 5), empty(2, 5, 7))) == 2 * 2 * 3 * 5 * 7
+    conv = node(ATEN.convolution.default, empty(2, 3, 8, 8), empty(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False,
+                [0, 0], 1)  # fmt: skip
+    assert node_flops(conv) == 2 * 2 * 4 * 6 * 6 * 3 * 3 * 3
+    assert node_flops(node(ATEN.sin.default, empty(3))) == 0
+
+
+def test_flops_of_attention() -> None:
+    q, kv = empty(2, 4, 10, 8), empty(2, 2, 6, 8)  # two heads of q share one of k and v
+    products = 2 * 2 * 4 * 8  # FLOPs of one product of one query with one key, over all
+    flash = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+    assert node_flops(node(flash, q, kv.repeat(1, 2, 1, 1), kv.repeat(1, 2, 1, 1))) == 2 * products * 60
+    causal = node(flash, q, kv.repeat(1, 2, 1, 1), kv.repeat(1, 2, 1, 1), 0.0, True)
+    seen = int(torch.ones(10, 6).tril().sum())
+    assert node_flops(causal) == pytest.approx(2 * products * seen, rel=1e-12)
+
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("grad", "q", "k", "v", "out", "lse")]
+    for x, value in zip(inputs, (q, q, kv, kv, q, empty(2, 4, 10)), strict=True):
+        x.meta["val"] = value
+    backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for is_causal, pairs in ((False, 60), (True, seen)):
+        call = graph.call_function(backward, (*inputs, 0.0, is_causal))
+        call.meta["val"] = (q, kv, kv)
+        assert node_flops(call) == pytest.approx(5 * products * pairs, rel=1e-12)
+    gpu = ATEN._scaled_dot_product_flash_attention.default
+    for is_causal, pairs in ((False, 60), (True, seen)):
+        call = graph.call_function(gpu, (*inputs[1:4], 0.0, is_causal))
+        call.meta["val"] = (q, empty(2, 4, 10))
+        assert node_flops(call) == pytest.approx(2 * products * pairs, rel=1e-12)
+        ms = CostModel(HARDWARE)(call)
+        assert ms == pytest.approx(1e3 * max(2 * products * pairs / (1e12 * 67 / 989.4), node_bytes(call) / 1e9))
+
+
+def test_flex_attention_counts_what_its_hint_leaves() -> None:
+    module, graph = torch.nn.Module(), fx.Graph()
+    module.score_mod = make_fx(lambda score: score * 2)(torch.zeros(()))
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    score_mod = graph.get_attr("score_mod")
+    for x in (q, k, v):
+        x.meta["val"] = empty(2, 4, 16, 8, dtype=torch.bfloat16)
+    flex = graph.call_function(torch.ops.higher_order.flex_attention, (q, k, v, score_mod, (), 1.0, {}, (), ()))
+    flex.meta["val"] = (empty(2, 4, 16, 8, dtype=torch.bfloat16), empty(2, 4, 16), empty(0))
+    graph.output(flex)
+    captured = to_dag(fx.GraphModule(module, graph), CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15)))
+    flops = 2 * (2 * 2 * 4 * 8) * 16 * 16
+    (node,) = captured.nodes
+    assert node_flops(node) == flops and not captured.barriers
+    assert captured.dag.nodes[0].ms == pytest.approx(1e3 * flops / 1e12)
+    node.meta["custom"] = {"sparsity_hint": 0.5}
+    assert node_flops(node) == flops / 2
+
+
+def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
+    from spanwise.attention.kernels.sdpa import sdpa
+
+    mask = spanwise.SpanMask.sliding_window(40, 7)
+    area = int(mask.area().sum())
+    rows = [torch.tensor(x) for x in (mask.start, mask.end)]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, n, 40, d, requires_grad=True) for n, d in ((4, 16), (2, 16), (2, 8)))
+    counted = [3 * attention_flops(area, 4, 16, 8, backward=backward) for backward in (False, True)]
+    with FlopCounterMode(display=False) as mode:
+        out, _ = sdpa(q, k, v, *rows, scale=0.25)
+    assert mode.get_total_flops() == counted[0]
+    with FlopCounterMode(display=False) as mode:
+        out.sum().backward()
+    assert mode.get_total_flops() == counted[1]
+
+    ops = torch.ops.spanwise
+    graph = fx.Graph()
+    x = {name: graph.placeholder(name) for name in ("q", "k", "v", "start", "end", "out", "lse")}
+    with _torch.fake_mode():
+        for name, shape in zip(
+            x, (q.shape, k.shape, v.shape, *(r.shape for r in rows), out.shape, (3, 4, 40)), strict=True
+        ):
+            x[name].meta["val"] = torch.empty(shape, dtype=torch.int32 if name in ("start", "end") else torch.bfloat16)
+    spans = x["start"], x["end"]
+    forward = graph.call_function(ops.sdpa.default, (x["q"], x["k"], x["v"], *spans, 0.25))
+    backward = graph.call_function(
+        ops.sdpa_backward.default, (x["out"], x["lse"], x["q"], x["k"], x["v"], None, x["lse"], *spans, 0.25)
+    )
+    forward.meta["val"] = (x["out"].meta["val"], x["lse"].meta["val"])
+    backward.meta["val"] = tuple(x[name].meta["val"] for name in "qkv")
+    bounds = [n * 40 * 40 / area for n in counted]  # all pairs of the shapes, where the spans are not known
+    assert [node_flops(forward), node_flops(backward)] == pytest.approx(bounds)
+    fast = CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15))
+    assert [fast(forward), fast(backward)] == pytest.approx([1e3 * bounds[0] / 1e12, 1e3 * bounds[1] / 5e11])
+    backward.meta["custom"] = forward.meta["custom"] = {"sparsity_hint": 0.25}
+    assert [node_flops(forward), node_flops(backward)] == pytest.approx([n * 0.75 for n in bounds])
+    x["start"].meta["known"], x["end"].meta["known"] = rows
+    assert [node_flops(forward), node_flops(backward)] == counted
+
+
+def test_captured_attention_costs_what_the_plan_says() -> None:
+    config = dataclasses.replace(STEP, layers=1, cp=2, tp=1, dtype=torch.bfloat16)
+    plan = causal_plan(config)
+    for rank, area in enumerate(plan.work()):
+        graphs = capture(dataclasses.replace(config, rank=rank), attention_of(plan, []))
+        for module, backward in ((graphs.forward, False), (graphs.backward, True)):
+            flops = sum(node_flops(n) for n in module.graph.nodes if "spanwise" in str(n.target))
+            expected = config.batch * attention_flops(area, config.heads, 8, 8, backward=backward)
+            assert flops == expected
+
+
+def test_the_roofline_is_the_larger_of_two() -> None:
+    fast = dataclasses.replace(HARDWARE, memory_bandwidth=1e15)
+    half = node(ATEN.mm.default, empty(64, 32, dtype=torch.bfloat16), empty(32, 16, dtype=torch.bfloat16))
+    full = node(ATEN.mm.default, empty(64, 32), empty(32, 16))
+    flops = 2 * 64 * 32 * 16
+    assert CostModel(fast)(half) == pytest.approx(1e3 * flops / 2e12)
+    assert CostModel(fast)(full) == pytest.approx(1e3 * flops / 2e12 * 989.4 / 67)
+    assert CostModel(fast, rates=VECTOR_UNITS)(full) == pytest.approx(1e3 * flops / 2e12)
+    operands = (empty(64, 32, dtype=torch.float8_e4m3fn), empty(16, 32, dtype=torch.float8_e4m3fn).t())
+    scaled = node(ATEN._scaled_mm.default, *operands, empty(), empty(), out_dtype=torch.bfloat16)
+    assert CostModel(fast)(scaled) == pytest.approx(1e3 * flops / 4e12)  # by its operands, not by their scales
+    assert CostModel(HARDWARE)(half) == pytest.approx(1e3 * 2 * (64 * 32 + 32 * 16 + 64 * 16) / 1e9)
+    assert TENSOR_CORES[torch.bfloat16] == 1
+    with pytest.raises(ValueError, match=r"rates\[torch.float32\] must be positive and finite, got 0"):
+        CostModel(HARDWARE, rates={torch.float32: 0})
+
+
+# Bytes.
+
+
+def test_bytes_by_hand() -> None:
+    assert node_bytes(node(ATEN.add.Tensor, empty(4, 4), empty(4, 4))) == 3 * 64
+    assert node_bytes(node(ATEN.mm.default, empty(3, 5), empty(5, 7))) == 4 * (15 + 35 + 21)
+    assert node_bytes(node(ATEN._to_copy.default, empty(8), dtype=torch.bfloat16)) == 32 + 16
+    assert node_bytes(node(ATEN.add_.Tensor, empty(4), empty(4))) == 3 * 16
+    assert node_bytes(node(ATEN.copy_.default, empty(4), empty(4))) == 2 * 16
+    assert node_bytes(node(ATEN.fill_.Scalar, empty(4), 1.0)) == 16
+    assert node_bytes(node(ATEN.full_like.default, empty(4), 1.0)) == 16
+    assert node_bytes(node(ATEN.embedding.default, empty(1000, 8), torch.zeros(3, dtype=torch.int64))) == 24 + 2 * 96
+    assert node_bytes(node(ATEN.sum.default, empty(8).expand(1000, 8))) == 32 + 4  # in memory once
+    lists = fx.Graph()
+    x, y = lists.placeholder("x"), lists.placeholder("y")
+    x.meta["val"], y.meta["val"] = empty(4), empty(8)
+    foreach = lists.call_function(ATEN._foreach_add_.Scalar, ([x, y], 1))
+    assert node_bytes(foreach) == 2 * 48
+
+
+def test_what_does_not_run_takes_no_time() -> None:
+    free = [
+        node(ATEN.view.default, empty(4, 4), [16]),
+        node(ATEN.t.default, empty(4, 4)),
+        node(ATEN.empty_like.default, empty(4)),
+        node(ATEN._unsafe_view.default, empty(4, 4), [16]),
+        node(ATEN.split.Tensor, empty(4), 2),
+    ]
+    split = make_fx(lambda x: x.split(2)[0], tracing_mode="fake")(empty(4))
+    free += [n for n in split.graph.nodes if n.target is operator.getitem]
+    model = CostModel(HARDWARE)
+    assert len(free) == 7 and all(model(n) == 0 and node_bytes(n) == 0 for n in free)
+    assert model(node(ATEN.sin.default, empty(4))) > 0
+
+
+def chain(function: Callable[..., Any], *values: torch.Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    gm = make_fx(function, tracing_mode="fake")(*values)
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    return {n.name: node_bytes(n) for n in calls}, {n.name: node_bytes(n, fuse=False) for n in calls}
+
+
+def test_pointwise_chains_are_one_kernel() -> None:
+    fused, apart = chain(lambda x, y: (x.sin() * y).cos() @ y, empty(4, 4), empty(4, 4))
+    assert fused == {"sin": 64, "mul": 64, "cos": 64, "mm": 3 * 64}
+    assert apart == {"sin": 128, "mul": 192, "cos": 128, "mm": 3 * 64}
+    # Two readers: it is written, and read.
+    fused, _ = chain(lambda x: (lambda y: (y.sin(), y.cos()))(x * 2), empty(4, 4))
+    assert fused == {"mul": 128, "sin": 128, "cos": 128}
+    # Written for a product, or because it is returned.
+    fused, _ = chain(lambda x: (x.sin() @ x).cos(), empty(4, 4))
+    assert fused == {"sin": 128, "mm": 3 * 64, "cos": 128}
+    # Through a view, and cast.
+    fused, _ = chain(lambda x: x.sin().view(16).to(torch.bfloat16), empty(4, 4))
+    assert fused == {"sin": 64, "view": 0, "_to_copy": 32}
+    # A constant is made where it is read.
+    fused, _ = chain(lambda x: torch.full_like(x, 2.0) * x, empty(4, 4))
+    assert fused == {"full_like": 0, "mul": 128}
+    # What writes an argument, writes.
+    fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
+    assert fused["add_"] == 64 and fused["sin"] == 128
+
+
+def plain_bytes(node: fx.Node) -> int:
+    """`node_bytes` of captured graphs, by its definition and without a short cut."""
+
+    def held(n: fx.Node) -> int:
+        tensors = [t for t in tree_leaves(n.meta["val"]) if isinstance(t, torch.Tensor)]
+        shapes = [[size for size, stride in zip(t.shape, t.stride(), strict=True) if stride] for t in tensors]
+        return sum(math.prod(shape) * t.element_size() for shape, t in zip(shapes, tensors, strict=True))
+
+    def stays_in_registers(n: fx.Node) -> bool:
+        """Everything that reads it, through views, is one pointwise node."""
+        readers = set()
+        queue = [n]
+        while queue:
+            for user in queue.pop().users:
+                (queue.append if operators.is_free(user) else readers.add)(user)
+                if operators.is_free(user) and len(user.users) != 1:
+                    return False
+        return is_pointwise(n) and len(n.users) == 1 and len(readers) == 1 and all(map(is_pointwise, readers))
+
+    def source(n: fx.Node) -> fx.Node:
+        while n.op == "call_function" and operators.is_free(n) and len(n.all_input_nodes) == 1:
+            (n,) = n.all_input_nodes
+        return n
+
+    total = 0 if stays_in_registers(node) else held(node)
+    for arg in node.all_input_nodes:
+        if not (is_pointwise(node) and stays_in_registers(source(arg))):
+            total += held(arg)
+    return total
+
+
+def test_bytes_of_a_step_are_those_of_the_definition() -> None:
+    graphs = capture(dataclasses.replace(STEP, layers=1))
+    seen = 0
+    for module in (graphs.forward, graphs.backward):
+        for n in module.graph.nodes:
+            plain = n.op == "call_function" and isinstance(n.target, _torch.OpOverload) and n.target.namespace == "aten"
+            if not plain or operators.is_free(n) or n.name.startswith(("fill", "full", "empty", "zeros", "ones")):
+                continue
+            assert node_bytes(n) == plain_bytes(n), n
+            seen += 1
+    assert seen > 60
+
+
+# Collectives.
+
+
+def collective(kind: str, ranks: tuple[int, ...], shard: int = 1000) -> float:
+    """Seconds of a collective whose shard has `shard` float32."""
+    n = len(ranks)
+    rows = {"all_gather": shard, "reduce_scatter": shard * n}.get(kind, shard * n)
+    op, args = {
+        "all_gather": (OPS.all_gather_into_tensor, (n,)),
+        "reduce_scatter": (OPS.reduce_scatter_tensor, ("sum", n)),
+        "all_reduce": (OPS.all_reduce, ("sum",)),
+        "all_to_all": (OPS.all_to_all_single, ([shard] * n, [shard] * n)),
+        "broadcast": (OPS.broadcast, (0,)),
+        "shard_dim": (torch.ops._dtensor.shard_dim_alltoall, (0, 1)),
+    }[kind]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = empty(rows)
+    call = graph.call_function(op.default, (x, *args, "g"))
+    call.meta["val"] = empty({"all_gather": shard * n, "reduce_scatter": shard}.get(kind, rows))
+    return CostModel(HARDWARE, ranks={"g": ranks})(call) / 1e3
+
+
+INSIDE, ACROSS = tuple(range(4)), (0, 8, 16, 24)
+
+
+@pytest.mark.parametrize(("ranks", "alpha", "rate"), [(INSIDE, 1e-3, 1e9), (ACROSS, 1e-2, 1e8), ((7, 8), 1e-2, 1e8)])
+def test_a_small_group_that_spans_hosts_is_slow(ranks: tuple[int, ...], alpha: float, rate: float) -> None:
+    n = len(ranks)
+    others = (n - 1) * 4000  # bytes: (n - 1) / n of the whole
+    for kind in ("all_gather", "reduce_scatter", "all_to_all", "shard_dim"):
+        assert collective(kind, ranks) == pytest.approx(alpha + others / rate), kind
+    assert collective("all_reduce", ranks) == pytest.approx(2 * (alpha + others / rate))
+    assert collective("broadcast", ranks) == pytest.approx(alpha + n * 4000 / rate)
+    assert collective("all_gather", (3,)) == 0 == collective("all_reduce", (3,))
+    gather = node(OPS.all_gather_into_tensor.default, empty(8), n, "g")
+    assert CostModel(HARDWARE, ranks={"g": ranks}).latency(gather) == pytest.approx(1e3 * alpha)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 11, 16, 20, 64])
+def test_groups_from_the_first_rank_cost_what_the_planner_says(num_ranks: int) -> None:
+    ranks = tuple(range(num_ranks))
+    assert collective("all_gather", ranks) == pytest.approx(HARDWARE.all_gather_seconds(4000, num_ranks))
+    assert collective("reduce_scatter", ranks) == pytest.approx(HARDWARE.reduce_scatter_seconds(4000, num_ranks))
+    pairs = np.full((num_ranks, num_ranks), 4000.0)
+    assert collective("all_to_all", ranks) == pytest.approx(HARDWARE.all_to_all_seconds(pairs))
+
+
+def test_ranks_of_a_host_share_its_way_out() -> None:
+    two_each = (0, 1, 8, 9, 16, 17, 24, 25)
+    # Six shards from outside, through two ranks; inside, the neighbour's and its half of those.
+    assert collective("all_gather", two_each) == pytest.approx(1e-2 + 3 * 4000 / 1e8)
+    assert collective("all_to_all", two_each) == pytest.approx(1e-2 + 6 * 4000 / 1e8)
+
+
+def test_coalesced_collectives_move_all_of_it_and_backends_more() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = empty(100), empty(300)
+    call = graph.call_function(OPS.all_gather_into_tensor_coalesced.default, ([x, y], 4, "g"))
+    call.meta["val"] = [empty(400), empty(1200)]
+    assert CostModel(HARDWARE, ranks={"g": INSIDE})(call) == pytest.approx(1 + 3 * 1600 / 1e9 * 1e3)
+    wired = dataclasses.replace(HARDWARE, wire=(("all_gather", 2.0),))
+    assert CostModel(wired, ranks={"g": INSIDE})(call) == pytest.approx(1 + 3 * 3200 / 1e9 * 1e3)
+
+
+def starts_of(kind: str, sizes: list[int], num_ranks: int, group: str = "g") -> tuple[list[fx.Node], fx.Node]:
+    """Collectives of shards of so many float32 or bf16, one by one, and coalesced."""
+    more = {"all_gather_into_tensor": (num_ranks,), "reduce_scatter_tensor": ("sum", num_ranks), "all_reduce": ("sum",)}
+    graph, inputs, outputs = fx.Graph(), [], []
+    for i, size in enumerate(sizes):
+        inputs.append(graph.placeholder(f"x{i}"))
+        dtype = torch.bfloat16 if i % 2 else torch.float32
+        whole = empty(size * num_ranks, dtype=dtype)
+        shard = empty(size, dtype=dtype)
+        inputs[i].meta["val"] = shard if kind == "all_gather_into_tensor" else whole
+        outputs.append(shard if kind == "reduce_scatter_tensor" else whole)
+    calls = [graph.call_function(getattr(OPS, kind).default, (x, *more[kind], group)) for x in inputs]
+    for call, value in zip(calls, outputs, strict=True):
+        call.meta["val"] = value
+    coalesced = graph.call_function(getattr(OPS, f"{kind}_coalesced").default, (inputs, *more[kind], group))
+    coalesced.meta["val"] = outputs
+    return calls, coalesced
+
+
+@pytest.mark.parametrize("kind", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
+@pytest.mark.parametrize("ranks", [INSIDE, ACROSS, (0, 1, 8, 9)])
+def test_merged_collectives_pay_latency_once(kind: str, ranks: tuple[int, ...]) -> None:
+    calls, coalesced = starts_of(kind, [101, 300, 7, 2050], len(ranks))
+    model = CostModel(HARDWARE, ranks={"g": ranks})
+    assert model.merged(calls) == model(coalesced) == model.merged(calls[::-1])  # to the last bit
+    assert model.merged(calls[:1]) == model(calls[0])
+    saved = (3 * 2 if kind == "all_reduce" else 3) * HARDWARE.links[ranks is not INSIDE].latency
+    assert model.merged(calls) == pytest.approx(sum(map(model, calls)) - 1e3 * saved)
+    assert CostModel(HARDWARE, ranks={"g": (3,)}).merged(calls) == 0
+
+
+def test_what_is_not_alike_is_not_merged() -> None:
+    gathers, _ = starts_of("all_gather_into_tensor", [8, 8], 4)
+    others, _ = starts_of("all_gather_into_tensor", [8], 4, "h")
+    reduces, _ = starts_of("all_reduce", [8], 4)
+    model = CostModel(HARDWARE, ranks={"g": INSIDE, "h": INSIDE})
+    with pytest.raises(GraphError, match="it is all_gather of group 'h', not all_gather of 'g' like the first"):
+        model.merged([*gathers, *others])
+    with pytest.raises(GraphError, match="it is all_reduce of group 'g', not all_gather of 'g' like the first"):
+        model.merged([*gathers, *reduces])
+    with pytest.raises(GraphError, match="node 'wait_tensor': it starts no collective"):
+        model.merged([*gathers, node(OPS.wait_tensor.default, empty(4))])
+    with pytest.raises(ValueError, match="no collectives to merge"):
+        model.merged([])
+
+
+def test_groups_of_this_process_are_known_and_others_are_not() -> None:
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=16)
+    try:
+        group = dist.new_group([0, 8])
+
+        def function(x: torch.Tensor) -> Any:
+            return OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, _torch.group_name(group)))
+
+        gm = make_fx(function, tracing_mode="fake")(empty(1000))
+        captured = to_dag(gm, CostModel(HARDWARE))
+        assert [n.ms for n in captured.dag.nodes] == [pytest.approx(10 + 4000 / 1e8 * 1e3), 0]
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(
+        GraphError, match="node 'all_gather_into_tensor': its cost is not known: ValueError: no process"
+    ):
+        to_dag(gm, CostModel(HARDWARE))
+
+
+STEP = CaptureConfig(
+    layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, dp=2, tp=2, device="cpu", dtype=torch.float32
+)
+
+
+def test_flops_and_collectives_of_a_step() -> None:
+    config = STEP
+    graphs = capture(config)
+    tokens, weights = 2 * 16, 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    products = 2 * tokens * weights * config.layers // 2  # tp halves them
+    attention = 2 * (2 * 2 * 8) * (16 * 17 // 2) * config.layers  # a product of q and k: 2 sequences, 2 heads, 8 dims
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values()}
+    for module, matmuls, in_attention in ((graphs.forward, 1, 2), (graphs.backward, 2, 5)):
+        captured = to_dag(module, CostModel(HARDWARE, ranks=ranks))
+        flops = sum(map(node_flops, captured.nodes))
+        assert flops == pytest.approx(matmuls * products + in_attention * attention)
+        assert not captured.barriers and set(captured.dag.groups) == {graphs.axes[axis].name for axis in ("dp", "tp")}
+        waits = [n.start for n in captured.dag.nodes if n.kind == Kind.WAIT]
+        assert sorted(waits) == list(captured.dag.starts)
+        assert all(captured.dag.nodes[i].ms >= 1 for i in waits)  # α
+
+
+# What users have.
+
+
+def test_as_cost() -> None:
+    gm = make_fx(lambda x: x.sin().cos(), tracing_mode="fake")(empty(4))
+    assert [n.ms for n in to_dag(gm, as_cost({"sin": 2.0, "cos": 3})).dag.nodes] == [2, 3]
+    with pytest.raises(GraphError, match="node 'cos': it is not in the table of costs, which has 1 nodes"):
+        to_dag(gm, as_cost({"sin": 2.0}))
+    assert isinstance(as_cost(CPU_HOST), CostModel)
+    assert [n.ms for n in to_dag(gm, as_cost(lambda n: len(n.name))).dag.nodes] == [3, 3]
+    with pytest.raises(
+        ValueError, match="cost must be a function of a node, a Hardware or a table by node names, got 3"
+    ):
+        as_cost(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_exported_programs_cost_what_they_decompose_into() -> None:
+    """Copies that views turn out to be read and write; what torch.export asserts of a cast holds nothing up."""
+
+    class Casts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            low = x.to(torch.bfloat16)
+            return low.float() @ x, x.t().reshape(-1)
+
+    program = torch.export.export(Casts(), (torch.ones(32, 32),))
+    whole = program.graph_module
+    assert any("_assert_tensor_metadata" in str(node.target) for node in whole.graph.nodes)
+    captured = to_dag(whole, lambda node: float(node_bytes(node)))
+    assert captured.barriers == ()
+    found = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
+    assert found["to"] == found["to_1"] == 4096 + 2048 and found["reshape"] == 2 * 4096
+    apart = to_dag(program.run_decompositions().graph_module, lambda node: float(node_bytes(node)))
+    assert captured.dag.compute_ms == apart.dag.compute_ms == 6144 + 6144 + 8192 + 3 * 4096

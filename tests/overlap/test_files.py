@@ -1,0 +1,127 @@
+"""Graph files: operators that a process has not registered, files of others, and what saving takes."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from spanwise.__main__ import app
+from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
+
+SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}
+FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.items()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph whose attention is an operator of this package."""
+    path = tmp_path_factory.mktemp("graphs") / "cp.pt"
+    result = CliRunner().invoke(app, ["overlap", *FLAGS, "--graph", "forward", "--save", str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def test_another_process_loads_our_own_operators(saved: Path) -> None:
+    done = python("-m", "spanwise", "overlap", "--load", saved, "--graph", "forward")
+    assert done.returncode == 0, done.stderr
+    assert "Forward, " in done.stdout
+
+
+UNREGISTERED = """
+from spanwise.overlap.fx.files import load_graphs
+
+try:
+    load_graphs({path!r})
+except ValueError as error:
+    print(error)
+import spanwise.attention.kernels.sdpa
+print(*load_graphs({path!r}).graphs)
+"""
+
+
+def test_operators_that_are_not_registered(saved: Path) -> None:
+    """Alone, this half of the package does not have the other's; the error says what does."""
+    done = python("-c", UNREGISTERED.format(path=str(saved)))
+    assert done.returncode == 0, done.stderr
+    error, graphs = done.stdout.splitlines()
+    assert "'spanwise' is registered in this process: import spanwise.attention.kernels.sdpa before" in error
+    assert "cannot be read by torch" not in error
+    assert graphs == "forward backward"
+
+
+def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
+    library = torch.library.Library("spanwise_test_elsewhere", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    graph = torch.fx.Graph()
+    operator = torch.ops.spanwise_test_elsewhere.double.default
+    graph.output(graph.call_function(operator, (graph.placeholder("x"),)))
+    save_graphs(tmp_path / "g", {"one": torch.fx.GraphModule({}, graph)})
+    library._destroy()
+    text = "calls spanwise_test_elsewhere::double.*: import the module that defines it before you load the graphs"
+    with pytest.raises(ValueError, match=text):
+        load_graphs(tmp_path / "g")
+
+
+def test_sizes_of_groups() -> None:
+    """Gathers, scatters and exchanges say how many ranks they are of; a sum does not."""
+    ops, graph = torch.ops._c10d_functional, torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [
+        graph.call_function(ops.all_gather_into_tensor.default, (x, 4, "a")),
+        graph.call_function(ops.reduce_scatter_tensor.default, (x, "sum", 4, "a")),
+        graph.call_function(ops.all_gather_into_tensor_coalesced.default, ([x], 2, "a")),
+        graph.call_function(ops.all_to_all_single.default, (x, [1, 2, 3], [3, 2, 1], "b")),
+        graph.call_function(ops.all_reduce.default, (x, "sum", "c")),
+    ]
+    graph.output(tuple(nodes))
+    gm = torch.fx.GraphModule({}, graph)
+    assert group_sizes([gm, gm]) == {
+        "a": {4: nodes[0].name, 2: nodes[2].name}, "b": {3: nodes[3].name}, "c": {}
+    }  # fmt: skip
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What torch's loader of programs logs, which keeps it from the root logger."""
+    logger = logging.getLogger("torch.export")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_what_torch_save_wrote(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "plain.pt")
+    text = "is a zip file without a program of torch.export, by torch.save perhaps: save them with"
+    with pytest.raises(ValueError, match=text):
+        load_graphs(tmp_path / "plain.pt")
+    assert warned.records == [], "they say less, and say it first"
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_a_program_by_any_name(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), tmp_path / "m.pt2")
+    path = (tmp_path / "m.pt2").rename(tmp_path / "m")
+    warned.clear()
+    assert list(load_graphs(path).graphs) == ["graph"]
+    assert warned.records == []
+    torch.export.load(path)
+    assert warned.records, "of a path it warns"
+
+
+def test_what_saving_takes(tmp_path: Path) -> None:
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "a mapping from names to ReLU")):
+        with pytest.raises(ValueError, match=f"must be a mapping from names to fx.GraphModule, .* got {kind}"):
+            save_graphs(tmp_path / "g", given)  # type: ignore[arg-type]
+    assert not (tmp_path / "g").exists()

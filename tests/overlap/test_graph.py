@@ -1,0 +1,621 @@
+"""Dags of fx graphs: collectives and groups, memory as dependencies, barriers, peak memory, errors that name nodes."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spanwise import _torch
+from spanwise.overlap.fx.graph import Captured, to_dag
+from spanwise.overlap.fx.operators import tensors_in
+from spanwise.overlap.ir.dag import GraphError, Kind
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+KINDS = {Kind.COMPUTE: "compute", Kind.START: "start", Kind.WAIT: "wait"}
+
+
+def one(node: fx.Node) -> float:
+    return 1.0
+
+
+@pytest.fixture
+def groups() -> Iterator[dict[str, str]]:
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=8)
+    try:
+        yield {name: _torch.group_name(dist.new_group(ranks)) for name, ranks in {"tp": [0, 1], "dp": [0, 2]}.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def kinds(captured: Captured) -> dict[str, str]:
+    return {node.name: KINDS[node.kind] for node in captured.dag.nodes if node.kind != Kind.COMPUTE}
+
+
+def deps(captured: Captured, name: str) -> set[str]:
+    nodes = captured.dag.nodes
+    (node,) = (node for node in nodes if node.name == name)
+    return {nodes[dep].name for dep in node.deps}
+
+
+def follows(captured: Captured, later: str, earlier: str) -> bool:
+    """Whether `later` depends on `earlier`, over any number of nodes."""
+    found, nodes = {later}, captured.dag.nodes
+    for node in reversed(nodes):
+        if node.name in found:
+            found.update(nodes[dep].name for dep in node.deps)
+    return earlier in found
+
+
+def storages(captured: Captured) -> dict[str, int]:
+    return {captured.dag.nodes[s.maker].name: s.num_bytes for s in captured.dag.storages}
+
+
+class Graph(fx.Graph):
+    """Names its nodes as make_fx does, without their overloads."""
+
+    def call_function(self, the_function: Any, args: Any = None, kwargs: Any = None, type_expr: Any = None) -> fx.Node:
+        name = getattr(the_function, "overloadpacket", the_function).__name__
+        return self.create_node("call_function", the_function, args, kwargs, name)
+
+
+def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = (4, 4)) -> fx.GraphModule:
+    """A graph whose nodes `build` makes from one placeholder; all of them have its value unless they have their own."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    with _torch.fake_mode():
+        x.meta["val"] = torch.empty(shape)
+        graph.output(build(graph, x))
+        for node in graph.nodes:
+            if node.op.startswith("call_"):
+                node.meta.setdefault("val", torch.empty(shape))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+# Collectives.
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_every_kind_of_collective_starts_and_is_waited_for(groups: dict[str, str], mode: str) -> None:
+    tp, dp = groups["tp"], groups["dp"]
+    starts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all_gather_into_tensor": lambda x: OPS.all_gather_into_tensor(x, 2, tp),
+        "all_gather_into_tensor_out": lambda x: OPS.all_gather_into_tensor_out(x, 2, dp, out=x.new_empty(8, 4)),
+        "reduce_scatter_tensor": lambda x: OPS.reduce_scatter_tensor(x, "sum", 2, dp),
+        "reduce_scatter_tensor_out": lambda x: OPS.reduce_scatter_tensor_out(x, "sum", 2, tp, out=x.new_empty(2, 4)),
+        "all_reduce": lambda x: OPS.all_reduce(x, "sum", tp),
+        "all_reduce_": lambda x: OPS.all_reduce_(x.clone(), "sum", dp),
+        "all_to_all_single": lambda x: OPS.all_to_all_single(x, [2, 2], [2, 2], tp),
+        "broadcast": lambda x: OPS.broadcast(x, 0, dp),
+        "broadcast_": lambda x: OPS.broadcast_(x.clone(), 0, tp),
+    }
+    function = lambda x: [OPS.wait_tensor(start(x)) * 2 for start in starts.values()]  # noqa: E731
+    captured = to_dag(make_fx(function, tracing_mode=mode)(torch.randn(4, 4)), one)
+    waits = [node for node in captured.dag.nodes if node.kind == Kind.WAIT]
+    assert [captured.dag.nodes[wait.start].name for wait in waits] == list(starts)
+    assert all(wait.ms == 0 for wait in waits) and not captured.barriers
+    of = [captured.dag.nodes[i].group for i in captured.dag.starts]
+    assert of == [tp, dp, dp, tp, tp, dp, tp, dp, tp]
+    assert all(captured.dag.nodes[i].ms == 1 for i in captured.dag.starts)
+
+
+def test_autograd_versions_are_starts(groups: dict[str, str]) -> None:
+    ops = torch.ops._c10d_functional_autograd
+    for call in (
+        lambda graph, x: graph.call_function(ops.all_gather_into_tensor.default, (x, 2, groups["tp"])),
+        lambda graph, x: graph.call_function(ops.reduce_scatter_tensor.default, (x, "sum", 2, groups["tp"])),
+        lambda graph, x: graph.call_function(ops.all_to_all_single.default, (x, [2, 2], [2, 2], groups["tp"])),
+    ):
+        gm = by_hand(lambda graph, x, call=call: graph.call_function(OPS.wait_tensor.default, (call(graph, x),)))
+        assert list(kinds(to_dag(gm, one)).values()) == ["start", "wait"]
+
+
+def test_the_group_is_found_by_its_name_in_the_schema() -> None:
+    for args, kwargs in (((2, "tp"), {}), ((2,), {"group_name": "tp"}), ((), {"group_name": "tp", "group_size": 2})):
+        start = (OPS.all_gather_into_tensor.default, args, kwargs)
+        gm = by_hand(lambda graph, x, s=start: graph.call_function(s[0], (x, *s[1]), s[2]))
+        assert to_dag(gm, one).dag.groups == ("tp",)
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_coalesced_collectives_have_one_wait(groups: dict[str, str], mode: str) -> None:
+    def function(x: torch.Tensor) -> Any:
+        a, b = OPS.all_reduce_coalesced([x, x + 1], "sum", groups["dp"])
+        b = OPS.wait_tensor(b)
+        return b * 2, OPS.wait_tensor(a) * 2
+
+    captured = to_dag(make_fx(function, tracing_mode=mode)(torch.randn(4, 4)), one)
+    assert kinds(captured) == {"all_reduce_coalesced": "start", "wait_tensor": "wait"}
+    assert deps(captured, "wait_tensor_1") == {"wait_tensor", "getitem"}
+    assert follows(captured, "mul_1", "wait_tensor_1") and not follows(captured, "mul", "wait_tensor_1")
+    # What it reads lives to the wait; each result has its own storage.
+    x_plus_1, first, second, *_ = captured.dag.storages
+    names = [node.name for node in captured.dag.nodes]
+    assert max(x_plus_1.users) == names.index("wait_tensor") and first.maker == second.maker
+    assert max(first.users) == names.index("mul_1") and max(second.users) == names.index("mul")
+
+
+def test_a_collective_in_place_writes_until_its_wait(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x.clone()
+        before = y.sum()
+        OPS.wait_tensor(OPS.all_reduce_(y, "sum", groups["dp"]))
+        return before, y * 2  # not the wait's result
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
+    assert kinds(captured) == {"all_reduce_": "start", "wait_tensor": "wait"}
+    assert deps(captured, "all_reduce_") == {"clone", "sum_1"}
+    assert "wait_tensor" in deps(captured, "mul")
+    assert storages(captured) == {"clone": 64, "sum_1": 4, "mul": 64}
+
+
+def test_what_a_collective_reads_is_not_written_before_its_wait(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x * 2
+        gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, groups["tp"]))
+        y.add_(1)
+        return gathered.sum(), y
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
+    assert "wait_tensor" in deps(captured, "add_")
+
+
+def test_a_collective_without_a_wait_keeps_its_memory(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x * 2
+        started = OPS.all_gather_into_tensor(y, 2, groups["tp"])
+        return started, x + 1, x + 2
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
+    y, gathered, *_ = captured.dag.storages
+    assert y.kept and gathered.kept  # whichever node comes last
+    assert [captured.nodes[i].name for i in captured.outputs] == ["all_gather_into_tensor", "add", "add_1"]
+    assert [node.name for node in captured.inputs] == ["x_1"]
+
+
+# Memory.
+
+LEAVES = 3
+
+
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    names = sorted(STATEMENTS)
+    return draw(st.lists(st.tuples(st.sampled_from(names), st.integers(0, 99), st.integers(0, 99)), min_size=4))
+
+
+def foreach(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_mul_([x, y], 1.5)
+
+
+STATEMENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda x, y: x + y.sum(),
+    "mul": lambda x, y: x * 3,
+    "add_": lambda x, y: x.add_(1),
+    "add_ other": lambda x, y: x.add_(y.sum()),
+    "copy_": lambda x, y: x.copy_(y.mean().expand_as(x)),
+    "fill_": lambda x, y: x.fill_(2.0),
+    "flat view": lambda x, y: x.reshape(-1),
+    "transposed": lambda x, y: x.t() if x.dim() == 2 else x,
+    "rows": lambda x, y: x[: max(1, x.shape[0] // 2)],
+    "halves": lambda x, y: x.split(max(1, x.shape[0] // 2)),
+    "detach": lambda x, y: x.detach(),
+    "transposed in place": lambda x, y: x.t_() if x.dim() == 2 and x.shape[0] == x.shape[1] else x,
+    "unsqueezed": lambda x, y: x.unsqueeze(0)[0],
+    "contiguous": lambda x, y: x.contiguous(),
+    "random": lambda x, y: torch.rand_like(x),
+    "random in place": lambda x, y: x.uniform_(),
+    "several in place": foreach,
+    "out": lambda x, y: torch.mul(x, 0.5, out=torch.empty_like(x)),
+}
+
+
+def traced(program: list[tuple[str, int, int]], mode: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A random program; its outputs are all that it made, and its inputs are written, too."""
+
+    def function(*leaves: torch.Tensor) -> Any:
+        values = list(leaves)
+        for name, first, second in program:
+            result = STATEMENTS[name](values[first % len(values)], values[second % len(values)])
+            values += result if isinstance(result, tuple) else [result] if result is not None else []
+        return values[-4:]
+
+    leaves = [torch.arange(16.0).reshape(4, 4) + i for i in range(LEAVES)]
+    return make_fx(function, tracing_mode=mode)(*[leaf.clone() for leaf in leaves]), leaves
+
+
+def run(captured: Captured, leaves: list[torch.Tensor], order: list[int]) -> tuple[list[Any], int]:
+    """Run node by node on real tensors: outputs and written inputs, and the most bytes alive at once."""
+    torch.manual_seed(0)
+    leaves = [leaf.clone() for leaf in leaves]
+    values: dict[fx.Node, Any] = dict(zip(captured.inputs, leaves, strict=True))
+    mine = {leaf.untyped_storage()._cdata for leaf in leaves}
+    (output,) = (node for node in captured.nodes[0].graph.nodes if node.op == "output")
+    readers = {node: set(node.users) for node in captured.nodes}
+    peak = 0
+    for i in order:
+        node = captured.nodes[i]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)
+        del args, kwargs
+        tensors = [t for v in values.values() for t in (v if isinstance(v, (list, tuple)) else [v])]
+        alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+        peak = max(peak, sum(size for storage, size in alive.items() if storage not in mine))
+        del tensors
+        for other in [node, *node.all_input_nodes]:
+            if other in readers:
+                readers[other].discard(node)
+                if not readers[other]:
+                    del values[other]
+    return [*fx.node.map_arg(output.args[0], values.__getitem__), *leaves], peak
+
+
+def some_order(captured: Captured, choose: random.Random) -> list[int]:
+    """Some order of the nodes that respects all dependencies."""
+    missing = [len(set(node.deps)) for node in captured.dag.nodes]
+    ready, order = [i for i, count in enumerate(missing) if not count], []
+    while ready:
+        order.append(ready.pop(choose.randrange(len(ready))))
+        for user in captured.dag.users[order[-1]]:
+            missing[user] -= 1
+            if not missing[user]:
+                ready.append(user)
+    assert len(order) == len(missing)
+    return order
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(["fake", "real"]), st.randoms(use_true_random=False))
+def test_any_order_gives_the_same_bits_and_the_predicted_peak(data: Any, mode: str, choose: random.Random) -> None:
+    gm, leaves = traced(data.draw(st.composite(programs)()), mode)
+    captured = to_dag(gm, one)
+    if not captured.nodes:
+        return
+    own = list(range(len(captured.dag)))
+    expected, peak = run(captured, leaves, own)
+    assert captured.dag.peak_bytes(own) == peak
+    for _ in range(3):
+        order = some_order(captured, choose)
+        outputs, peak = run(captured, leaves, order)
+        assert captured.dag.peak_bytes(order) == peak
+        for x, y in zip(outputs, expected, strict=True):
+            assert x.shape == y.shape and x.stride() == y.stride() and torch.equal(x, y)
+
+
+def test_memory_that_only_the_storages_show() -> None:
+    """Shared by fake tensors and not by schemas, and by schemas that may copy and do not, or do."""
+
+    def shared(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        y.meta["val"] = torch.empty(4, 4)
+        z = graph.call_function(ATEN.sin.default, (y,))
+        z.meta["val"] = y.meta["val"].view(16)
+        graph.call_function(ATEN.add_.Scalar, (z, 1))
+        return graph.call_function(ATEN.cos.default, (y,))
+
+    captured = to_dag(by_hand(shared), one)
+    assert "add_" in deps(captured, "cos") and storages(captured) == {"clone": 64, "cos": 64}
+
+    def reshaped(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        y.meta["val"] = torch.empty(4, 4)
+        copied, viewed = (graph.call_function(ATEN.reshape.default, (y, [16])) for _ in range(2))
+        copied.meta["val"], viewed.meta["val"] = torch.empty(16), y.meta["val"].view(16)
+        graph.call_function(ATEN.add_.Scalar, (copied, 1))
+        return graph.call_function(ATEN.cos.default, (viewed,))
+
+    captured = to_dag(by_hand(reshaped), one)
+    assert storages(captured) == {"clone": 64, "reshape": 64, "cos": 64}
+    assert "add_" in deps(captured, "cos")  # the schema calls the copy an alias
+    assert {node.name: node.ms for node in captured.dag.nodes}["reshape_1"] == 0
+
+    def unsafe(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        return graph.call_function(ATEN._unsafe_view.default, (y, [4, 4]))
+
+    assert storages(to_dag(by_hand(unsafe), one)) == {"clone": 64}
+
+
+def test_writes_that_no_schema_tells() -> None:
+    def normed(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
+        before = mean * 2
+        y = ATEN.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5)[0]
+        return before, y, mean + 1, var + 1
+
+    captured = to_dag(make_fx(normed, tracing_mode="fake")(torch.randn(4, 4), torch.zeros(4), torch.ones(4)), one)
+    assert deps(captured, "native_batch_norm") == {"mul"}
+    assert deps(captured, "add") == deps(captured, "add_1") == {"native_batch_norm"}
+
+    def sharded(x: torch.Tensor) -> Any:
+        buffer = torch.zeros(8)
+        torch.ops.fsdp.all_gather_copy_in([x], buffer, [4], 4, 1)
+        return buffer + 1
+
+    captured = to_dag(make_fx(sharded, tracing_mode="fake")(torch.ones(4)), one)
+    assert "all_gather_copy_in" in deps(captured, "add")
+
+
+def test_lists_that_are_written_stay_apart(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y, z = x * 2, x * 3
+        a, b = OPS.all_reduce_coalesced_([y, z], "sum", groups["dp"])
+        OPS.wait_tensor(a)
+        read = y.sin()
+        OPS.wait_tensor(b)
+        return read, z.cos()
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
+    assert "wait_tensor" in deps(captured, "sin") and not follows(captured, "sin", "wait_tensor_1")
+    assert "wait_tensor_1" in deps(captured, "cos") and not follows(captured, "wait_tensor_1", "sin")
+
+
+def test_attributes_that_are_one_tensor() -> None:
+    module = torch.nn.Module()
+    module.a = module.b = torch.nn.Parameter(torch.zeros(4))
+    graph = Graph()
+    a, b = graph.get_attr("a"), graph.get_attr("b")
+    for node in (
+        written := graph.call_function(ATEN.add_.Scalar, (a, 1)),
+        read := graph.call_function(ATEN.cos.default, (b,)),
+    ):
+        node.meta["val"] = torch.zeros(4)
+    graph.output((written, read))
+    captured = to_dag(fx.GraphModule(module, graph), one)
+    assert deps(captured, "cos") == {"add_"} and storages(captured) == {"cos": 16}
+
+
+def test_items_of_tuples_with_other_things_among_them() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        pair = graph.call_function(ATEN._scaled_dot_product_flash_attention.default, (x, x, x))
+        pair.meta["val"] = (torch.empty(4), None, 7, [torch.empty(8), torch.empty(16)])
+        items = [graph.call_function(operator.getitem, (pair, at)) for at in (0, 3)]
+        for item, at in zip(items, (0, 3), strict=True):
+            item.meta["val"] = pair.meta["val"][at]
+        last = graph.call_function(operator.getitem, (items[1], 1))
+        last.meta["val"] = pair.meta["val"][3][1]
+        return graph.call_function(ATEN.cos.default, (items[0],)), last
+
+    captured = to_dag(by_hand(build, (1, 1, 4, 4)), one)
+    first, middle, last = captured.dag.storages[:3]
+    assert [s.num_bytes for s in (first, middle, last)] == [16, 32, 64]
+    names = [node.name for node in captured.dag.nodes]
+    assert max(first.users) == names.index("cos") and last.kept and not middle.kept
+
+
+def test_items_of_tuples_that_are_written_out() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        item = graph.call_function(operator.getitem, ((x, y), 1))
+        graph.call_function(ATEN.add_.Scalar, (y, 1))
+        return graph.call_function(ATEN.cos.default, (item,))
+
+    assert "add_" in deps(to_dag(by_hand(build), one), "cos")
+
+
+def test_a_tuple_is_not_walked_for_each_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = make_fx(lambda x: [part.sin() for part in x.split(1)], tracing_mode="fake")(torch.ones(200))
+    walked = 0
+
+    def counted(value: Any) -> list[torch.Tensor]:
+        nonlocal walked
+        walked += len(value) if isinstance(value, (list, tuple)) else 1
+        return tensors_in(value)
+
+    monkeypatch.setattr("spanwise.overlap.fx.graph.tensors_in", counted)
+    assert len(to_dag(gm, one).dag) == 401 and walked <= 1000
+
+
+# Order.
+
+
+def test_dropout_draws_only_if_it_drops() -> None:
+    def attention(p: float) -> Captured:
+        def build(graph: fx.Graph, x: fx.Node) -> Any:
+            calls = [graph.call_function(ATEN._scaled_dot_product_flash_attention.default, (x, x, x, p))]
+            calls += [graph.call_function(ATEN.rand_like.default, (x,))]
+            return calls
+
+        return to_dag(by_hand(build), one)
+
+    assert deps(attention(0.0), "rand_like") == set()
+    assert deps(attention(0.5), "rand_like") == {"_scaled_dot_product_flash_attention"}
+
+
+def barrier(op: Any, *more: Any) -> Captured:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        before = [graph.call_function(ATEN.sin.default, (x,)) for _ in range(3)]
+        graph.call_function(ATEN.cos.default, (before[0],))
+        middle = graph.call_function(op, (x, *more))
+        after = [graph.call_function(ATEN.sin.default, (x,)) for _ in range(3)]
+        graph.call_function(ATEN.cos.default, (after[0],))
+        end = graph.call_function(op, (x, *more))
+        assert middle is not end
+        return graph.call_function(ATEN.cos.default, (before[1],))
+
+    return to_dag(by_hand(build), one)
+
+
+def test_nothing_crosses_a_barrier() -> None:
+    unknown = (
+        (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, "tp"),
+        (OPS.isend.default, 1, 0, "tp"),
+        (OPS.irecv.default, 1, 0, "tp"),
+        (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
+        (torch.ops.c10d.barrier.default, None, []),
+        (ATEN._assert_async.msg, "must hold"),
+        (ATEN.resize_.default, [4, 4]),
+        (torch.ops.higher_order.with_effects,),
+        (lambda x: x,),
+    )
+    for op in unknown:
+        captured = barrier(*op)
+        assert captured.barriers == (4, 9)
+        nodes = [node.name for node in captured.dag.nodes]
+        for i, name in enumerate(nodes):
+            for at in captured.barriers:
+                assert follows(captured, max(name, nodes[at], key=nodes.index), nodes[min(i, at)]), name
+        assert sum(len(node.deps) for node in captured.dag.nodes) <= 2 * len(nodes)
+    assert barrier(ATEN.tan.default).barriers == ()
+
+
+def test_operators_that_return_nothing_and_write_nothing_are_barriers() -> None:
+    @torch.library.custom_op("spanwise_test::note", mutates_args=())
+    def note(x: torch.Tensor) -> None: ...
+
+    note.register_fake(lambda x: None)
+
+    def function(x: torch.Tensor) -> Any:
+        y = x.sin()
+        torch.ops.spanwise_test.note(x)
+        return y, x.cos()
+
+    gm = make_fx(function, tracing_mode="fake")(torch.randn(4))
+    captured = to_dag(gm, one)
+    assert captured.barriers == (1,) and deps(captured, "note") == {"sin"} and deps(captured, "cos") == {"note"}
+
+
+def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        size = graph.call_function(ATEN.sym_size.int, (x, 0))
+        double = graph.call_function(operator.mul, (size, 2))
+        size.meta["val"], double.meta["val"] = 4, 8
+        barrier = graph.create_node("call_function", dist.barrier)
+        barrier.meta["val"] = None
+        return graph.call_function(ATEN.cos.default, (x,)), double
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == (2,) and [node.ms for node in captured.dag.nodes] == [0, 0, 1, 1]
+    assert deps(captured, "cos") == {"barrier"} and deps(captured, "barrier") == {"mul"}
+
+
+def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        graph.call_function(ATEN.sin.default, (x,))
+        received = graph.call_function(OPS.irecv.default, (x, 1, 0, "tp"))
+        graph.call_function(ATEN.sin.default, (x,))
+        waited = graph.call_function(OPS.wait_tensor.default, (received,))
+        out = graph.call_function(ATEN.clone.default, (waited,))
+        graph.call_function(torch.ops.symm_mem.all_to_all_vdev.default, (x, out, x, x, "tp")).meta["val"] = None
+        return graph.call_function(OPS.wait_tensor.default, (out,))
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == (1, 3, 5, 6) and not captured.dag.starts
+
+
+def test_triton_kernels_write_what_they_are_given_and_nothing_else() -> None:
+    def build(graph: fx.Graph, x: fx.Node, dtype: torch.dtype = torch.float32) -> Any:
+        y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
+        z.meta["val"] = torch.empty(4, dtype=dtype)
+        before, beside = graph.call_function(ATEN.sin.default, (y,)), graph.call_function(ATEN.sin.default, (x,))
+        given = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}}
+        hop = torch.ops.higher_order.triton_kernel_wrapper_mutation
+        graph.call_function(hop, (), {**given, "kwargs": {"in_ptr": y, "out_ptr": z}}).meta["val"] = None
+        return [before, beside, *(graph.call_function(ATEN.cos.default, (t,)) for t in (y, z, x))]
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == ()
+    assert deps(captured, "triton_kernel_wrapper_mutation") == {"clone", "clone_1", "sin"}
+    of_cosines = [deps(captured, name) for name in ("cos", "cos_1", "cos_2")]
+    assert [("triton_kernel_wrapper_mutation" in of) for of in of_cosines] == [True, True, False]
+    pointers = to_dag(by_hand(lambda graph, x: build(graph, x, torch.int64)), one)
+    assert [pointers.nodes[i].name for i in pointers.barriers] == ["triton_kernel_wrapper_mutation"]
+
+
+def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
+    def branches(inner: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
+        def function(x: torch.Tensor) -> Any:
+            return x.sin(), torch.cond(x.sum() > 0, inner, lambda y: y * 2, (x,))
+
+        return to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4)), one)
+
+    assert branches(lambda y: y + 1).barriers == ()
+    assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", groups["tp"]))).barriers) == 1
+
+
+def test_a_subgraph_that_draws_random_numbers_keeps_its_turn() -> None:
+    def function(x: torch.Tensor) -> Any:
+        before = torch.rand_like(x)
+        return before, torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x,)), torch.randn_like(x)
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4)), one)
+    assert "rand_like" in deps(captured, "cond") and "cond" in deps(captured, "randn_like")
+
+
+def test_what_an_unknown_call_returns_may_be_its_argument() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(ATEN.clone.default, (x,))
+        y.meta["val"] = torch.empty(4, 4)
+        z = graph.call_method("flatten", (y,))
+        z.meta["val"] = torch.empty(16)  # of its own, by what a tracer saw
+        graph.call_function(ATEN.add_.Scalar, (y, 1))
+        return graph.call_function(ATEN.cos.default, (z,))
+
+    assert "add_" in deps(to_dag(by_hand(build), one), "cos")
+
+
+def test_the_graph_is_left_as_it_is(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = OPS.wait_tensor(OPS.all_reduce(x, "sum", groups["tp"]))
+        return y.add_(1).view(-1)
+
+    gm = make_fx(function, tracing_mode="fake")(torch.randn(4, 4))
+
+    def seen() -> Any:
+        nodes = [(n, n.op, n.target, n.args, dict(n.kwargs), list(n.users), dict(n.meta)) for n in gm.graph.nodes]
+        return str(gm.graph), gm.code, nodes
+
+    before = seen()
+    to_dag(gm, one)
+    assert seen() == before
+
+
+# Errors.
+
+
+def errors(function: Callable[[], Any]) -> GraphError:
+    with pytest.raises(GraphError) as caught:
+        function()
+    return caught.value
+
+
+def test_errors_name_the_node() -> None:
+    waits = by_hand(lambda graph, x: graph.call_function(OPS.wait_tensor.default, (x,)))
+    error = errors(lambda: to_dag(waits, one))
+    assert error.node == "wait_tensor" and "waits for [x], which no collective of this graph writes" in str(error)
+
+    cosine = by_hand(lambda graph, x: graph.call_function(ATEN.cos.default, (x,)))
+    for ms in (float("nan"), -1.0, float("inf")):
+        error = errors(lambda ms=ms: to_dag(cosine, lambda node: ms))
+        assert error.node == "cos" and f"got {ms} ms" in str(error)
+
+    def broken(node: fx.Node) -> float:
+        raise KeyError("no such device")
+
+    error = errors(lambda: to_dag(cosine, broken))
+    assert error.node == "cos" and "its cost is not known: KeyError: 'no such device'" in str(error)
+
+    del next(node for node in cosine.graph.nodes if node.name == "cos").meta["val"]
+    error = errors(lambda: to_dag(cosine, one))
+    assert error.node == "cos" and 'it has no meta["val"]' in str(error)
+
+    written = by_hand(lambda graph, x: graph.call_function(ATEN.add_.Scalar, (x, 1)))
+    del next(node for node in written.graph.nodes if node.name == "x").meta["val"]
+    assert errors(lambda: to_dag(written, one)).node == "x"
+
+    grouped = by_hand(lambda graph, x: graph.call_function(OPS.all_reduce.default, (x, "sum", x)))
+    error = errors(lambda: to_dag(grouped, one))
+    assert error.node == "all_reduce" and "its process group must be known when the graph is made, got x" in str(error)
+
+
+def test_symbolic_sizes_are_refused() -> None:
+    gm = make_fx(lambda x: x.sin().reshape(-1), tracing_mode="symbolic")(torch.randn(4, 3))
+    error = errors(lambda: to_dag(gm, one))
+    assert error.node == "sin" and "compile with dynamic=False" in str(error)

@@ -1,0 +1,289 @@
+"""Measured costs: what is timed and how often, files of times, fused chains, merged collectives, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spanwise.hardware import CPU_HOST
+from spanwise.overlap.costs.measure import Measured, measure
+from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes
+from spanwise.overlap.costs.timing import calls, milliseconds, trial
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.dag import GraphError
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Runs what it is given, and says that it took as long as its turn."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, node: fx.Node, call: Callable[[], Any]) -> float:
+        call()
+        self.seen.append(node.name)
+        return float(len(self.seen))
+
+
+def traced(function: Callable[..., Any], *values: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*values)
+
+
+def products(x: torch.Tensor, y: torch.Tensor) -> Any:
+    a = x @ y
+    b = a @ y  # the same, once more
+    c = b.t() @ y  # other strides
+    return c, (c[:2] @ y).sum(), (a.double() @ y.double())
+
+
+def test_each_operator_is_timed_once_per_shape_stride_and_dtype() -> None:
+    gm = traced(products, torch.randn(8, 8), torch.randn(8, 8))
+    clock = Clock()
+    measured = measure(gm, timer=clock)
+    assert sorted(clock.seen) == ["_to_copy", "mm", "mm_2", "mm_3", "mm_4", "sum_1"]
+    captured = to_dag(gm, measured)
+    ms = {n.name: n.ms for n in captured.dag.nodes}
+    assert ms["mm"] == ms["mm_1"] and len({ms[name] for name in ("mm", "mm_2", "mm_3", "mm_4")}) == 4
+    assert ms["t"] == 0 and measured.timed == 6 and not measured.left_out
+
+
+def test_the_clock_runs() -> None:
+    gm = traced(lambda x, y: (x @ y, x.sin()), torch.randn(64, 64), torch.randn(64, 64))
+    measured = measure(gm, repeats=3)
+    assert len(measured.table) == 2 and all(0 < ms < 1000 for ms in measured.table.values())
+    assert to_dag(gm, measured).dag.compute_ms == pytest.approx(sum(measured.table.values()))
+    calls_made = []
+    milliseconds(lambda: calls_made.append(0), CPU, 7, once=True)
+    assert len(calls_made) == 7 + 2
+
+
+def test_every_operator_of_a_captured_step_runs_alone() -> None:
+    sizes = {"layers": 1, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq_len": 16, "vocab": 24}
+    graphs = capture(CaptureConfig(**sizes, device="cpu", dtype=torch.float32))
+    state = torch.get_rng_state()
+    for gm in (graphs.forward, graphs.backward):
+        measured = measure(gm, timer=Clock())
+        assert not measured.left_out and to_dag(gm, measured).dag.compute_ms > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_made_up_inputs_are_like_those_of_the_graph() -> None:
+    def build(graph: fx.Graph) -> fx.Node:
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4, 6, dtype=torch.bfloat16).t()
+        rows = graph.placeholder("rows")
+        rows.meta["val"] = torch.empty(1, 3, dtype=torch.int64).expand(5, 3)
+        return graph.call_function(ATEN.index.Tensor, (x, [rows]))
+
+    node = build(fx.Graph())
+    seen: list[Any] = []
+    trial(calls(node)[0]._replace(target=lambda x, rows: seen.extend([x, *rows])), CPU)()
+    x, rows = seen
+    assert x.shape == (6, 4) and x.stride() == (1, 6) and x.dtype is torch.bfloat16
+    assert rows.stride() == (0, 1) and rows.min() >= 0 and rows.max() < 4
+    assert trial(calls(node)[0], CPU)().shape == (5, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: torch.ops.higher_order.cond(x.sum() > 0, lambda y: y + 1, lambda y: y * 2, (x,)), "no operator"),
+        (lambda x: ATEN._assert_async.msg(x.sum() > 0, "x"), "does more than compute"),
+        (lambda x: ATEN.searchsorted.Tensor(x.long(), x), "depends on the integers in '_to_copy'"),
+    ],
+)
+def test_what_cannot_be_run_needs_a_model(function: Callable[..., Any], reason: str) -> None:
+    gm = traced(lambda x: (function(x), x.sin()), torch.rand(4))
+    with pytest.raises(GraphError, match=f"{reason}.*; pass fallback="):
+        measure(gm, timer=Clock())
+    model = CostModel(CPU_HOST, rates=VECTOR_UNITS)
+    measured = measure(gm, timer=Clock(), fallback=model)
+    assert len(measured.left_out) == 1 and reason in next(iter(measured.left_out.values()))
+    (name,) = measured.left_out
+    node = next(n for n in gm.graph.nodes if n.name == name)
+    assert measured(node) == model(node)
+
+
+def test_what_has_no_tensors_takes_no_time() -> None:
+    @torch.library.custom_op("spanwise_test::say", mutates_args=())
+    def say(text: str) -> None: ...
+
+    say.register_fake(lambda text: None)
+    gm = traced(lambda x: x.sin(), torch.rand(4))
+    first = next(n for n in gm.graph.nodes if n.op == "call_function")
+    with gm.graph.inserting_before(first):
+        gm.graph.call_function(torch.ops.spanwise_test.say.default, ("hello",)).meta["val"] = None
+    assert [n.ms for n in to_dag(gm, measure(gm, timer=Clock())).dag.nodes] == [0.0, 1.0]
+
+
+def test_what_torch_refuses_is_left_out_with_its_words() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 4)
+    wrong = graph.call_function(ATEN.mm.default, (x, graph.placeholder("y")))
+    y = next(n for n in graph.nodes if n.name == "y")
+    y.meta["val"] = torch.empty(3, 3)
+    wrong.meta["val"] = torch.empty(4, 3)
+    graph.output(wrong)
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.raises(GraphError, match="node 'mm_default': it cannot be measured: RuntimeError: mat1 and mat2"):
+        measure(gm)
+    assert measure(gm, fallback={"mm_default": 3.0})(wrong) == 3.0
+
+
+@pytest.mark.parametrize("ms", [float("nan"), float("inf"), -1.0])
+def test_times_that_are_none_name_the_node(ms: float) -> None:
+    gm = traced(lambda x: x.sin().cos(), torch.rand(4))
+    with pytest.raises(GraphError, match=f"node 'cos': it was measured to take {ms} ms"):
+        measure(gm, timer=lambda node, call: ms if node.name == "cos" else 1.0)
+
+
+def test_fused_chains_pay_for_the_bytes_that_one_kernel_moves() -> None:
+    gm = traced(lambda x, y: (x.sin() * y).cos() @ y, torch.rand(4, 4), torch.rand(4, 4))
+    apart, fused = (measure(gm, fuse=fuse, timer=lambda node, call: 6.0) for fuse in (False, True))
+    assert {n.name: n.ms for n in to_dag(gm, apart).dag.nodes} == dict.fromkeys(["sin", "mul", "cos", "mm"], 6.0)
+    # sin reads x and writes nothing; mul reads y alone; cos writes what the product reads.
+    assert {n.name: n.ms for n in to_dag(gm, fused).dag.nodes} == {"sin": 3.0, "mul": 2.0, "cos": 3.0, "mm": 6.0}
+    assert node_bytes(next(n for n in gm.graph.nodes if n.name == "mul"), fuse=False) == 192
+
+
+# Files.
+
+
+def test_a_file_is_read_before_the_clock(tmp_path: Path) -> None:
+    gm, path = traced(products, torch.randn(8, 8), torch.randn(8, 8)), tmp_path / "deep" / "costs.json"
+    first = measure(gm, cache=path, timer=Clock())
+    clock, written = Clock(), path.read_bytes()
+    again = measure(gm, cache=path, timer=clock)
+    assert first.timed == 6 and again.timed == 0 and not clock.seen
+    assert dict(again.table) == dict(first.table) and again.uuid() == first.uuid() and path.read_bytes() == written
+    # Another graph shares what it has in common.
+    more = traced(lambda x, y: (x @ y).sin(), torch.randn(8, 8), torch.randn(8, 8))
+    assert measure(more, cache=path, timer=clock).timed == 1 and clock.seen == ["sin"]
+    assert len(next(iter(json.loads(path.read_text())["ms"].values()))) == 7
+    assert dict(measure(more, gm, timer=Clock()).table).keys() == {*first.table, *measure(more, timer=Clock()).table}
+    assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
+
+
+def test_times_of_other_devices_are_kept_and_not_used(tmp_path: Path) -> None:
+    gm, path = traced(lambda x: x.sin(), torch.rand(4)), tmp_path / "costs.json"
+    measure(gm, cache=path, timer=Clock())
+    content = json.loads(path.read_text())
+    content["ms"] = {"another": next(iter(content["ms"].values()))}
+    path.write_text(json.dumps(content))
+    assert measure(gm, cache=path, timer=Clock()).timed == 1
+    assert set(json.loads(path.read_text())["ms"]) > {"another"}
+
+
+def test_times_are_not_lost_with_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    gm = traced(lambda x: x.sin(), torch.rand(4))
+
+    def clock(node: fx.Node, call: Callable[[], Any]) -> float:
+        (tmp_path / "folder").write_text("")  # which nothing can be put into
+        return 3.0
+
+    with pytest.warns(UserWarning, match=r"what was measured is not in .*folder"):
+        measured = measure(gm, cache=tmp_path / "folder" / "costs.json", timer=clock)
+    assert list(measured.table.values()) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", 'its format is not "spanwise measured costs 1"'),
+        ('{"format": "spanwise measured costs 1", "ms": {"cpu": 3}}', "'cpu' has no times"),
+        ('{"format": "spanwise measured costs 1", "ms": {"cpu": {"mm": NaN}}}', "'mm' takes nan ms"),
+        ('{"format": "spanwise measured costs 1", "ms": {"cpu": {"mm": "1"}}}', "'mm' takes 1 ms"),
+    ],
+)
+def test_files_of_something_else_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="costs.json is not a file of measured costs .*: remove it, or name") as caught:
+        measure(traced(lambda x: x.sin(), torch.rand(4)), cache=path, timer=Clock())
+    assert why in str(caught.value) and path.read_text() == text
+
+
+# Collectives, priced from a table.
+
+
+def starts(sizes: list[int], group: str = "g") -> tuple[list[fx.Node], fx.Node]:
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(len(sizes))]
+    for x, size in zip(inputs, sizes, strict=True):
+        x.meta["val"] = torch.empty(size)
+    found = [graph.call_function(OPS.all_gather_into_tensor.default, (x, 2, group)) for x in inputs]
+    merged = graph.call_function(OPS.all_gather_into_tensor_coalesced.default, (inputs, 2, group))
+    for node, size in zip(found, sizes, strict=True):
+        node.meta["val"] = torch.empty(2 * size)
+    merged.meta["val"] = [torch.empty(2 * size) for size in sizes]
+    return found, merged
+
+
+def test_merged_collectives_pay_their_latency_once() -> None:
+    nodes, merged = starts([4, 8, 4])
+    gathers = "_c10d_functional.all_gather_into_tensor.default"
+    table = {f"{gathers}(input=float32[{n}], group_size=2) over +0, +8": float(n) for n in (4, 8)}
+    table[f"latency of {gathers} over +0, +8"] = 1.5
+    for ranks in ((0, 8), (3, 11)):  # alike, wherever they begin
+        measured = Measured(table, ranks={"g": ranks})
+        assert [measured(n) for n in nodes] == [4, 8, 4]
+        assert measured.merged(nodes) == measured(merged) == 16 - 2 * 1.5
+        assert measured.merged(nodes[:1]) == 4
+    # Of a latency that is longer than a member no more than that one takes can be saved.
+    assert (
+        Measured({**table, f"latency of {gathers} over +0, +8": 5.0}, ranks={"g": (0, 8)}).merged(starts([8, 8, 4])[0])
+        == 12
+    )
+    assert Measured({**table, f"latency of {gathers} over +0, +8": 100.0}, ranks={"g": (0, 8)}).merged(nodes) == 8
+    with pytest.raises(GraphError, match="node 'all_gather_into_tensor_default': it was not measured"):
+        Measured(table, ranks={"g": (0, 1)})(nodes[0])
+    model = CostModel(CPU_HOST, ranks={"g": (0, 1)})
+    other = Measured(table, model, ranks={"g": (0, 1)})
+    assert other.merged(nodes) == model.merged(nodes) == other(merged)
+    assert Measured({}, lambda node: 2.0, ranks={"g": (0, 1)}).merged(nodes) == 6
+
+
+def test_collectives_of_nobody_are_left_out() -> None:
+    graphs = capture(
+        CaptureConfig(
+            layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, dp=2, device="cpu", dtype=torch.float32
+        )
+    )
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
+    measured = measure(graphs.forward, fallback=CostModel(CPU_HOST, ranks=ranks), timer=Clock(), ranks=ranks)
+    assert set(measured.left_out.values()) == {f"there is no process group {graphs.axes['dp'].name!r} here"}
+    assert to_dag(graphs.forward, measured).dag.starts
+
+
+def test_fingerprints_change_with_costs() -> None:
+    model = CostModel(CPU_HOST)
+    base = Measured({"a": 1.0}, model)
+    assert base.uuid() == Measured({"a": 1.0}, CostModel(CPU_HOST)).uuid()
+    others = [
+        Measured({"a": 2.0}, model),
+        Measured({"a": 1.0}, CostModel(CPU_HOST, fuse=False)),
+        Measured({"a": 1.0}, model, fuse=False),
+        Measured({"a": 1.0}, model, ranks={"g": (0, 1)}),
+        Measured({"a": 1.0}),
+        Measured({"a": 1.0}, lambda node: 1.0),
+        Measured({"a": 1.0}, lambda node: 1.0),
+    ]
+    assert len({base.uuid(), *(other.uuid() for other in others)}) == 8
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        measure(traced(lambda x: x.sin(), torch.rand(4)), repeats=0)

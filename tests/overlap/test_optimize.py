@@ -1,0 +1,500 @@
+"""The optimized graph computes what the given one does, and the given one is left as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import io
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn import functional as F
+
+from spanwise import H100, _torch, overlap
+from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.dag import GraphError, Kind
+from tests.lockstep import Lockstep
+from tests.overlap.test_emit import Program, one, programs, run, same, traced
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+SMALL = CaptureConfig(
+    layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, vocab=24, dp=2, tp=2, device="cpu"
+)
+
+
+def model_cost(graphs: Graphs) -> overlap.CostModel:
+    return overlap.CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+
+
+@functools.cache
+def captured(rank: int, device: str = "cpu") -> Graphs:
+    return capture(dataclasses.replace(SMALL, rank=rank, device=device))
+
+
+def state(gm: fx.GraphModule) -> Any:
+    """All of a graph that a pass could have changed."""
+    nodes = [(n, n.name, n.op, n.target, n.args, dict(n.kwargs), dict(n.meta), list(n.users)) for n in gm.graph.nodes]
+    return nodes, gm.code, dict(gm.meta), list(gm.__dict__)
+
+
+def inputs_of(gm: fx.GraphModule, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    return [
+        torch.randn(v.shape, generator=generator, dtype=torch.float32).to(v.dtype)
+        if v.dtype.is_floating_point
+        else torch.randint(0, SMALL.vocab or 1, v.shape, generator=generator, dtype=v.dtype)
+        for v in values
+    ]
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_all_ranks_graphs_give_the_same_bits(bucket: bool) -> None:
+    graphs = [captured(rank) for rank in range(SMALL.num_ranks)]
+    results = {
+        name: [overlap.optimize(getattr(g, name), model_cost(g), bucket=bucket) for g in graphs]
+        for name in ("forward", "backward")
+    }
+    axes = [g.axes for g in graphs]
+    given = [inputs_of(g.forward, seed) for seed, g in enumerate(graphs)]
+    forward = Lockstep([g.forward for g in graphs], axes).run(given)
+    saved = [[*outputs[1:], torch.ones_like(outputs[0])] for outputs in forward]
+    backward = Lockstep([g.backward for g in graphs], axes).run(saved)
+    for late in (False, True):
+        # Nodes have the same names on all ranks, in the same order: Lockstep sees to it.
+        for name, feed, expected in (("forward", given, forward), ("backward", saved, backward)):
+            modules = [result.graph_module for result in results[name]]
+            for module in modules:
+                module.graph.lint()
+            found = Lockstep(modules, axes, late=late).run(feed)
+            for of_rank, of_expected in zip(found, expected, strict=True):
+                same(of_rank, of_expected)
+    launches = [(len(r.before.dag.starts), len(r.timeline.dag.starts)) for r in results["backward"]]
+    assert all(after < before for before, after in launches) if bucket else len(set(launches[0])) == 1
+    orders = {tuple(result.timeline.order.tolist()) for result in results["backward"]}
+    assert len(orders) == 1 and orders != {tuple(range(len(graphs[0].backward.graph.nodes)))}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left(device: str) -> None:
+    graphs = captured(0, device)
+    for gm in (graphs.forward, graphs.backward):
+        before = state(gm)
+        cost = model_cost(graphs)
+        result = overlap.optimize(gm, cost)
+        assert state(gm) == before
+        new = result.graph_module
+        assert isinstance(new, fx.GraphModule) and new is not gm and type(new).__name__ == type(gm).__name__
+        assert result.before.makespan == overlap.simulate(gm, cost).makespan
+        again = overlap.simulate(new, cost)
+        assert math.isclose(again.makespan, result.timeline.makespan)
+        assert again.peak_bytes == result.timeline.peak_bytes <= result.budget
+        assert overlap.lower_bound(new, cost) == pytest.approx(result.bounds.makespan)
+        assert result.bounds.makespan * (1 - 1e-9) <= result.timeline.makespan < result.before.makespan
+        assert len(result.members) == len(result.timeline.dag)
+        assert sorted(i for members in result.members for i in members) == list(range(len(result.before.dag)))
+        twice = overlap.optimize(new, cost)
+        assert twice.timeline.makespan <= result.timeline.makespan * (1 + 1e-9)
+        assert len(twice.timeline.dag.starts) <= len(result.timeline.dag.starts)
+        kept = {n.name: n.meta for n in new.graph.nodes}
+        for node in gm.graph.nodes:
+            if node.name in kept:
+                assert kept[node.name] == node.meta
+            else:  # a start in a bucket
+                assert len(result.members) < len(result.before.dag)
+        for node in new.graph.nodes:
+            if node.op.startswith("call_"):
+                assert "val" in node.meta
+        assert [n.name for n in new.graph.nodes if n.op == "placeholder"] == [
+            n.name for n in gm.graph.nodes if n.op == "placeholder"
+        ]
+
+
+def costs(node: fx.Node) -> float:
+    return 4.0 if node.target in (OPS.all_gather_into_tensor.default, OPS.all_reduce.default) else 1.0
+
+
+def made(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def gathered(x: torch.Tensor) -> Any:
+    """A gather with compute that does not need it after its wait."""
+    whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp"))
+    return whole.sum(), x.sin(), x.cos().cos()
+
+
+def errors(gm: fx.GraphModule, cost: Any = costs, **options: Any) -> GraphError:
+    before = state(gm)
+    with pytest.raises(GraphError) as caught:
+        overlap.optimize(gm, cost, **options)
+    assert state(gm) == before
+    assert f"node {caught.value.node!r}" in str(caught.value)
+    return caught.value
+
+
+def test_a_cycle_is_refused() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    sin, cos = (next(n for n in gm.graph.nodes if n.target == op) for op in (ATEN.sin.default, ATEN.cos.default))
+    sin.args, cos.args = (cos,), (sin,)
+    error = errors(gm)
+    assert error.node == "sin" and "'cos', which does not come before it" in str(error)
+    for function in (overlap.simulate, overlap.lower_bound):
+        with pytest.raises(GraphError, match="'cos'"):
+            function(gm, costs)
+
+
+def test_a_wait_without_a_start_is_refused() -> None:
+    gm = made(lambda x: OPS.wait_tensor(x.sin()) * 2, torch.ones(4, 4))
+    error = errors(gm)
+    assert error.node == "wait_tensor" and "no collective of this graph writes" in str(error)
+
+
+def test_an_unknown_group_is_refused() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    error = errors(gm, H100)
+    assert error.node == "all_gather_into_tensor" and "no process group 'tp' here" in str(error)
+    (node,) = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor.default)
+    node.args = (*node.args[:2], "")
+    error = errors(gm)
+    assert error.node == "all_gather_into_tensor" and "process group must be known" in str(error)
+
+
+@pytest.mark.parametrize("ms", [math.nan, -1.0, math.inf])
+def test_a_cost_that_is_none_is_refused(ms: float) -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    error = errors(gm, lambda node: ms if node.name == "cos_1" else 1.0)
+    assert error.node == "cos_1" and f"got {ms} ms" in str(error)
+    error = errors(gm, {"sin": 1.0, "sum_1": 1.0, "all_gather_into_tensor": 1.0, "cos": 1.0})
+    assert error.node == "cos_1" and "not in the table" in str(error)
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_([x], 1.0)  # returns nothing, and has no value
+        return x
+
+    error = errors(made(in_place, torch.ones(4)), lambda node: ms)
+    assert error.node == "_foreach_add_" and f"got {ms} ms" in str(error)
+
+
+def test_a_graph_is_simulated_with_contention() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    order = overlap.optimize(gm, costs).timeline.order.tolist()
+    alone = overlap.simulate(gm, costs, order)
+    beside = overlap.simulate(gm, costs, order, contention=1.5)
+    assert alone.makespan < beside.makespan <= 1.5 * alone.makespan
+
+
+def test_a_budget_below_the_own_order_is_kept() -> None:
+    """Both products are made before either is read; the result is compared with that order."""
+
+    def early(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first, second = x @ x, y @ y
+        return first.sum() + second.sum()
+
+    gm = made(early, torch.ones(64, 64), torch.ones(64, 64))
+    own = overlap.simulate(gm, costs)
+    result = overlap.optimize(gm, costs, memory_budget=own.peak_bytes - 4096)
+    assert result.timeline.peak_bytes <= own.peak_bytes - 4096 == result.budget
+    assert result.before.order.tolist() == own.order.tolist() and result.before.peak_bytes == own.peak_bytes
+    assert torch.equal(result.graph_module(torch.eye(64), torch.eye(64)), gm(torch.eye(64), torch.eye(64)))
+
+
+def test_a_budget_or_multiplier_that_cannot_be_kept_is_refused() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    peak = overlap.simulate(gm, costs).peak_bytes
+    assert overlap.optimize(gm, costs, memory_budget=peak).timeline.peak_bytes <= peak
+    before = state(gm)
+    with pytest.raises(ValueError, match=f"takes 16 bytes at its peak: the graph's own takes {peak:,}, the least"):
+        overlap.optimize(gm, costs, memory_budget=16)
+    with pytest.raises(ValueError, match="multiplier must be positive and finite, got 0"):
+        overlap.optimize(gm, costs, multiplier=0)
+    with pytest.raises(ValueError, match="multiplier must be a number, got '2'"):
+        overlap.optimize(gm, costs, multiplier="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"effort must be a whole number of orders, got 1\.5"):
+        overlap.optimize(gm, costs, effort=1.5)  # type: ignore[arg-type]
+    for other in (torch.nn.Linear(2, 2), gathered, torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))):
+        for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
+            with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
+                function(other, costs)  # type: ignore[arg-type]
+    for name in ("memory_budget", "in_flight", "in_flight_bytes", "effort"):
+        for value in (math.nan, math.inf, 2**63, "1GB"):
+            with pytest.raises(ValueError, match=f"{name} must be a number below"):
+                overlap.optimize(gm, costs, **{name: value})
+    assert state(gm) == before
+
+
+def test_a_node_without_metadata_is_refused() -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    (node,) = gm.graph.find_nodes(op="call_function", target=ATEN.sin.default)
+    del node.meta["val"]
+    error = errors(gm)
+    assert error.node == "sin" and 'no meta["val"]' in str(error)
+
+
+def test_graphs_without_any_metadata_say_how_to_get_it() -> None:
+    x = torch.ones(4, 4)
+    shaped = fx.symbolic_trace(lambda x: ATEN.cos.default(ATEN.sin.default(x)))
+    ShapeProp(shaped).propagate(x)
+    assert "tensor_meta" in next(n for n in shaped.graph.nodes if n.op == "call_function").meta
+    gm = made(lambda x: gathered(x), x)  # annotations as text cannot be saved
+    saved = io.BytesIO()
+    torch.save(gm, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    for graph in (shaped, loaded):
+        assert ".FakeTensorProp(gm, FakeTensorMode(" in str(errors(graph))
+        FakeTensorProp(graph, _torch.fake_mode()).propagate(x)
+    of_loaded, of_gm = overlap.optimize(loaded, costs), overlap.optimize(gm, costs)
+    assert of_loaded.timeline.makespan == of_gm.timeline.makespan < of_gm.before.makespan == 8
+    assert overlap.optimize(shaped, costs).timeline.makespan == 2
+
+
+def test_a_graph_without_collectives_or_without_anything_stays_as_it_is() -> None:
+    for function in (lambda x: (x.sin(), x.cos()), lambda x: x):
+        gm = made(function, torch.ones(4))
+        result = overlap.optimize(gm, costs)
+        assert result.graph_module.code == gm.code
+        same(
+            torch.utils._pytree.tree_leaves(result.graph_module(torch.ones(4))),
+            torch.utils._pytree.tree_leaves(gm(torch.ones(4))),
+        )
+
+
+class Priced:
+    """Random milliseconds by the names of nodes; merged collectives pay their latency once."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, node: fx.Node) -> float:
+        return random.Random(f"{self.seed} {node.name}").choice([0.0, 0.5, 1.0, 3.0, 10.0])
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        each = [self(node) for node in nodes]
+        return max(each) + (sum(each) - max(each)) / 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), st.integers(0, 9), st.booleans(), st.sampled_from([0.5, 1.0, 2.0]))
+def test_random_graphs_give_the_same_bits_on_all_ranks(
+    program: Program, seed: int, tight: bool, multiplier: float
+) -> None:
+    """Random operators, writes in place, views, collectives over two groups."""
+    gm, inputs = traced(program)
+    before, expected = state(gm), run(gm, inputs)
+    peak = overlap.simulate(gm, Priced(seed)).peak_bytes
+    result = overlap.optimize(gm, Priced(seed), memory_budget=peak if tight else None, multiplier=multiplier)
+    assert state(gm) == before
+    assert result.timeline.makespan <= result.before.makespan
+    assert result.timeline.peak_bytes <= result.budget and (result.budget == peak or not tight)
+    module = result.graph_module
+    module.graph.lint()
+    assert to_dag(module, one).dag.peak_bytes() == result.timeline.peak_bytes
+    for late in (False, True):
+        same(run(module, inputs, late=late), expected)
+
+
+# Prices of buckets.
+
+
+class Wrong:
+    """Knows what nodes cost, and not what buckets do."""
+
+    def __init__(self, right: overlap.CostModel, wrong: Callable[[], float]) -> None:
+        self.right, self.wrong = right, wrong
+
+    def __call__(self, node: fx.Node) -> float:
+        return self.right(node)
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return self.wrong()
+
+
+def test_buckets_are_priced_by_the_cost() -> None:
+    gm, model = captured(0).backward, model_cost(captured(0))
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    table = {node.name: model(node) for node in nodes}
+
+    def of_model(members: tuple[int, ...]) -> float:
+        return model.merged([nodes[i] for i in members])
+
+    def of_table(members: tuple[int, ...]) -> float:
+        return sum(table[nodes[i].name] for i in members)
+
+    for cost, price in ((model, of_model), (table, of_table)):
+        result = overlap.optimize(gm, cost)
+        dag = result.timeline.dag
+        for start in dag.starts:
+            assert dag.nodes[start].ms == pytest.approx(price(result.members[start]))
+        assert result.timeline.makespan <= overlap.optimize(gm, cost, bucket=False).timeline.makespan * (1 + 1e-9)
+        if cost is model:
+            assert len(dag.starts) < len(result.before.dag.starts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"), [(lambda: math.nan, "nan"), (lambda: -1.0, "-1"), (lambda: 1 / 0, "ZeroDivisionError")]
+)
+def test_a_price_of_a_bucket_that_is_none_is_refused(wrong: Callable[[], float], text: str) -> None:
+    gm = captured(0).backward
+    error = errors(gm, Wrong(model_cost(captured(0)), wrong))
+    assert error.node in {node.name for node in gm.graph.nodes} and text in str(error)
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_limits_in_flight_hold(bucket: bool) -> None:
+    def gathers(*shards: torch.Tensor) -> Any:
+        whole = [OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp")) for x in shards]
+        return [x.sin().cos() for x in (*shards, *whole)]
+
+    gm = make_fx(gathers, tracing_mode="fake")(*(torch.ones(4) for _ in range(6)))
+
+    def most(**limits: int) -> int:
+        timeline = overlap.optimize(gm, costs, bucket=bucket, **limits).timeline
+        kinds = timeline.dag.kinds[timeline.order]
+        return int(((kinds == Kind.START) * 1 - (kinds == Kind.WAIT) * 1).cumsum().max())
+
+    assert most(in_flight=1) == 1 and most() > 1
+    # A result has 32 bytes; inputs are not counted.
+    assert most(in_flight_bytes=32) == 1 and 1 < most(in_flight_bytes=96) <= 3
+    with pytest.raises(ValueError, match="in_flight must be at least 1, got 0"):
+        most(in_flight=0)
+
+
+# Graphs from elsewhere.
+
+
+class Gathered(torch.autograd.Function):
+    """Rows of both ranks of a group; the gradient is summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "dp"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return OPS.wait_tensor(OPS.reduce_scatter_tensor(grad, "sum", 2, "dp"))
+
+
+def step(x: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for shard in shards:
+        x = F.dropout(x @ Gathered.apply(shard), 0.5).sin()
+    return (x,)
+
+
+def test_joint_graphs_with_dropout() -> None:
+    x, shards = torch.randn(6, 4), [torch.randn(2, 4) for _ in range(3)]
+    with _torch.fake_mode() as mode:
+        fakes = [_torch.to_fake(mode, t).requires_grad_() for t in (x, *shards)]
+        joint = _torch.joint_graph(step, fakes)
+    result = overlap.optimize(joint, Priced(1))
+    names = [node.name for node in result.graph_module.graph.nodes]
+    assert result.timeline.makespan < result.before.makespan
+    drawn = [n for n in joint.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    assert len(drawn) == 3
+    assert [n for n in names if n in {node.name for node in drawn}] == [node.name for node in drawn]
+    inputs = [[x * (r + 1), *(shard * (r + 1) for shard in shards), torch.ones(6, 4)] for r in range(4)]
+    inputs = [of_rank[: sum(n.op == "placeholder" for n in joint.graph.nodes)] for of_rank in inputs]
+    for late in (False, True):
+        same(run(result.graph_module, inputs, late=late), run(joint, inputs))
+
+
+class Tower(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shards = torch.nn.ParameterList(torch.randn(2, 4) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, bias: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.calls.add_(1)
+        for shard in self.shards:
+            x = x @ OPS.wait_tensor(OPS.all_gather_into_tensor(shard, 2, "dp"))
+        return {"out": x + bias["b"], "calls": self.calls * 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+def test_programs_of_torch_export() -> None:
+    program = torch.export.export(Tower(), (torch.randn(3, 4),), {"bias": {"b": torch.randn(4)}}).run_decompositions()
+    flat = program.graph_module
+    nested = program.module()  # takes and returns what the module does
+    assert errors(nested).node == "copy__default"
+    FakeTensorProp(nested, _torch.fake_mode()).propagate(torch.randn(3, 4), torch.randn(4))
+    for gm in (flat, nested):
+        result = overlap.optimize(gm, Priced(0))
+        assert result.timeline.makespan < result.before.makespan
+        module = result.graph_module
+        module.graph.lint()
+        assert module.graph.python_code("self").src.count("all_gather") and module.meta == gm.meta
+        assert [n.name for n in module.graph.nodes if n.op in ("placeholder", "output")] == [
+            n.name for n in gm.graph.nodes if n.op in ("placeholder", "output")
+        ]
+    values = [n.meta["val"] for n in flat.graph.nodes if n.op == "placeholder"]
+    inputs = [[torch.randn(v.shape) + r for v in values] for r in range(4)]
+    same(run(overlap.optimize(flat, Priced(0)).graph_module, inputs), run(flat, inputs))
+
+
+def test_nothing_crosses_a_barrier_and_what_is_dead_stays() -> None:
+    def function(x: torch.Tensor) -> Any:
+        parts = []
+        for _ in range(3):
+            whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp"))
+            parts += [whole.sum(), x.sin(), x.cos()]
+            ATEN._assert_async.msg((x > -1).all(), "must hold")
+        return parts[:-1]
+
+    gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
+
+    def halves(gm: fx.GraphModule) -> list[set[str]]:
+        found: list[set[str]] = [set()]
+        for node in gm.graph.nodes:
+            found[-1].add(node.name)
+            if node.target == ATEN._assert_async.msg:
+                found.append(set())
+        return found
+
+    result = overlap.optimize(gm, costs)
+    assert result.timeline.makespan < result.before.makespan
+    assert len(halves(gm)) == 4 and halves(result.graph_module) == halves(gm)
+
+
+def test_functions_of_the_package_stay_functions() -> None:
+
+    assert callable(overlap.backend) and callable(overlap.optimize) and callable(overlap.simulate)
+    assert all(getattr(overlap, name) is not None for name in overlap.__all__)
+
+
+def test_a_result_reports_and_is_drawn(tmp_path: Path) -> None:
+    gm = made(gathered, torch.ones(4, 4))
+    result = overlap.optimize(gm, costs)
+    assert "makespan" in result.report()
+    result.save_chrome_trace(tmp_path / "both.json")
+    result.timeline.save_chrome_trace(tmp_path / "one.json")
+    for name, processes in (("both", {"as given", "optimized"}), ("one", {"step"})):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == processes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    gm = fx.symbolic_trace(torch.nn.Identity())
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError, match="memory_budget"):
+            overlap.optimize(gm, lambda node: 1.0, memory_budget=2**70)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,184 @@
+"""Reports of optimized graphs: their figures are those of the timelines, their text says them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from spanwise.hardware import H100
+from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.explain.reasons import Reason, Why, duration, hidden_counts, hideable, reasons
+from spanwise.overlap.explain.report import MOST, _hideable, arithmetic, bound_by, figures, report, summary
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.ir.bounds import Bounds, lower_bounds
+from spanwise.overlap.ir.dag import Kind
+from spanwise.overlap.optimize import Result, optimize
+
+CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def optimized() -> tuple[Result, dict[str, str]]:
+    graphs = capture(CONFIG)
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
+    names = {axis.name: name for name, axis in graphs.axes.items() if axis.name}
+    return optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=False), names
+
+
+def test_figures_are_those_of_the_timelines(optimized: tuple[Result, dict[str, str]]) -> None:
+    result, names = optimized
+    found = figures(result, names)
+    for order, timeline in ((found.before, result.before), (found.after, result.timeline)):
+        assert (order.makespan, order.exposed) == (timeline.makespan, timeline.exposed_ms)
+        assert (order.peak_bytes, order.launches) == (timeline.peak_bytes, len(timeline.dag.starts))
+        assert sum(order.why.values()) == pytest.approx(order.exposed)
+        products = [i for i, node in enumerate(timeline.dag.nodes) if node.name.startswith(("mm", "_scaled_dot"))]
+        assert order.counts == hidden_counts(timeline, hideable(timeline.dag, products))
+    assert found.after.bound == result.bounds.makespan and found.budget == result.budget
+    assert found.after.makespan < found.before.makespan
+    assert found.before.name != found.after.name
+    assert json.loads(json.dumps(found.as_dict()))["after"]["makespan"] == result.timeline.makespan
+
+
+def test_collectives_as_they_are_issued(optimized: tuple[Result, dict[str, str]]) -> None:
+    result, names = optimized
+    found = figures(result, names).collectives
+    dag = result.timeline.dag
+    order = [i for i in result.timeline.order.tolist() if dag.nodes[i].kind == Kind.START]
+    assert [one.start for one in found] == order
+    assert [one.begin for one in found] == [result.timeline.begin[i] for i in order]
+    assert {one.group for one in found} == {"dp", "tp"}
+    why = reasons(result.timeline, budget=result.budget)
+    assert {one.start: one.reason for one in found if one.reason} == why
+    kinds = Counter((one.operator, one.group) for one in found)
+    assert kinds["reduce_scatter_tensor", "dp"] == 9 * CONFIG.layers
+    # Gradients are scattered in float32; the largest, of an MLP's matrix, is split over tp only.
+    sizes = [one.num_bytes for one in found if (one.operator, one.group) == ("reduce_scatter_tensor", "dp")]
+    assert max(size for size in sizes if size) == 4 * CONFIG.ffn // CONFIG.tp * CONFIG.dim
+    nodes = {node.name: node for node in result.graph_module.graph.nodes}
+    for one in found:
+        (operand,) = nodes[one.name].all_input_nodes
+        tensors = operand.meta["val"], nodes[one.name].meta["val"]
+        assert one.num_bytes == max(t.numel() * t.element_size() for t in tensors)
+
+
+def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
+    result, names = optimized
+    found, text = figures(result, names), report(result, names)
+    facts = dict(line.split("  ", 1) for line in text.split("\n\n")[0].splitlines())
+    assert f"{duration(result.timeline.makespan)}, was {duration(result.before.makespan)} (" in facts["makespan"]
+    assert f"{duration(result.bounds.makespan)}, by {found.after.bound_by}" in facts["bound"]
+    left = result.timeline.makespan - result.bounds.makespan
+    said = f"{duration(left)} ({left / result.bounds.makespan:.1%}) left to gain at most"
+    assert facts["bound"].endswith(said), "no word of buckets where there are none"
+    assert f"{found.after.counts['partly']} partly, {found.after.counts['exposed']} exposed" in facts["hideable"]
+    assert f"{len(result.timeline.dag.starts)}, were {len(result.before.dag.starts)}" in facts["launches"]
+    assert f"{result.timeline.peak_bytes / 1e6:.2f} MB" in facts["peak memory"]
+    for why, ms in found.after.why.items():
+        assert f"{why} {duration(ms)}" in facts["exposed for"]
+    heads, *rows = text.split("\n\n")[1].splitlines()
+    longest = sorted(result.timeline.exposed.values(), reverse=True)[:MOST]
+    assert len(rows) == MOST and [duration(ms) in row for ms, row in zip(longest, rows, strict=True)] == [True] * MOST
+    at = heads.index("group")
+    assert {row[at - 2 : at + 2] for row in rows} <= {"  dp", "  tp"}  # columns are aligned
+    assert report(result) != text  # the groups' own names
+
+
+def test_nothing_is_exposed() -> None:
+    """Collectives without bytes or ranks take no time."""
+    config = dataclasses.replace(CONFIG, dp=1, tp=1)
+    result = optimize(capture(config).forward, H100)
+    found = figures(result)
+    assert found.collectives == () and found.after.hideable == 0 and found.most_exposed == []
+    assert "exposed for" not in report(result) and "most exposed" not in report(result)
+
+
+def test_only_arithmetic_makes_a_collective_hideable() -> None:
+    """In a forward, nothing but casts of weights is independent of a chain of products."""
+    config = dataclasses.replace(CONFIG, dp=1, tp=2)
+    graphs = capture(config)
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
+    result = optimize(graphs.forward, CostModel(H100, ranks=ranks))
+    assert hideable(result.timeline.dag) and figures(result).after.hideable == 0
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0.0, "0"), (2e-4, "0.2 µs"), (0.0200001, "20 µs"), (0.16849, "168 µs"), (0.9995, "1 ms"), (5.906, "5.91 ms"),
+        (999.4, "999 ms"), (999.5, "1 s"), (12_345.0, "12.3 s"), (999_500.0, "1,000 s"), (4.32e6, "4,320 s"),
+    ],
+)  # fmt: skip
+def test_durations(ms: float, text: str) -> None:
+    assert duration(ms) == text
+
+
+def test_bound_by() -> None:
+    assert bound_by(Bounds(3.0, 2.0, {"compute": 3.0, "1": 1.0}), {}) == "all compute"
+    assert bound_by(Bounds(3.0, 4.0, {"compute": 3.5, "1": 1.0}), {}) == "the longest path"
+    assert bound_by(Bounds(3.0, 4.0, {"compute": 3.5, "1": 5.0}), {"1": "dp"}) == "the stream of dp"
+    assert bound_by(Bounds(3.0, 3.0, {"compute": 3.5, "1": 3.0}), {}).startswith("compute, and what must come")
+
+
+def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, str]]) -> None:
+    """Rows of merged collectives say how many they are, and hold the bytes of all."""
+    graphs = capture(CONFIG)
+    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
+    result = optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=True)
+    found, plain = figures(result), figures(optimized[0])
+    assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
+    after, before = found.after, found.before
+    assert after.launches < before.launches and after.hideable < before.hideable  # a bucket is one launch
+    assert after.counts == hidden_counts(result.timeline, _hideable(result.timeline.dag, arithmetic(graphs.backward)))
+    assert before.given_counts == before.counts != after.counts
+    assert after.given_counts is not None and sum(after.given_counts.values()) == before.hideable
+    of_given = ", ".join(f"{after.given_counts[key]} {key}" for key in ("hidden", "partly", "exposed"))
+    assert f"{before.hideable} of {before.launches} collectives: {of_given}; were" in summary(found)["hideable"]
+    bound = f"with these buckets; without buckets the bound is {duration(lower_bounds(result.before.dag).makespan)}"
+    assert summary(found)["bound"].endswith(bound)
+    assert duration(before.bound) != duration(after.bound)
+    assert sum(one.num_bytes or 0 for one in found.collectives) == sum(one.num_bytes or 0 for one in plain.collectives)
+    assert len(to_dag(result.graph_module, lambda node: 1.0).dag.starts) == found.after.launches
+    assert isinstance(result.graph_module, torch.fx.GraphModule)
+
+
+def test_what_a_bucket_makes_its_first_member_wait() -> None:
+    """Two gradients are scattered as one; the first is there a millisecond before the second."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    waits = []
+    for _ in range(2):
+        y = graph.call_function(torch.ops.aten.neg.default, (waits[-1].args[0].args[0] if waits else x,))
+        y.meta["val"] = torch.empty(8)
+        start = graph.call_function(scatter, (y, "sum", 2, "g"))
+        start.meta["val"] = torch.empty(4)
+        waits.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
+        waits[-1].meta["val"] = start.meta["val"]
+    graph.output(tuple(waits))
+    gm = torch.fx.GraphModule({}, graph)
+
+    class Cost:
+        def __call__(self, node: torch.fx.Node) -> float:
+            return 10.0 if node.target == scatter else 1.0
+
+        def merged(self, nodes: Sequence[torch.fx.Node]) -> float:
+            return 10.0
+
+    result = optimize(gm, Cost())
+    assert len(result.timeline.dag.starts) == 1, "a latency is saved"
+    (one,) = figures(result).collectives
+    assert (one.members, one.spread, one.exposed) == (2, 1.0, 10.0)
+    (before,) = {one.spread for one in figures(optimize(gm, Cost(), bucket=False)).collectives}
+    assert before == 0.0
+    assert "before the last" not in one.why  # nothing is independent of it: it is not for the bucket that it is exposed
+    dependent = Reason(10.0, {Why.DEPENDENCY: 10.0}, 3.0)
+    late = dataclasses.replace(one, reason=dependent)
+    assert late.why == "dependency; of its 2, the first was ready 1 ms before the last"

@@ -1,0 +1,86 @@
+"""Chrome traces of timelines: what stands on which track, when, and what the arrows join."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spanwise.overlap.explain.trace import save_chrome_trace
+from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.ir.simulate import simulate
+
+# An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of compute beside them, 2 ms that need the second.
+DAG = Dag(
+    (
+        Node("short", Kind.START, 1.0, group="dp"),
+        Node("long", Kind.START, 4.0, group="dp"),
+        Node("view", Kind.COMPUTE),
+        Node("other", Kind.COMPUTE, 3.0),
+        Node("wait short", Kind.WAIT, deps=(0,), start=0),
+        Node("wait long", Kind.WAIT, deps=(1,), start=1),
+        Node("reader", Kind.COMPUTE, 2.0, deps=(5,)),
+    ),
+    (Storage(100, 1, (5, 6)), Storage(10, 3, (), kept=True)),
+)
+
+
+def events(path: Path, phase: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == phase]
+
+
+def test_what_stands_on_the_tracks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    simulate(DAG).save_chrome_trace(path)
+    tracks = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+    assert sorted(tracks.values()) == ["compute", "group dp"]
+    slices = [(tracks[e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events(path, "X")]
+    assert slices == [
+        ("compute", "issue", "short", 0, 0),
+        ("group dp", "collective", "short", 0, 1000),
+        ("compute", "issue", "long", 0, 0),
+        ("group dp", "collective", "long", 1000, 4000),
+        ("compute", "compute", "other", 0, 3000),
+        ("compute", "wait", "wait short", 3000, 0),
+        ("compute", "exposed", "exposed: long", 3000, 2000),
+        ("compute", "compute", "reader", 5000, 2000),
+    ]
+    assert [e["args"] for e in events(path, "X") if e["cat"] == "compute"] == [{"ms": 3.0}, {"ms": 2.0}]
+    assert [e["args"]["why"] for e in events(path, "X") if e["cat"] == "exposed"] == [
+        "order of the group's stream (1 ms), no independent compute (1 ms)"
+    ]
+    assert [(e["ts"], e["args"]["bytes"]) for e in events(path, "C")] == [(0, 100), (0, 110)]
+
+
+def test_arrows_lead_from_issue_to_collective_to_wait(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save_chrome_trace(path, {"a": simulate(DAG), "b": simulate(DAG, [1, 0, 5, 2, 3, 4, 6])})
+    starts, steps, ends = (events(path, phase) for phase in "stf")
+    assert len({e["id"] for e in starts}) == 4 == len(starts)
+    assert {e["id"] for e in starts} == {e["id"] for e in steps} == {e["id"] for e in ends}
+    assert {e["bp"] for e in ends} == {"e"}
+    for process in (0, 1):
+        slices = [e for e in events(path, "X") if e["pid"] == process]
+        for arrow in (*starts, *steps, *ends):
+            if arrow["pid"] == process:  # it hangs on a slice
+                assert any(
+                    e["tid"] == arrow["tid"] and e["cat"] != "compute" and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
+                    for e in slices
+                )
+    names = {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "process_name"}
+    assert names == {0: "a", 1: "b"}
+
+
+def test_groups_are_called_and_sorted_as_they_are_known(tmp_path: Path) -> None:
+    """Whatever order they come in: those that have labels as these are listed, then others by their names."""
+    starts = [Node(f"s{name}", Kind.START, 1.0, group=name) for name in ("10", "3", "2", "9")]
+    waits = [Node(f"w{at}", Kind.WAIT, deps=(at,), start=at) for at in range(4)]
+    dag = Dag((*starts, *waits))
+    for order in (None, [3, 2, 1, 0, 4, 5, 6, 7]):
+        path = tmp_path / "trace.json"
+        save_chrome_trace(path, {"a": simulate(dag, order)}, groups={"3": "dp", "9": "cp", "77": "tp"})
+        tracks = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+        places = {e["tid"]: e["args"]["sort_index"] for e in events(path, "M") if e["name"] == "thread_sort_index"}
+        assert [tracks[tid] for tid in sorted(tracks, key=places.__getitem__)] == [
+            "compute", "dp", "cp", "group 2", "group 10"
+        ]  # fmt: skip

@@ -1,0 +1,260 @@
+"""What "auto" chooses, on hardware where the answer can be worked out, and that it tells why."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from spanwise import H100, Hardware, Link, SpanMask, make_plan
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.layouts.local import Local
+
+SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
+DOCUMENTS = SpanMask.documents(document_offsets(32_768, 0))
+SLOW = Hardware("slow link", 1e11, 1e11, 1e11, 1e10, 1e9, (Link(25e6, 1e-3),))
+FREE = Hardware("free link", 1e11, 1e11, 1e11, 1e15, 1e9, (Link(1e15, 0.0),))
+
+
+def best(plan) -> float:
+    return min(candidate.seconds["total"] for candidate in plan.candidates)
+
+
+def chosen(plan):
+    (found,) = [
+        c for c in plan.candidates if (c.balancer, c.exchange, c.stages) == (plan.balancer, plan.exchange, plan.stages)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("hardware", [H100, SLOW, FREE])
+@pytest.mark.parametrize(
+    "mask", [DOCUMENTS, SpanMask.causal(32_768), SpanMask.sliding_window(32_768, 1024), SpanMask.full(32_768)]
+)
+def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: Hardware) -> None:
+    plan = make_plan(mask, 8, hardware=hardware, **SHAPE)
+    assert chosen(plan).seconds["total"] <= 1.05 * best(plan)
+    within = [c for c in plan.candidates if c.seconds["total"] <= 1.05 * best(plan)]
+    for c in within[: within.index(chosen(plan))]:  # only an all_gather may have been passed over
+        assert c.exchange == "all_gather" and min(x.recv_mean for x in within) <= 0.7 * c.recv_mean
+    assert plan.predict() == pytest.approx(chosen(plan).seconds)
+    assert chosen(plan).recv_max == plan.recv_tokens().max() and chosen(plan).imbalance == plan.imbalance()
+    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed", "ulysses"}
+    assert {"contiguous", "head_tail", "local"} <= {c.balancer for c in plan.candidates}
+    assert hardware.name in plan.reason
+    assert all(c.balancer in plan.explain() for c in plan.candidates)
+
+
+@pytest.mark.parametrize(
+    ("mask", "balancer"), [(SpanMask.causal(131_072), "head_tail"), (SpanMask.full(131_072), "contiguous")]
+)
+def test_dense_masks_gain_nothing(mask: SpanMask, balancer: str) -> None:
+    plan = make_plan(mask, 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    assert (plan.balancer, plan.exchange) == (balancer, "all_gather") and "no gain" in plan.reason
+
+
+def test_packed_documents_over_a_slow_link() -> None:
+    plan = make_plan(DOCUMENTS, 4, hardware=SLOW, **SHAPE)
+    usual = min(c.seconds["total"] for c in plan.candidates if c.balancer == "head_tail" and c.exchange == "all_gather")
+    assert plan.exchange == "needed" and chosen(plan).seconds["total"] < 0.25 * usual
+    assert "times as fast as" in plan.reason and "no gain" not in plan.reason
+
+
+@pytest.mark.parametrize(("num_ranks", "bound"), [(8, 1.02), (64, 1.03)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_packed_documents_by_default_are_balanced_and_local(num_ranks: int, bound: float, seed: int) -> None:
+    plan = make_plan(SpanMask.documents(document_offsets(131_072, seed)), num_ranks)
+    assert (plan.balancer, plan.exchange) == ("local", "needed") and plan.imbalance() <= bound + 1e-9
+    most = {8: (7_300, 6_300, 12_500), 64: (9_600, 7_700, 14_000)}[num_ranks][seed]
+    assert plan.recv_tokens().mean() <= most and "times as fast as" in plan.reason
+    assert plan.recv_tokens().max() <= 2.5 * plan.recv_tokens().mean()
+
+
+def test_as_fast_but_far_more_bytes_is_not_simpler() -> None:
+    """Where compute hides everything, an all_gather would still hold and send what nobody reads."""
+    whole = make_plan(SpanMask.documents(np.arange(9) * 65_536), 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    assert whole.exchange == "needed" and not whole.recv_tokens().any()
+    long = SpanMask.documents(document_offsets(1 << 20, 0, median=65_536))
+    plan = make_plan(long, 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    assert plan.exchange == "needed" and plan.recv_tokens().mean() < 0.2 * (1 << 20)
+
+
+def test_no_rank_is_left_without_tokens() -> None:
+    plan = make_plan(SpanMask.documents([0, 43, 45, 51, 108]), 2)
+    assert plan.layout.tokens_per_rank.min() > 0
+
+
+def test_a_free_link_leaves_balance_alone_to_decide() -> None:
+    plan = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
+    least = min(c.imbalance for c in plan.candidates)
+    assert plan.imbalance() <= least * 1.05
+
+
+def test_less_balance_is_considered_where_the_exchange_is_exposed() -> None:
+    slow = make_plan(DOCUMENTS, 8, hardware=dataclasses.replace(SLOW, links=(Link(1e6, 0.0),)), **SHAPE)
+    assert any("imbalance to" in c.balancer for c in slow.candidates)
+    assert slow.recv_tokens().max() <= make_plan(DOCUMENTS, 8, balancer="local", exchange="needed").recv_tokens().max()
+    free = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
+    assert not any("imbalance to" in c.balancer for c in free.candidates)
+
+
+def test_pieces_where_local_attention_is_too_short_to_hide_the_exchange() -> None:
+    mask = SpanMask.causal(8192)
+    base = dict(balancer="head_tail", exchange="needed", block_size=64, **SHAPE)
+    per_pass = make_plan(mask, 4, stages=1, hardware=FREE, **base).predict()["compute_forward"]
+    received = make_plan(mask, 4, stages=1, hardware=FREE, **base).recv_bytes().max()
+    even = dataclasses.replace(FREE, links=(Link(received / per_pass, 0.0),))  # as long as the forward computes
+    plan = make_plan(mask, 4, hardware=even, **base)
+    assert plan.stages == 4 and {c.stages for c in plan.candidates} == {1, 2, 4}
+    totals = [c.seconds["total"] for c in plan.candidates]
+    assert totals == sorted(totals, reverse=True) and totals[-1] < 0.9 * totals[0]
+    assert make_plan(mask, 4, hardware=FREE, **base).stages == 1  # nothing to hide
+
+
+def test_what_is_given_is_kept() -> None:
+    plan = make_plan(DOCUMENTS, 4, balancer="lpt", hardware=SLOW, **SHAPE)
+    assert plan.balancer == "lpt" and {c.exchange for c in plan.candidates} == {"all_gather", "needed", "ulysses"}
+    plan = make_plan(DOCUMENTS, 4, exchange="all_gather", hardware=SLOW, **SHAPE)
+    assert plan.exchange == "all_gather" and {c.balancer for c in plan.candidates} == {"contiguous", "head_tail", "lpt"}
+    plan = make_plan(DOCUMENTS, 4, balancer="lpt", exchange="needed", stages=2, hardware=SLOW, **SHAPE)
+    assert (plan.stages, plan.candidates, plan.reason) == (2, (), "chosen by the caller")
+    one = make_plan(DOCUMENTS, 1)
+    assert one.candidates == () and one.reason == "one rank computes everything"
+    assert make_plan(DOCUMENTS, 1, stages=4).stages == 1
+    for bad, text in (
+        (dict(hardware="h100"), "hardware must be a spanwise.Hardware"),
+        (dict(keep_kv="no"), "keep_kv must be True, False or None, got 'no'"),
+        (dict(block_size=2**70), "block_size must be less than 2147483648"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_plan(DOCUMENTS, 4, **bad)
+    with pytest.raises(ValueError, match=r"quality must be one of \['best', 'fast'\], got 'quick'"):
+        make_plan(DOCUMENTS, 4, quality="quick")
+
+
+def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> None:
+    def across(plan) -> int:
+        host = np.arange(16) // 4
+        return int(plan.traffic()[host[:, None] != host].sum())
+
+    hosts = dataclasses.replace(H100, links=(dataclasses.replace(H100.links[0], ranks=4), H100.links[1]))
+    flat = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed")
+    inside = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=hosts)
+    assert across(inside) < across(flat) and inside.imbalance() <= 1.031
+    alike = make_plan(DOCUMENTS, 4, balancer="local", exchange="needed", hardware=hosts)
+    assert alike.layout == make_plan(DOCUMENTS, 4, balancer="local", exchange="needed").layout  # all on one host
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exchange", "host", "host_groups"),
+    [
+        ((8, 2), "needed", (4,), 2),  # two groups of two ranks on a host of four
+        ((8, 2), "needed", (2,), None),  # a group is a host: whatever travels leaves it
+        ((4, 4), "needed", (2,), None),  # and here it is two
+        ((8, 2), "needed", (2, 8), 4),  # but racks hold four groups
+        ((4, 3), "needed", (8,), 2),  # two whole groups fit
+        ((2, 2), "needed", (4,), None),  # all on one host
+        (16, "ulysses", (4,), 4),  # one group: dealt out to its ranks
+    ],
+    ids=str,
+)
+def test_the_search_over_groups_knows_how_many_of_them_a_host_holds(ranks, exchange, host, host_groups) -> None:
+    near = [dataclasses.replace(H100.links[0], ranks=size, bandwidth=4e11 / 4**i) for i, size in enumerate(host)]
+    hardware = dataclasses.replace(H100, links=(*near, Link(2e10, 0.0)))
+    plan = make_plan(DOCUMENTS, ranks, balancer="local", exchange=exchange, hardware=hardware, num_q_heads=48)
+    outer = ranks[0] if isinstance(ranks, tuple) else ranks
+    search = Local(host_size=host_groups, host_price=0.2 if len(host) > 1 else 0.05)
+    assert (plan.groups if outer == plan.num_groups else plan.layout) == make_plan(
+        DOCUMENTS, outer, balancer=search, exchange="needed"
+    ).layout
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("heads", [None, 4, 6, 8])
+def test_auto_considers_ulysses_where_heads_divide_and_a_ring_only_under_a_budget(num_ranks, heads) -> None:
+    shape = {} if heads is None else dict(num_q_heads=heads, num_kv_heads=2, head_dim=16)
+    mask = SpanMask.documents([0, 100, 900, 1024])
+    plan = make_plan(mask, num_ranks, **shape)
+    divides = heads is not None and heads % num_ranks == 0
+    assert {c.exchange for c in plan.candidates} == {"all_gather", "needed", *(["ulysses"] if divides else [])}
+    for given in (dict(exchange="needed"), dict(keep_kv=False), dict(stages=2)):  # it has no pieces and keeps nothing
+        assert not any(c.exchange == "ulysses" for c in make_plan(mask, num_ranks, **shape, **given).candidates)
+    if heads is not None:
+        plenty = make_plan(mask, num_ranks, memory_budget=10**12, **shape)
+        assert {c.exchange for c in plenty.candidates} - {"ring"} == {c.exchange for c in plan.candidates}
+        assert any(c.exchange == "ring" for c in plenty.candidates) and plenty.exchange != "ring"
+
+
+def test_a_budget_picks_what_fits_and_names_the_least() -> None:
+    weights = {"default": 3.0}
+    given = dict(weights=weights, **SHAPE)
+
+    def held(plan) -> int:  # three layers keep, one holds more
+        saved = plan.saved_bytes()
+        return int((3 * saved + plan.resident_bytes() - saved).max())
+
+    every = make_plan(DOCUMENTS, 8, memory_budget=10**12, **given).candidates
+    sizes = sorted({c.held for c in every})
+    assert len(sizes) > 4
+    for budget in sizes:
+        plan = make_plan(DOCUMENTS, 8, memory_budget=budget, **given)
+        assert held(plan) <= budget
+        assert {(c.balancer, c.exchange, c.stages) for c in plan.candidates or ()} <= {
+            (c.balancer, c.exchange, c.stages) for c in every if c.held <= budget
+        }
+        for c in plan.candidates:
+            assert c.held <= budget
+    least = min(every, key=lambda c: c.held)
+    told = rf"memory_budget={least.held - 1:,} .*the least is {least.balancer} with {least.exchange}.* {least.held:,} "
+    with pytest.raises(ValueError, match=told):
+        make_plan(DOCUMENTS, 8, memory_budget=least.held - 1, **given)
+    assert make_plan(DOCUMENTS, 8, memory_budget=least.held, **given).exchange == least.exchange
+
+
+def test_without_a_shape_auto_says_what_it_priced_with() -> None:
+    plan = make_plan(DOCUMENTS, 8)
+    assert "were not both given" in plan.reason and plan.num_q_heads is None
+    assert "were not both given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
+    assert "32 query and 8 K/V heads of 128" in plan.reason
+    # Three ranks cannot share 32 heads: the next shape alike that they can.
+    assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason
+    assert "32 query and 8 K/V heads of 128" in make_plan(DOCUMENTS, (2, 16)).reason
+
+
+def test_the_choice_is_part_of_the_file_and_the_message(tmp_path) -> None:
+    plan = make_plan(DOCUMENTS, 8, hardware=SLOW, **SHAPE)
+    plan.save(tmp_path / "plan.npz")
+    loaded = type(plan).load(tmp_path / "plan.npz")
+    assert loaded == plan and loaded.candidates == plan.candidates and loaded.explain() == plan.explain()
+    assert pickle.loads(pickle.dumps(plan)).candidates == plan.candidates
+
+
+def test_planning_needs_no_torch_distributed_and_loads_the_compiler_only_to_search() -> None:
+    code = (
+        "import sys; import spanwise; assert 'numba' not in sys.modules; m = spanwise.SpanMask.causal(4096);"
+        "spanwise.make_plan(m, 2, balancer='head_tail'); assert 'numba' not in sys.modules;"
+        "spanwise.make_plan(m, 2); import torch.distributed as d; assert not d.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plans_are_made_in_data_loader_workers() -> None:
+    """A worker process plans, and the plan that arrives is the one that this process would make."""
+    loader = torch.utils.data.DataLoader(Packed(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for seed, plan in enumerate(loader):
+        assert plan == Packed()[seed] and (plan.balancer, plan.exchange) == ("local", "needed")
+
+
+class Packed(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, seed: int):
+        if seed >= len(self):
+            raise IndexError(seed)
+        return make_plan(SpanMask.documents(document_offsets(131_072, seed)), 8)

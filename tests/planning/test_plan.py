@@ -1,0 +1,305 @@
+"""Plans: pure, exact, fingerprinted, saved, explained; needs of every rank against the dense mask."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import Hardware, Plan, SpanMask, make_plan
+from spanwise.attention.rank_plan import build
+from spanwise.hardware import Link
+from spanwise.layouts.layout import count_tokens, intersect_runs, subtract_runs
+
+CU = [0, 1, 20, 20, 61, 100]
+DOCUMENTS = SpanMask.documents(CU)
+SHAPE = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 24}
+
+
+def as_set(runs: np.ndarray) -> set[int]:
+    return {int(i) for first, last in runs for i in range(first, last)}
+
+
+def as_runs(tokens: set[int]) -> np.ndarray:
+    edges = sorted(t for t in tokens if t - 1 not in tokens), sorted(t + 1 for t in tokens if t + 1 not in tokens)
+    return np.array(list(zip(*edges, strict=True)), dtype=np.int64).reshape(-1, 2)
+
+
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
+def test_subtract_and_intersect_runs(tokens: set[int], minus: set[int]) -> None:
+    both = intersect_runs(as_runs(tokens), as_runs(minus))
+    assert np.array_equal(both, as_runs(tokens & minus))
+    got = subtract_runs(as_runs(tokens), as_runs(minus))
+    assert as_set(got) == tokens - minus and count_tokens(got) == len(tokens - minus)
+    assert np.array_equal(got, as_runs(tokens - minus))
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> SpanMask:
+    length = draw(st.integers(1, 60))
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+        start = rng.integers(0, length + 1, length)
+        rows.append(SpanMask(start[None], rng.integers(start, length + 1)[None], length))
+    return SpanMask.stack(rows)
+
+
+@given(
+    masks(), st.integers(1, 7), st.sampled_from(["contiguous", "head_tail", "ptrr", "lpt", "auto"]), st.integers(1, 9)
+)
+def test_work_and_needs_are_exact(mask: SpanMask, num_ranks: int, balancer: str, block_size: int) -> None:
+    plan = make_plan(mask, num_ranks, balancer=balancer, block_size=block_size)
+    dense = mask.dense()
+    needed = np.zeros(num_ranks, dtype=int)
+    for rank in range(num_ranks):
+        work = 0
+        for row in range(mask.batch_size):
+            own = sorted(as_set(plan.runs(rank, row)))
+            visible = dense[row][own]
+            work += int(visible.sum())
+            needs = set(np.nonzero(visible.any(0))[0].tolist()) - set(own) if own else set()
+            assert as_set(plan.needs(rank, row=row)) == needs
+            needed[rank] += len(needs)
+        assert plan.work()[rank] == work
+    assert plan.needed_tokens().tolist() == needed.tolist()
+    assert plan.work().sum() == dense.sum()
+    assert (plan.recv_tokens() >= needed).all()
+
+
+@given(masks(), st.integers(1, 5), st.sampled_from(["contiguous", "ptrr"]))
+def test_rank_plans_hold_the_local_problems(mask: SpanMask, num_ranks: int, balancer: str) -> None:
+    """Local and remote spans, mapped back to global keys, are the rank's rows of the mask."""
+    plan = make_plan(mask, num_ranks, balancer=balancer, exchange="all_gather", block_size=4)
+    dense = mask.dense()
+    for rank in range(num_ranks):
+        local = build(plan, rank)
+        for row in range(mask.batch_size):
+            tokens = local.tokens[row if local.batched else 0].numpy()
+            seen = np.zeros((len(tokens), mask.kv_len), dtype=int)
+            for stage in local.stages["default"]:
+                start, end = (x[row if x.shape[0] > 1 else 0].numpy() for x in (stage.start, stage.end))
+                keys = stage.kv_pos[row if stage.kv_pos.shape[0] > 1 else 0].numpy()
+                for span in range(start.shape[0]):
+                    for query in range(len(tokens)):
+                        seen[query, keys[start[span, query] : end[span, query]]] += 1
+            assert np.array_equal(seen, dense[row][tokens].astype(int))
+
+
+def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it() -> None:
+    base = dict(num_ranks=4, block_size=8, balancer="ptrr", exchange="needed", stages=1, **SHAPE)
+    plan = make_plan(DOCUMENTS, **base)
+    assert plan.fingerprint == make_plan(SpanMask.documents(CU), **base).fingerprint
+    assert plan == make_plan(SpanMask.documents(CU), **base) and len({plan, make_plan(DOCUMENTS, **base)}) == 1
+    others = [
+        make_plan(SpanMask.documents(CU, causal=False), **base),
+        make_plan({"window": DOCUMENTS}, **base),
+        make_plan(DOCUMENTS, **base | {"num_ranks": 3}),
+        make_plan(DOCUMENTS, **base | {"block_size": 4}),
+        make_plan(DOCUMENTS, **base | {"balancer": "lpt"}),
+        make_plan(DOCUMENTS, **base | {"num_kv_heads": 4}),
+        make_plan(DOCUMENTS, **base, dtype="float32"),
+        make_plan(DOCUMENTS, **base | {"exchange": "all_gather"}),
+        make_plan(DOCUMENTS, **base | {"stages": 2}),
+        make_plan(DOCUMENTS, **base, keep_kv=False),
+        make_plan(DOCUMENTS, **base, cu_seqlens=CU),
+        make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
+    ]
+    prints = {p.fingerprint for p in others} | {plan.fingerprint}
+    assert len(prints) == len(others) + 1
+
+
+@pytest.mark.parametrize("balancer", ["ptrr", "head_tail"])
+def test_save_and_load(tmp_path, balancer: str) -> None:
+    mask = SpanMask.stack([DOCUMENTS, SpanMask.causal(100)])
+    plan = make_plan(
+        {"a": mask, "b": SpanMask.causal(100)}, 3, balancer=balancer, block_size=8, weights={"a": 2}, **SHAPE,
+        cu_seqlens=[CU, [0, 100]], dtype=torch.float32,
+    )  # fmt: skip
+    plan.save(tmp_path / "plan.npz")
+    loaded = Plan.load(tmp_path / "plan.npz")
+    assert loaded == plan and loaded.explain() == plan.explain()
+    assert torch.equal(loaded.layout.rearrange_indices(), plan.layout.rearrange_indices())
+    assert [x.tolist() for x in loaded.cu_seqlens] == [CU, [0, 100]]
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_damaged_file_is_refused(tmp_path) -> None:
+    path = tmp_path / "plan.npz"
+    make_plan(DOCUMENTS, 3).save(path)
+    with np.load(path) as data:
+        arrays = dict(data)
+    arrays["mask0_end"] = np.maximum(arrays["mask0_end"] - 1, arrays["mask0_start"])
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match="altered or damaged"):
+        Plan.load(path)
+    make_plan(DOCUMENTS, 3).save(path)
+    whole = path.read_bytes()
+    for damaged in (b"not a plan", b"", whole[:-40], whole[:200] + b"xxxx" + whole[204:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"not a plan written by Plan\.save|altered or damaged"):
+            Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "missing.npz")
+
+
+def test_every_damaged_byte_is_noticed_or_does_not_matter(tmp_path) -> None:
+    path = tmp_path / "plan.npz"
+    plan = make_plan({"a": DOCUMENTS, "b": SpanMask.causal(100)}, 2, block_size=16, cu_seqlens=CU, **SHAPE)
+    plan.save(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 7):  # all eight bits, and every field of the headers of one member or another
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        try:
+            loaded = Plan.load(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert loaded == plan and loaded.header() == plan.header(), at
+    assert refused > len(whole) / 14
+
+
+@pytest.mark.parametrize("change", [{"reason": "forged"}, {"candidates": []}, {"fingerprint": None}, {"dtype": "x"}])
+def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
+    path = tmp_path / "plan.npz"
+    make_plan(DOCUMENTS, 3, **SHAPE).save(path)
+    with np.load(path) as data:
+        arrays = dict(data)
+    header = json.loads(str(arrays["header"])) | change
+    if header["fingerprint"] is None:
+        del header["fingerprint"]
+    np.savez(path, **arrays | {"header": np.array(json.dumps(header))})
+    with pytest.raises(ValueError, match=r"plan\.npz is not a plan written by Plan\.save: it was altered or damaged"):
+        Plan.load(path)
+
+
+def test_numpy_integers_are_numbers(tmp_path) -> None:
+    plan = make_plan(DOCUMENTS, np.int64(3), num_q_heads=np.int64(4), head_dim=np.int32(8), block_size=np.int64(16))
+    assert plan == make_plan(DOCUMENTS, 3, num_q_heads=4, head_dim=8, block_size=16)
+    plan.save(tmp_path / "plan.npz")
+
+
+def test_a_plan_that_was_used_still_pickles() -> None:
+    plan = make_plan(DOCUMENTS, 1)
+    plan.local(None)
+    assert plan.built and not pickle.loads(pickle.dumps(plan)).built
+
+
+def test_bytes_and_seconds() -> None:
+    plan = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="all_gather", **SHAPE)
+    tokens = plan.layout.tokens_per_rank
+    assert plan.recv_tokens().tolist() == (100 - tokens).tolist()
+    # Shards are padded to the longest: two ranks send 34 tokens of 2 heads with 16 + 24 bf16 numbers.
+    assert plan.recv_bytes().tolist() == [2 * 34 * 2 * 40 * 2] * 3
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e6, (Link(1e5, 0.5),))
+    options = dict(balancer="contiguous", exchange="all_gather", hardware=hardware, weights={"default": 3}, **SHAPE)
+    plan = make_plan(DOCUMENTS, 3, **options)
+    parts = plan.predict()
+    work, local = plan.work(), plan.local_work()
+    forward, backward = (2 * 8 * (16 + 24) / 1e6, 2 * 8 * (3 * 16 + 2 * 24) / 1e6)
+    gather, scatter = 0.5 + plan.recv_bytes().max() / 1e5, 0.5 + 2 * plan.recv_bytes().max() / 1e5
+    assert parts["compute_forward"] == pytest.approx(3 * work.max() * forward)
+    assert parts["compute_backward"] == pytest.approx(3 * work.max() * backward)
+    assert parts["exchange_forward"] == pytest.approx(3 * gather)
+    assert parts["exchange_backward"] == pytest.approx(3 * scatter)
+    # The gather runs beside local attention; the gradients depart when every rank has done its remote part.
+    ends = np.maximum(local * forward, gather) + (work - local) * forward
+    departed = ((work - local) * backward).max() + scatter
+    total = 3 * (ends.max() + max(departed, (work * backward).max()))
+    assert parts["total"] == pytest.approx(total)
+    assert parts["exposed_forward"] == pytest.approx(3 * (ends.max() - (work * forward).max()))
+    for name in ("recv_bytes", "predict", "timeline"):
+        with pytest.raises(ValueError, match="needs num_q_heads, num_kv_heads, head_dim"):
+            getattr(make_plan(DOCUMENTS, 3), name)()
+
+
+def test_needed_exchange_receives_what_it_reads() -> None:
+    plan = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="needed", **SHAPE)
+    assert plan.recv_tokens().tolist() == plan.needed_tokens().tolist()
+    assert plan.recv_bytes().tolist() == [n * 2 * 40 * 2 for n in plan.needed_tokens().tolist()]
+    gathered = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="all_gather", **SHAPE)
+    assert plan.fingerprint != gathered.fingerprint
+
+
+def test_several_masks_and_weights() -> None:
+    named = {"full": SpanMask.causal(512), "window": SpanMask.sliding_window(512, 32)}
+    plan = make_plan(named, 4, weights={"window": 5}, balancer="lpt", block_size=16)
+    total = plan.work("full") + 5 * plan.work("window")
+    assert total.max() / total.mean() < 1.05
+    assert plan.weights == {"full": 1.0, "window": 5.0}
+    text = plan.explain()
+    assert "mask 'full'" in text and "mask 'window' (weight 5)" in text and plan.fingerprint in text
+
+
+class OddAndEven:
+    """A user's balancer: blocks in turn."""
+
+    def assign(self, problem, num_ranks):
+        return np.arange(problem.num_blocks) % num_ranks
+
+
+def test_a_users_balancer() -> None:
+    plan = make_plan(DOCUMENTS, 2, balancer=OddAndEven(), block_size=10)
+    assert plan.balancer == "OddAndEven" and plan.layout.runs(1)[:2].tolist() == [[10, 20], [30, 40]]
+
+
+def test_block_masks_are_taken() -> None:
+    block_mask = DOCUMENTS.block_mask("cpu")
+    assert make_plan(block_mask, 2).mask() == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: make_plan(DOCUMENTS, 0), ValueError, "num_ranks must be a positive integer, got 0"),
+        (lambda: make_plan(DOCUMENTS, 2.0), ValueError, "num_ranks must be a positive integer, got 2.0"),
+        (lambda: make_plan(DOCUMENTS, 2, block_size=0), ValueError, "block_size must be a positive integer"),
+        (lambda: make_plan(DOCUMENTS, 2, balancer="best"), ValueError, "best"),
+        (lambda: make_plan(DOCUMENTS, (2, 2), exchange="ulysses"), ValueError, "Ulysses on its inner axis already"),
+        (lambda: make_plan(DOCUMENTS, (2, 2, 2)), ValueError, r"\(outer, inner\)"),
+        (lambda: make_plan(DOCUMENTS, 3, exchange="ulysses", num_q_heads=4), ValueError, "4 query heads .* 3 ranks"),
+        (lambda: make_plan(DOCUMENTS, 2, exchange="ulysses", keep_kv=False), ValueError, "Ulysses alone brings none"),
+        (lambda: make_plan(DOCUMENTS, 2, exchange="ring", stages=2), ValueError, "shard by shard, got stages=2"),
+        (lambda: make_plan(DOCUMENTS, 2, memory_budget=1), ValueError, "needs num_q_heads and head_dim"),
+        (lambda: make_plan(DOCUMENTS, 2, balancer="dual_chunk"), ValueError, "order of a packing"),
+        (lambda: make_plan(DOCUMENTS, 2, exchange="magic"), ValueError, "unknown exchange 'magic'"),
+        (lambda: make_plan(DOCUMENTS, 2, num_q_heads=6, num_kv_heads=4), ValueError, "6 is not a multiple of num_kv"),
+        (lambda: make_plan(DOCUMENTS, 2, dtype="int8"), ValueError, "dtype must be one of"),
+        (
+            lambda: make_plan(torch.ones(4, 4, dtype=torch.bool), 2),
+            ValueError,
+            "is a Tensor; make_plan takes a SpanMask",
+        ),
+        (lambda: make_plan({}, 2), ValueError, "at least one mask"),
+        (lambda: make_plan(SpanMask.full(4, 8), 2, balancer="lpt"), ValueError, "4 and 8 tokens.*'lpt'"),
+        (lambda: make_plan({"a": SpanMask.causal(4), "b": SpanMask.causal(5)}, 2), ValueError, "4 tokens.*5"),
+        (lambda: make_plan(DOCUMENTS, 2, weights={"window": 1}), ValueError, "'window'"),
+        (lambda: make_plan(DOCUMENTS, 2, weights={"default": 0}), ValueError, "must be positive"),
+        (lambda: make_plan(DOCUMENTS, 2, cu_seqlens=[0, 60, 50, 100]), ValueError, "60"),
+        (lambda: make_plan(DOCUMENTS, 2, balancer="per_document_head_tail"), ValueError, "needs cu_seqlens"),
+        (lambda: make_plan(DOCUMENTS, 2).mask("x"), ValueError, "no mask named 'x'"),
+        (lambda: make_plan(DOCUMENTS, 2).runs(2), ValueError, r"rank must be in \[0, 2\), got 2"),
+        (lambda: make_plan(DOCUMENTS, 2).local(None), ValueError, "needs their mesh"),
+        (lambda: Hardware("x", 0, 1, 1, 1, 1, (Link(1, 0),)), ValueError, "attention_flops must be a positive number"),
+    ],
+)
+def test_bad_input(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_planning_reads_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("planning touched torch.distributed")
+
+    for name in ("get_rank", "get_world_size", "is_initialized", "init_process_group"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    spanwise.make_plan(DOCUMENTS, 4, **SHAPE).explain()

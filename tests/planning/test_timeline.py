@@ -1,0 +1,201 @@
+"""The simulated timeline by hand-computed examples, and what a plan predicts from it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spanwise import Hardware, Link, SpanMask, make_plan
+from spanwise.hardware import attention_flops
+from spanwise.planning import timeline
+
+SHAPE = dict(num_q_heads=8, num_kv_heads=2, head_dim=16, v_head_dim=24)
+
+
+def test_forward_waits_for_each_piece() -> None:
+    # Rank 1 packs longer, so that both pieces depart at 2; rank 0 is done with its own part at 4, rank 1 at 7.
+    one = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0, 1.0], [5.0, 2.0, 2.0]]), np.array([3.0, 4.0]))
+    assert one.exchange_start.tolist() == [2, 5] and one.exchange_end.tolist() == [5, 9]
+    assert one.start[0].tolist() == [0, 1, 5, 9] and one.end[0].tolist() == [1, 4, 6, 10]
+    assert one.start[1].tolist() == [0, 2, 7, 9] and one.end[1].tolist() == [2, 7, 9, 11]
+    assert (one.seconds, one.compute, one.exchange, one.exposed) == (11, 11, 7, 0)
+
+
+def test_backward_sends_each_piece_home() -> None:
+    attention, exchange = np.array([[4.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), np.array([3.0, 5.0])
+    one = timeline.backward(attention, exchange, np.array([1.0, 1.0]))
+    # Piece 2 is done at 2 and 1, piece 1 at 3 on both ranks, the local part at 7 and 6.
+    assert one.exchange_names == ("dK/dV, piece 2", "dK/dV, piece 1")
+    assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
+    assert one.start[:, -1].tolist() == [10, 10] and one.seconds == 11 and one.compute == 8 and one.exposed == 3
+
+
+def test_backward_fetches_the_next_piece_beside_this_one() -> None:
+    attention, exchange = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0])
+    one = timeline.backward(attention, exchange, np.array([0.0]), np.array([1.0, 2.0]))
+    assert one.exchange_names == ("K/V again, piece 2", "K/V again, piece 1", "dK/dV, piece 2", "dK/dV, piece 1")
+    assert one.exchange_start.tolist() == [0, 2, 4, 9] and one.exchange_end.tolist() == [2, 3, 9, 12]
+    assert one.start[0].tolist() == [2, 4, 5, 12]
+
+
+def test_a_ring_passes_a_piece_on_when_its_turn_comes() -> None:
+    attention, exchange = np.array([[3.0, 4.0, 1.0], [5.0, 1.0, 1.0]]), np.array([2.0, 3.0])
+    one = timeline.forward(np.array([1.0, 1.0]), attention, exchange, ring=True)
+    # Piece 1 is there at 3, rank 1 turns to it at 6: only then piece 2 leaves.
+    assert one.exchange_start.tolist() == [1, 6] and one.exchange_end.tolist() == [3, 9]
+    assert one.start.tolist() == [[0, 1, 4, 9], [0, 1, 6, 9]] and one.exposed == 1
+    at_once = timeline.forward(np.array([1.0, 1.0]), attention, exchange)
+    assert at_once.exchange_start.tolist() == [1, 3] and at_once.exposed == 0
+    # Where the exchange is slow a piece leaves as soon as it has come.
+    slow = timeline.forward(np.zeros(2), attention, np.array([20.0, 30.0]), ring=True)
+    assert slow.exchange_end.tolist() == [20, 50] and slow.seconds == 51
+
+
+def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
+    attention, exchange, unpack = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0]), np.array([1.0])
+    one = timeline.backward(attention, exchange, unpack, ring=True)
+    # Those of piece 2 leave at 2 and come at 7. Piece 1 is done at 3 and waits for them: the local part begins at 7.
+    assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
+    assert one.start[0].tolist() == [0, 2, 7, 11] and one.seconds == 12
+    apart = timeline.backward(attention, exchange, unpack)
+    assert apart.start[0].tolist() == [0, 2, 3, 10] and apart.exchange_end.tolist() == [7, 10]
+
+
+def test_nothing_hides_a_trade() -> None:
+    inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
+    one = timeline.between_trades(inner, 4.0, 2.5)
+    assert one.names == (*inner.names, "traded")
+    assert one.exchange_names == ("heads for tokens", "K/V, piece 1", "tokens for heads")
+    assert one.exchange_start.tolist() == [0, 6, 13] and one.exchange_end.tolist() == [4, 9, 15.5]
+    assert (one.start[:, :-1] == inner.start + 4).all() and (one.end[:, -1] == 15.5).all()
+    assert one.compute == inner.compute and one.seconds == inner.seconds + 6.5
+    assert one.exposed == inner.exposed + 6.5 and one.exchange == inner.exchange + 6.5
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), [(4, "ulysses"), ((2, 2), "needed"), ((2, 2), "ring")], ids=str)
+def test_trades_of_a_plan_are_exposed(ranks, exchange: str) -> None:
+    """Bytes over the bandwidth: heads of q, K and V come and the output goes back; then their gradients."""
+    hardware = Hardware("toy", 1e9, 1e9, 1e9, 1e15, 1e9, (Link(1e4, 0.0),))
+    mask = SpanMask.documents([0, 100, 101, 404])
+    plan = make_plan(mask, ranks, balancer="contiguous", exchange=exchange, hardware=hardware, **SHAPE)
+    simulated, inner = plan.timeline(), plan.inner
+    others, share = plan.seq_len // plan.num_ranks * (inner - 1), 8 // inner
+    # Each rank reads one of the two K/V heads. Where four ranks do, two gradients of a head are summed, in float32.
+    into, back = (others * (share * 16 * 2 + 40 * itemsize) / 1e4 for itemsize in (2, 4 if inner == 4 else 2))
+    out = others * share * 24 * 2 / 1e4
+    for one, first, last in ((simulated.forward, into, out), (simulated.backward, out, back)):
+        seconds = one.exchange_end - one.exchange_start
+        assert one.exchange_names[0] == "heads for tokens" and one.exchange_names[-1] == "tokens for heads"
+        assert seconds[0] == pytest.approx(first) and seconds[-1] == pytest.approx(last)
+        assert one.exposed >= first + last - 1e-9
+    assert plan.predict()["exposed_forward"] == pytest.approx(simulated.forward.exposed)
+    if exchange == "ulysses":
+        assert simulated.forward.exposed == pytest.approx(into + out)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring"])
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_timeline_of_a_plan(exchange: str, keep_kv: bool) -> None:
+    hardware = Hardware("toy", 1e6, 5e5, 1e6, 1e7, 1e6, (Link(1e6, 1e-3, ranks=2), Link(1e5, 0.5)), edge_pairs=3)
+    plan = make_plan(
+        SpanMask.documents([0, 100, 101, 400]), 4, balancer="lpt", exchange=exchange, block_size=8, keep_kv=keep_kv,
+        hardware=hardware, weights={"default": 3}, **SHAPE,
+    )  # fmt: skip
+    simulated, parts = plan.timeline(), plan.predict()
+    assert parts["total"] == pytest.approx(3 * simulated.seconds)
+    for key, one in (("forward", simulated.forward), ("backward", simulated.backward)):
+        assert parts[f"compute_{key}"] == pytest.approx(3 * one.compute)
+        assert parts[f"exchange_{key}"] == pytest.approx(3 * one.exchange)
+        assert one.seconds == pytest.approx(one.compute + one.exposed)
+    # At least the kernels of the busiest rank, at least the bytes of the busiest receiver.
+    flops = attention_flops(float(plan.work().max()), 8, 16, 24, backward=False)
+    assert simulated.forward.compute >= flops / 1e6 > 0
+    fetches = simulated.backward.exchange_names
+    assert any("again" in name for name in fetches) != keep_kv
+    # Streams are in order, and nothing overlaps with itself.
+    for rank, stream in itertools.product(range(4), ("compute", "exchange")):
+        mine = [x for x in simulated.intervals if x.rank == rank and x.stream == stream]
+        assert mine and all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(mine))
+        assert mine[-1].end <= simulated.seconds + 1e-12
+
+
+def test_nothing_travels_on_one_rank_or_between_whole_documents() -> None:
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e6, (Link(1e5, 0.5),))
+    one = make_plan(SpanMask.causal(64), 1, hardware=hardware, **SHAPE)
+    apart = make_plan(
+        SpanMask.documents([0, 64, 128]), 2, balancer="contiguous", exchange="needed", block_size=8,
+        hardware=hardware, **SHAPE,
+    )  # fmt: skip
+    for plan in (one, apart):
+        assert plan.num_pieces() == 0
+        parts = plan.predict()
+        assert parts["exchange_forward"] == parts["exposed_forward"] == parts["exposed_backward"] == 0
+        assert parts["total"] == pytest.approx(attention_flops(64 * 65 / 2, 8, 16, 24, backward=False) / 1e6 * 3.4)
+
+
+def hop_by_hop(compute: float, first: float, hop: float, hops: int) -> float:
+    """A forward of a ring whose ranks are all alike: the next shard departs when the one before is turned to."""
+    now, through = first, hop
+    for i in range(hops):
+        turned_to = max(now, through)
+        through = turned_to + hop if i + 1 < hops else through
+        now = turned_to + compute
+    return now
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 3e4, 1e6])
+@pytest.mark.parametrize("ranks", [4, (4, 2)], ids=str)
+def test_a_ring_simulated_by_hand(ranks, bandwidth: float) -> None:
+    """Nothing is masked, so all ranks are alike: 4 shards of 16 tokens, or 4 groups of 2 ranks with half the heads."""
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e9, (Link(bandwidth, 0.0),))
+    plan = make_plan(
+        SpanMask.full(64), ranks, balancer="contiguous", exchange="ring", block_size=8, keep_kv=True, hardware=hardware,
+        **SHAPE,
+    )  # fmt: skip
+    inner = plan.inner
+    compute = 2 * 16 * 16 * (8 // inner) * (16 + 24) / 1e6  # two operations for each pair, head and element
+    hop = 16 * (2 // inner) * (16 + 24) * 2 / bandwidth  # tokens, K/V heads, dims, bytes
+    traded = 0.0
+    if inner == 2:  # eight tokens of the other rank: q and K/V of half the heads; and back the output
+        traded = 8 * (4 * 16 + 1 * 40 + 4 * 24) * 2 / bandwidth
+    forward = plan.timeline().forward
+    assert forward.seconds == pytest.approx(traded + hop_by_hop(compute, compute, hop, 3), rel=1e-6)
+    assert forward.compute == pytest.approx(4 * compute, rel=1e-6)
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e6])
+def test_ulysses_simulated_by_hand(bandwidth: float) -> None:
+    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e9, (Link(bandwidth, 0.25),))
+    plan = make_plan(SpanMask.full(64), 2, balancer="contiguous", exchange="ulysses", hardware=hardware, **SHAPE)
+    compute = 2 * 64 * 64 * 4 * (16 + 24) / 1e6
+    into, back = 32 * (4 * 16 + 40) * 2 / bandwidth + 0.25, 32 * 4 * 24 * 2 / bandwidth + 0.25
+    assert plan.timeline().forward.seconds == pytest.approx(into + compute + back, rel=1e-6)
+
+
+WAYS = [
+    (8, "all_gather"), (8, "needed"), (8, "ring"), (8, "ulysses"),
+    ((4, 2), "all_gather"), ((4, 2), "needed"), ((2, 4), "ring"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), WAYS, ids=str)
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail"])
+def test_a_faster_network_is_never_slower_and_nothing_beats_compute(ranks, exchange: str, balancer: str) -> None:
+    mask = SpanMask.documents([0, 100, 130, 512])
+    before = None
+    for doublings in range(0, 24, 2):
+        link = 1e3 * 2.0**doublings
+        hardware = Hardware("toy", 1e7, 5e6, 1e7, 1e8, 1e9, (Link(4 * link, 1e-4, ranks=4), Link(link, 1e-3)))
+        plan = make_plan(
+            mask, ranks, balancer=balancer, exchange=exchange, block_size=8, hardware=hardware, **SHAPE
+        ).replace(stages=3 if exchange == "needed" else 1)
+        parts = plan.predict()
+        busiest = float(plan.work().max())
+        least = attention_flops(busiest, 8, 16, 24, backward=False) / 1e7
+        least += attention_flops(busiest, 8, 16, 24, backward=True) / 5e6
+        assert parts["total"] >= parts["compute_forward"] + parts["compute_backward"] - 1e-12
+        assert parts["total"] >= least
+        assert before is None or parts["total"] <= before * (1 + 1e-12)
+        before = parts["total"]

@@ -1,0 +1,169 @@
+"""The cost model against times worked out by hand, and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link, attention_flops
+
+FLAT = Hardware("flat", 1e6, 5e5, 4e6, 1e4, 1000, (Link(100.0, 0.5),), kernel_seconds=0.25)
+# Hosts of two ranks: 100 bytes/s inside, 10 bytes/s a rank outside.
+HOSTS = dataclasses.replace(FLAT, links=(Link(100.0, 0.5, ranks=2), Link(10.0, 2.0)))
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    # QKᵀ: 6 heads of 16; PV: 6 heads of 24; a multiply and an add for each of 10 pairs.
+    assert attention_flops(10, 6, 16, 24, backward=False) == 10 * 6 * (2 * 16 + 2 * 24)
+    assert attention_flops(10, 6, 16, 24, backward=True) == 10 * 6 * (3 * 2 * 16 + 2 * 2 * 24)
+
+
+def test_compute() -> None:
+    assert FLAT.attention_seconds(2e6, backward=False) == 0.25 + 2.0
+    assert FLAT.attention_seconds(2e6, backward=True) == 0.25 + 4.0
+    assert FLAT.attention_seconds(0, backward=True) == 0  # nothing to compute, no call
+    assert FLAT.copy_seconds(1e4) == 2.0  # read and written
+
+
+def test_all_to_all_takes_as_long_as_the_busiest_rank() -> None:
+    traffic = np.array([[7, 10, 20], [0, 7, 40], [0, 0, 7]])  # [receiver, sender]; the diagonal stays at home
+    # Rank 0 and 1 receive 30 and 40, rank 2 sends 60.
+    assert FLAT.all_to_all_seconds(traffic) == 0.5 + 60 / 100
+    assert FLAT.all_to_all_seconds(traffic.T) == 0.5 + 60 / 100
+    assert FLAT.all_to_all_seconds(np.diag([5, 5])) == 0
+    assert FLAT.all_to_all_seconds(np.zeros((0, 0))) == 0
+
+
+def test_all_to_all_of_hosts_is_as_slow_as_its_slower_level() -> None:
+    inside = np.zeros((4, 4))
+    inside[0, 1] = inside[3, 2] = 400  # two pairs of two hosts
+    assert HOSTS.all_to_all_seconds(inside) == 0.5 + 4
+    outside = inside.copy()
+    outside[2, 1] = 10
+    assert HOSTS.all_to_all_seconds(outside) == 0.5 + 4  # meanwhile outside: 2 + 10 / 10
+    outside[3, 1] = 15  # rank 1 sends 25 out of its host, receivers get 10 and 15
+    assert HOSTS.all_to_all_seconds(outside) == 0.5 + 4
+    outside[2, 0] = 30
+    assert HOSTS.all_to_all_seconds(outside) == 2 + 40 / 10
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_rings(name: str) -> None:
+    def seconds(hardware: Hardware, shard: float, ranks: int) -> float:
+        return getattr(hardware, f"{name}_seconds")(shard, ranks)
+
+    assert seconds(FLAT, 100, 4) == 0.5 + 3 * 100 / 100
+    assert seconds(FLAT, 100, 1) == seconds(FLAT, 0, 4) == 0
+    # One host: the outer level has nothing to do.
+    assert seconds(HOSTS, 100, 2) == 0.5 + 1
+    # Three hosts: each takes in 4 shards, 2 by each rank; the inner level brings a rank the other 3.
+    assert seconds(HOSTS, 100, 6) == 2 + 2 * 100 / 10
+    fast_outside = dataclasses.replace(HOSTS, links=(HOSTS.links[0], Link(1000.0, 0.0)))
+    assert seconds(fast_outside, 100, 6) == 0.5 + 3 * 100 / 100
+    # Three ranks: the second host is one rank that takes both other shards in alone.
+    assert seconds(HOSTS, 100, 3) == 2 + 2 * 100 / 10
+
+
+def test_three_levels_tile_what_a_rank_receives() -> None:
+    # Groups of 2 and 4 of 8 ranks, one level at a time slow enough to decide: 4, 2 and 1 of the 7 shards.
+    levels = (2, 4, None)
+    for slow, shards in enumerate((4, 2, 1)):
+        links = tuple(Link(1.0 if i == slow else 1e9, 0.0, ranks) for i, ranks in enumerate(levels))
+        hardware = dataclasses.replace(FLAT, links=links)
+        assert hardware.all_gather_seconds(10, 8) == shards * 10
+        traffic = np.full((8, 8), 10.0)
+        # All to all nothing is shared: 1 partner in the pair, 2 more in the four, 4 in the other half.
+        assert hardware.all_to_all_seconds(traffic) == (1, 2, 4)[slow] * 10
+
+
+def test_wire_factors() -> None:
+    doubled = dataclasses.replace(FLAT, wire=(("reduce_scatter", 2.0),))
+    assert doubled.reduce_scatter_seconds(100, 2) == 0.5 + 2
+    assert doubled.all_gather_seconds(100, 2) == 0.5 + 1
+    twice = dataclasses.replace(FLAT, wire=(("all_to_all", 2.0), ("all_gather", 3.0)))
+    assert twice.all_to_all_seconds(np.array([[0, 100], [0, 0]])) == 0.5 + 2
+    assert twice.all_gather_seconds(100, 2) == 0.5 + 3
+
+
+@pytest.mark.parametrize("hardware", [H100, H200, B200, CPU_HOST, HOSTS], ids=lambda hardware: hardware.name)
+def test_files(tmp_path, hardware: Hardware) -> None:
+    path = tmp_path / "hardware.json"
+    hardware.save(path)
+    assert Hardware.load(path) == hardware
+    assert Hardware.from_dict(json.loads(json.dumps(hardware.to_dict()))) == hardware
+    assert pickle.loads(pickle.dumps(hardware)) == hardware and len({hardware, Hardware.load(path)}) == 1
+
+
+def test_equal_figures_have_equal_files() -> None:
+    one = Hardware("x", 10**12, 1, 1, 1, 5.0, [Link(10**9, 0)], wire=[["all_gather", 2]])
+    two = Hardware("x", 1e12, 1.0, 1.0, 1.0, 5, (Link(1e9, 0.0),), wire=(("all_gather", 2.0),))
+    assert one == two and json.dumps(one.to_dict()) == json.dumps(two.to_dict())
+
+
+def test_presets_order_as_their_generations() -> None:
+    # Not the figures again: the relations that a slip of a decimal would break.
+    for older, newer in ((CPU_HOST, H100), (H100, B200)):
+        for field in ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory"):
+            assert 1 < getattr(newer, field) / getattr(older, field) < 2000, field
+        for old, new in zip(older.links, newer.links, strict=True):
+            assert new.bandwidth >= old.bandwidth and new.latency <= old.latency
+    for hardware in (H100, H200, B200, CPU_HOST):
+        assert hardware.attention_backward_flops <= hardware.attention_flops < hardware.matmul_flops
+        assert hardware.links[0].bandwidth > hardware.links[1].bandwidth and "assumed" in hardware.source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "hardware.json is not a file written by Hardware.save"),
+        ("[]", "hardware.json is not a file written by Hardware.save"),
+        ('{"name": "x"}', "links"),
+        (json.dumps(FLAT.to_dict() | {"speed": 1}), "speed"),
+        (json.dumps(FLAT.to_dict() | {"links": [{"bandwidth": 1}]}), "latency"),
+        (json.dumps(FLAT.to_dict() | {"matmul_flops": "fast"}), "matmul_flops must be a positive number, got 'fast'"),
+        (json.dumps(FLAT.to_dict() | {"wire": [["all_gather"]]}), "hardware.json is not a file"),
+    ],
+)
+def test_damaged_files(tmp_path, text: str, message: str) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Hardware.load(path)
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Hardware.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Link(0, 0), "Link.bandwidth must be a positive number, got 0"),
+        (lambda: Link(float("inf"), 0), "Link.bandwidth must be a positive number, got inf"),
+        (lambda: Link(1, -1), "Link.latency must be a number of at least 0, got -1"),
+        (lambda: Link(1, 0, ranks=1), "Link.ranks must be an integer of 2 or more, or None, got 1"),
+        (lambda: Link(1, 0, ranks=2.0), "Link.ranks must be an integer"),
+        (lambda: dataclasses.replace(FLAT, attention_flops=-1), "Hardware.attention_flops .* got -1"),
+        (lambda: dataclasses.replace(FLAT, memory=True), "Hardware.memory must be a positive number, got True"),
+        (lambda: dataclasses.replace(FLAT, kernel_seconds=float("nan")), "Hardware.kernel_seconds"),
+        (lambda: dataclasses.replace(FLAT, edge_pairs=-1), "Hardware.edge_pairs"),
+        (lambda: dataclasses.replace(FLAT, links=()), r"got ranks \[\]"),
+        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 8),)), r"None for the last alone, got ranks \[8\]"),
+        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0), Link(1, 0))), r"got ranks \[None, None\]"),
+        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
+        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 4), Link(1, 0, 2), Link(1, 0))), r"\[4, 2, None\]"),
+        (lambda: dataclasses.replace(FLAT, wire=(("broadcast", 1.0),)), "'broadcast'"),
+        (lambda: dataclasses.replace(FLAT, wire=(("all_gather", 0.5),)), "factor of 1 or more"),
+        (lambda: dataclasses.replace(FLAT, wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
+        (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"square and not negative, got shape \(2, 3\)"),
+        (lambda: FLAT.all_to_all_seconds(np.array([[0, -1], [0, 0]])), "not negative"),
+    ],
+)
+def test_bad_figures(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
