@@ -12,7 +12,7 @@ import spanwise
 from spanwise.cli.bench.plan import document_offsets
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import memory as footprint
+from spanwise.planning.memory import kv_token_bytes
 
 HEADS, HEAD_DIM = 8, 64
 RESULTS = ("out", "dq", "dk", "dv")
@@ -101,14 +101,12 @@ def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -
 def bytes_between(plan: spanwise.Plan) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that each rank gets from each other one, forward and backward, float32: ``[receivers, senders]`` each."""
     ranks, inner = np.arange(plan.num_ranks), plan.inner
-    tokens = plan.group_traffic()
-    if plan.exchange == "all_gather":  # of padded shards
-        tokens = int(plan.kv_groups.tokens_per_rank.max()) * (1 - np.eye(plan.num_groups, dtype=np.int64))
-    exchanged = np.kron(tokens, np.eye(inner, dtype=np.int64)) * footprint.kv_token_bytes(plan)[:, None]
+    tokens = plan.kv_exchange.moved(plan, "default").sum(axis=0)
+    exchanged = np.kron(tokens, np.eye(inner, dtype=np.int64)) * kv_token_bytes(plan)[:, None]
     forward, backward = exchanged.copy(), exchanged.T + (0 if plan.keep_kv else 1) * exchanged
     if inner > 1:
         for table, gradients in ((forward, False), (backward, True)):
-            into, back = footprint.traded_bytes(plan, backward=gradients)
+            into, back = plan.head_exchange.traded(plan, backward=gradients)
             for group, one in enumerate((into + back).transpose(0, 2, 1) if gradients else into + back):
                 members = ranks[group * inner : (group + 1) * inner]
                 table[np.ix_(members, members)] += one

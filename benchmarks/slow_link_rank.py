@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise.attention.attention import merged
 from spanwise.attention.exchange import ulysses
-from spanwise.attention.kv import Piece, kv_pieces
+from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, inner_group
 from spanwise.calibrate import calibrate
 from spanwise.hardware import Hardware
@@ -148,24 +148,24 @@ def step_call(
 
 def exchanged(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh
-) -> tuple[torch.Tensor, Iterator[Piece]]:
-    """The queries that a rank computes and the K/V of every stage: the very exchange that a step runs."""
+) -> tuple[torch.Tensor, Iterator[ChunkKV]]:
+    """The queries that a rank computes and the K/V of every chunk: the very exchange that a step runs."""
     if local.trade is not None:
         q, k, v = ulysses.to_heads(q, k, v, local.trade, inner_group(mesh), "measured", kv_trade=local.kv_trade)
-    return q, kv_pieces(k, v, local.stages["default"], local, mesh, "default")
+    return q, kv_chunks(k, v, local.chunks["default"], local, mesh, "default")
 
 
 def compute_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh) -> Call:
-    """Forward and backward of the kernels and merges of a step whose queries and K/V pieces are already there."""
-    q, pieces = exchanged(q, k, v, local, mesh)
-    inputs = [q, *(x.detach() for piece in pieces for x in (piece.k, piece.v))]
-    stages, scale = local.stages["default"], q.shape[-1] ** -0.5
+    """Forward and backward of the kernels and merges of a step whose queries and K/V are already there."""
+    q, kvs = exchanged(q, k, v, local, mesh)
+    inputs = [q, *(x.detach() for kv in kvs for x in (kv.k, kv.v))]
+    chunks, scale = local.chunks["default"], q.shape[-1] ** -0.5
     grad = torch.randn(q.shape[:3] + v.shape[3:])
 
     def call() -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]
-        there = map(Piece, leaves[1::2], leaves[2::2])
-        out, *_ = merged("sdpa", leaves[0], there, stages, local.query_tokens, {"scale": scale}, max_logit=False)
+        there = map(ChunkKV, leaves[1::2], leaves[2::2])
+        out, *_ = merged("sdpa", leaves[0], there, chunks, local.query_tokens, {"scale": scale}, max_logit=False)
         torch.autograd.grad(out, leaves, grad)
 
     return call
@@ -182,7 +182,7 @@ class _NoKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        ctx.saved_tensors  # noqa: B018 (pieces that were not kept are fetched again)
+        ctx.saved_tensors  # noqa: B018 (kvs that were not kept are fetched again)
         return None, None, *ctx.grads
 
 
@@ -199,19 +199,19 @@ def exchange_call(
 
     def forward() -> tuple[list[torch.Tensor], torch.Tensor | None]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        computed, pieces = exchanged(leaves[0], leaves[1], leaves[2], local, mesh)
-        alone = len(local.stages["default"]) == 1
+        computed, kvs = exchanged(leaves[0], leaves[1], leaves[2], local, mesh)
+        alone = len(local.chunks["default"]) == 1
         parts: list[torch.Tensor] = []
-        for piece in pieces:
-            i = piece.index
+        for kv in kvs:
+            i = kv.index
 
             def attend(k: torch.Tensor, v: torch.Tensor, i: int = i) -> Tensors:
                 grads = ones((i, "k"), k), ones((i, "v"), v)
                 return (_NoKernel.apply(torch.zeros(()), grads, k, v),)
 
             if i >= 0 or (alone and local.trade is not None):  # else they are the rank's own
-                parts += piece.attended(attend)
-            del piece
+                parts += kv.attended(attend)
+            del kv
         if local.trade is None:
             return leaves[1:], torch.stack(parts).sum() if parts else None
         out = ones("out", computed)  # the head dims of K and V are the same here

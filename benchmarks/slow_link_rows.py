@@ -65,7 +65,7 @@ def scenario_row(
         busiest = sum(float(max(table.sum(axis=1).max(), table.sum(axis=0).max())) for table in tables)
         row = {
             **dataclasses.asdict(variant),
-            "pieces": plan.num_pieces(),
+            "pieces": plan.num_chunks(),
             "step_seconds": step,
             "compute_seconds": compute,
             "exchange_seconds": exchange,
@@ -108,7 +108,7 @@ def scenario_row(
 
 
 def _choice(scenario: Scenario, hardware: Hardware) -> int:
-    return make_plan(scenario, Variant("", "needed"), hardware).num_pieces()
+    return make_plan(scenario, Variant("", "needed"), hardware).num_chunks()
 
 
 def predicted(plan: Plan, row: dict[str, Any]) -> dict[str, float]:

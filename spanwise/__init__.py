@@ -6,7 +6,8 @@ from spanwise.attention.exchange.failure import ExchangeError
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
-from spanwise.batch.batch import cross_entropy, roll, shard, shard_batch, unshard
+from spanwise.batch.loss import cross_entropy
+from spanwise.batch.sharding import roll, shard, shard_batch, unshard
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
 from spanwise.layouts.balancers import LayoutProblem, LoadBalancer
 from spanwise.layouts.layout import Layout

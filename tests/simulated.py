@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from spanwise import Plan
+from spanwise.attention.exchange.all_gather import Gathered
 from spanwise.attention.kernels import attend
 from spanwise.attention.kernels.merge import merge
 from spanwise.attention.rank_plan import build
@@ -23,23 +24,23 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
     outs = []
     for rank, local in enumerate(locals_):
         parts = []
-        for i, stage in enumerate(local.stages["default"]):
+        for i, chunk in enumerate(local.chunks["default"]):
             if i == 0:
                 piece = [shards[rank] for shards in kv_shards]
-            elif stage.take is not None:
+            elif isinstance(chunk.route, Gathered):
                 padded = local.padded.shape[0]
                 gathered = [torch.cat([pad(x, (0, 0, 0, padded - x.shape[2])) for x in xs], 2) for xs in kv_shards]
-                piece = [x.index_select(2, stage.take[0]) for x in gathered]
+                piece = [x.index_select(2, chunk.route.take[0]) for x in gathered]
             else:
                 # From each sender the rows that its own route sends here.
-                routes = [other.stages["default"][i].route for other in locals_]
+                routes = [other.chunks["default"][i].route for other in locals_]
                 rows = [route.send.split([x.shape[0] for x in route.send_sizes])[rank] for route in routes]
                 arrived = [
                     torch.cat([x.index_select(2, at) for x, at in zip(xs, rows, strict=True)], 2) for xs in kv_shards
                 ]
-                piece = [pad(x, (0, 0, 0, 1)).index_select(2, stage.route.order) for x in arrived]
+                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in arrived]
             parts.append(
-                attend(kernel, plan.shard(q, rank, dim=2), *piece, stage, local.tokens, scale=q.shape[-1] ** -0.5)
+                attend(kernel, plan.shard(q, rank, dim=2), *piece, chunk, local.tokens, scale=q.shape[-1] ** -0.5)
             )
         outs.append(merge(parts)[0])
     return torch.cat(outs, 2).index_select(2, plan.layout.restore_indices()[0].to(q.device))

@@ -29,7 +29,7 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.attention import kernels
 from spanwise.attention.attention import merged
-from spanwise.attention.kv import Piece
+from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -50,7 +50,7 @@ def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.d
     """Forward and backward of the busiest rank, with its K/V pieces at hand; and that rank."""
     rank = int(np.argmax(plan.work()))
     local: RankPlan = build(plan, rank, device, tables=kernel if kernel in ("flex", "varlen") else None)
-    stages = local.stages["default"]
+    stages = local.chunks["default"]
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype).requires_grad_()
@@ -62,7 +62,7 @@ def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.d
     leaves = [q, *(x for pair in pieces for x in pair)]
 
     def step() -> None:
-        there, options = (Piece(k, v) for k, v in pieces), {"scale": HEAD_DIM**-0.5}
+        there, options = (ChunkKV(k, v) for k, v in pieces), {"scale": HEAD_DIM**-0.5}
         out, *_ = merged(kernel, q, there, stages, local.tokens, options, max_logit=False)
         torch.autograd.grad(out, leaves, cotangent)
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise.attention import kernels
-from spanwise.attention.chunks import Stage
+from spanwise.attention.chunks import Chunk
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.kernels.merge import Merging, Part
-from spanwise.attention.kv import Piece, kv_pieces
+from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
 from spanwise.planning.heads import check_heads, kv_heads_held
 from spanwise.planning.plan import Plan
@@ -129,8 +129,8 @@ def _attend(
         given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
         return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
     local, kernel = _checked(q, k, v, plan, mesh, request, mask, kernel, score_mod, softcap, sinks)
-    stages, batch = local.stages[mask], q.shape[0]
-    flat = stages[0].flat
+    chunks, batch = local.chunks[mask], q.shape[0]
+    flat = chunks[0].flat
     options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
 
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
@@ -150,9 +150,9 @@ def _attend(
             tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
             score_mod = _for_flat_rows(score_mod, local.seq_len)
         tokens = tokens.expand(batch, -1).reshape(1, -1)
-    # No name holds the pieces: the last one would live on while the output travels.
+    # No name holds the K/V: those of the last chunk would live on while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens, {**options, "score_mod": score_mod},
+        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask), chunks, tokens, {**options, "score_mod": score_mod},
         max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
@@ -204,49 +204,49 @@ def _checked(
     local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1:
         check_rank(local, mesh)
-    if mask not in local.stages:
-        raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.stages)}")
-    stage = local.stages[mask][0]
-    _check_shapes(q, k, v, local, stage.rows, sinks)
+    if mask not in local.chunks:
+        raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.chunks)}")
+    own = local.chunks[mask][0]
+    _check_shapes(q, k, v, local, own.rows, sinks)
     likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
-    if stage.flat:
+    if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
-    kernels.check(kernel, *likes, stage, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
+    kernels.check(kernel, *likes, own, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
     return local, kernel
 
 
 def merged(
     kernel: str,
     q: torch.Tensor,
-    pieces: Iterator[Piece],
-    stages: tuple[Stage, ...],
+    arriving: Iterator[ChunkKV],
+    chunks: tuple[Chunk, ...],
     tokens: torch.Tensor,
     options: dict[str, Any],
     *,
     max_logit: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Out, lse and, if asked for, the largest score of each head, over all pieces as they come.
+    """Out, lse and, if asked for, the largest score of each head, over all chunks as they arrive.
 
-    What a rank computes between the collectives of a call; benchmarks time it with pieces that are there already.
+    What a rank computes between the collectives of a call; benchmarks time it with K/V that are there already.
 
     Args:
         q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
-        pieces: K/V of each of the stages, in order.
+        arriving: K/V of each of the chunks, in order.
         options: ``scale``, and ``score_mod`` and ``softcap`` where there are any.
     """
     queries, merging = kernels.queries(kernel, q), Merging()
     top = None
-    for stage in stages:
-        piece = next(pieces)
+    for chunk in chunks:
+        kv = next(arriving)
 
-        def attend(k: torch.Tensor, v: torch.Tensor, stage: Stage = stage) -> Part:
-            return kernels.attend_part(kernel, queries, k, v, stage, tokens, **options)
+        def attend(k: torch.Tensor, v: torch.Tensor, chunk: Chunk = chunk) -> Part:
+            return kernels.attend_part(kernel, queries, k, v, chunk, tokens, **options)
 
-        merging.add(piece.attended(attend))
+        merging.add(kv.attended(attend))
         if max_logit:
-            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
+            largest = kernels.max_logit(kernel, q.detach(), kv.k.detach(), chunk, tokens, **options)
             top = largest if top is None else torch.maximum(top, largest)
-        del piece  # or it would live until the one after next has arrived
+        del kv  # or it would live until the one after next has arrived
     return *merging.result(), top
 
 

@@ -73,7 +73,7 @@ def packed_attention(
             f"rank {rank} holds {held[0]} tokens and {held[1]} keys of this plan, got q {tuple(q.shape)}, k "
             f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), keys of their own with side='kv'"
         )
-    rows = plan.batch_size if isinstance(plan, Plan) else max(plan.stages[m][0].rows for m in plan.stages)
+    rows = plan.batch_size if isinstance(plan, Plan) else max(chunks[0].rows for chunks in plan.chunks.values())
     if rows > 1:
         raise ValueError(
             f"packed tensors are one batch row, and the plan has masks for {rows}; make it from one mask, such as "

@@ -1,4 +1,4 @@
-"""RankPlan: one rank's part of a plan as tensors on its device. The torch room above `plan`.
+"""RankPlan: one rank's part of a plan as tensors on its device.
 
 A `RankPlan` is a frozen dataclass registered as a pytree, so that it passes through `torch.compile`, checkpointing
 and FSDP2 as an argument. Everything that changes from batch to batch is tensor contents or a tensor's shape (sizes are
@@ -11,17 +11,19 @@ specialised to one plan.
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.chunks import Stage, Stages, on_device, size
+from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.base import Exchange, Peers
 from spanwise.attention.exchange.ulysses import Trade
-from spanwise.layouts.layout import Layout, positions_in
-from spanwise.planning.plan import Plan
+from spanwise.layouts.layout import Layout
+from spanwise.planning.plan_data import PlanData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,13 @@ class RankPlan:
         restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards of all ranks, ordered
             ``[rank, row, token]`` and flattened.
         padded: ``[padded shard length, 0]``; only its shape means something.
-        kv_padded: the same of the K/V of a group.
         kv_extent: ``[kv_len, 0]``, as many rows as there are keys.
         valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
         trade, kv_trade: how the group trades heads for tokens; None without Ulysses, `kv_trade` also where it is
             `trade`.
-        stages: for each mask the local stage, then the remote ones, if anything comes from elsewhere.
-        rank, num_ranks, inner: plain numbers; see `Plan`.
+        chunks: for each mask the rank's own chunk, then those that arrive, if anything comes from elsewhere.
+        exchange: brings the chunks that arrive.
+        rank, num_ranks, inner: plain numbers; see `PlanData`.
         batched: whether every batch row has a layout of its own.
         keep_kv: whether received K/V are kept for the backward, or fetched again.
         causal: names of the masks that are the plain causal mask.
@@ -54,13 +56,13 @@ class RankPlan:
     group_tokens: torch.Tensor | None
     restore: torch.Tensor
     padded: torch.Tensor
-    kv_padded: torch.Tensor
     kv_extent: torch.Tensor
     valid: torch.Tensor | None
     kv_valid: torch.Tensor | None
     trade: Trade | None
     kv_trade: Trade | None
-    stages: dict[str, tuple[Stage, ...]]
+    chunks: dict[str, tuple[Chunk, ...]]
+    exchange: Exchange
     rank: int
     num_ranks: int
     inner: int
@@ -100,11 +102,11 @@ class RankPlan:
 
 _torch.register_pytree_dataclass(
     RankPlan,
-    static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape"),
+    static=("exchange", "rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape"),
 )
 
 
-def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: str | None = None) -> RankPlan:
+def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, tables: str | None = None) -> RankPlan:
     """The tensors of ``rank`` on ``device``; pure, no process group.
 
     Args:
@@ -131,24 +133,24 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
         valid = on_device(plan.packing.valid_q[layout.indices(rank)], device)
         kv_valid = on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
     trade = kv_trade = group_tokens = None
-    if plan.inner > 1:
+    if plan.head_exchange is not None:
         group_tokens = tokens_of(plan.groups, group)
-        trade = _trade(plan, layout, plan.groups, rank, device)
-        kv_trade = None if same else _trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
-    stages = Stages(plan, group, device, tables)
+        trade = plan.head_exchange.trade(plan, layout, plan.groups, rank, device)
+        kv_trade = None if same else plan.head_exchange.trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
+    builder = ChunkBuilder(plan, group, device, tables)
     return RankPlan(
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
         group_tokens=group_tokens,
         restore=on_device(layout.slots(), device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
-        kv_padded=torch.empty(int(plan.kv_groups.tokens_per_rank.max()), 0, device=device),
         kv_extent=torch.empty(plan.kv_len, 0, device=device),
         valid=valid,
         kv_valid=kv_valid,
         trade=trade,
         kv_trade=kv_trade,
-        stages={name: stages.of(name) for name in plan.masks},
+        chunks={name: plan.kv_exchange.chunks(builder, name) for name in plan.masks},
+        exchange=cast(Exchange, plan.kv_exchange),
         rank=rank,
         num_ranks=plan.num_ranks,
         inner=plan.inner,
@@ -160,50 +162,8 @@ def build(plan: Plan, rank: int, device: torch.device | str = "cpu", *, tables: 
     )
 
 
-def _trade(plan: Plan, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
-    """How this rank's group trades the tokens of `layout` for heads."""
-    inner = plan.inner
-    group = range(rank // inner * inner, rank // inner * inner + inner)
-    places = np.stack(
-        [
-            np.concatenate([positions_in(layout.indices(r, row), groups.runs(rank // inner, row)) for r in group])
-            for row in range(layout.batch_size)
-        ]
-    )
-    order = np.argsort(places, axis=1, kind="stable")
-    return Trade(
-        # The rank's own number of tokens is that of its tensors, which is no unbacked one.
-        sizes=tuple(
-            _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
-            if r == rank
-            else size(layout.num_tokens(r), device)
-            for r in group
-        ),
-        order=_torch.mark_dynamic(on_device(order, device), 1),
-        places=_torch.mark_dynamic(on_device(places, device), 1),
-        rank=rank - group[0],
-        num_ranks=inner,
-    )
-
-
-def spread_slots(local: RankPlan, slots: torch.Tensor, padded: int, batch: int) -> torch.Tensor:
-    """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
-
-    Args:
-        slots: `local.restore` or a stage's `take`.
-        padded: length of the gathered shards.
-
-    A batched layout has them already; a one-row layout serves any number of rows.
-    """
-    if local.batched or batch == 1:
-        return slots
-    rank, token = slots // padded, slots % padded
-    row = torch.arange(batch, device=slots.device).unsqueeze(1)
-    return (rank * batch + row) * padded + token
-
-
 def local_plan(
-    plan: Plan, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
+    plan: PlanData, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
@@ -271,9 +231,9 @@ def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
 
 
-def outer_group(mesh: DeviceMesh) -> str:
-    """Name of the process group in which K/V travel between groups: the mesh's first axis."""
-    return _torch.group_name(mesh.get_group(0))
+def outer_peers(local: RankPlan, mesh: DeviceMesh) -> Peers:
+    """The process group in which K/V travel between groups: the mesh's first axis."""
+    return Peers(_torch.group_name(mesh.get_group(0)), local.group, local.num_groups)
 
 
 def inner_group(mesh: DeviceMesh) -> str:

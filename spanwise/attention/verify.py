@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.all_gather import AllGather
 from spanwise.attention.rank_plan import RankPlan, build
-from spanwise.batch.batch import shard, unshard
+from spanwise.attention.tokens import gather, shard_for_rank
+from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
 
@@ -139,7 +141,7 @@ def verify(
     sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
 
     def cut(x: torch.Tensor, side: Side = "q") -> torch.Tensor:
-        return shard(local, mesh, x, sequence_dim, side=side)
+        return shard_for_rank(plan, local.rank, x, dim=sequence_dim, side=side)
 
     def run(values: Sequence[torch.Tensor]) -> torch.Tensor:
         return _call(fn_or_model, values, local, mesh)
@@ -176,13 +178,13 @@ def verify(
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
     with torch.no_grad():
-        base = unshard(local, mesh, run([x.detach() for x in shards]), sequence_dim)
+        base = gather(plan, local, mesh, run([x.detach() for x in shards]), sequence_dim, 0, "q")
         for column, token in enumerate(tokens):
             changed = [
                 cut(x if cross and side == "q" else _perturbed(x, token, sequence_dim), side)
                 for x, side in zip(whole, sides, strict=True)
             ]
-            diff = unshard(local, mesh, run(changed), sequence_dim) != base
+            diff = gather(plan, local, mesh, run(changed), sequence_dim, 0, "q") != base
             rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
             leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
             blind += [(int(row), token) for row in np.nonzero((~rows & must[:, :, column]).any(0))[0]]
@@ -217,10 +219,10 @@ def _gradients(out: torch.Tensor, cotangent: torch.Tensor, of: list[torch.Tensor
 
 
 def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
-    from spanwise.layouts.layout import Layout
-
-    layouts = [Layout.from_runs([[np.array([[0, length]])]], length) for length in (plan.seq_len, plan.kv_len)]
-    whole = dataclasses.replace(plan, layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1)
+    layouts = [contiguous(length, 1) for length in (plan.seq_len, plan.kv_len)]
+    whole = plan.replace(
+        layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, kv_exchange=AllGather(), head_exchange=None
+    )
     return build(whole, 0, device, tables="flex" if device.type == "cuda" else None)
 
 

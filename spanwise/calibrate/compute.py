@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from spanwise.attention import kernels, rank_plan
-from spanwise.attention.chunks import Stage
+from spanwise.attention.chunks import Chunk
 from spanwise.calibrate.fit import AttentionCall
 from spanwise.calibrate.ranks import Ranks
 from spanwise.hardware import attention_flops
@@ -41,7 +41,7 @@ def time_attention(
     problems: Sequence[tuple[int, int]],
     repeats: int,
 ) -> tuple[list[AttentionCall], list[float]]:
-    """Forward and backward of the stages of every problem: what was called, and seconds on the slowest rank.
+    """Forward and backward of the chunks of every problem: what was called, and seconds on the slowest rank.
 
     Each problem is rank 0's of two: packed causal documents, cut head-tail, so that a rank has keys of its own and keys
     to read elsewhere. Every rank measures the same one.
@@ -54,7 +54,7 @@ def time_attention(
     calls: list[AttentionCall] = []
     steps: list[Callable[[], tuple[float, float]]] = []
     for tokens, median in problems:
-        for what, area, edge_tokens, step in _stages(ranks, kernel, heads, dtype, tokens, median):
+        for what, area, edge_tokens, step in _chunks(ranks, kernel, heads, dtype, tokens, median):
             for backward in (False, True):
                 pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
                 calls.append(AttentionCall(what, backward, area * pair, pair, edge_tokens))
@@ -70,21 +70,21 @@ def time_attention(
     return calls, [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
-def _stages(
+def _chunks(
     ranks: Ranks, kernel: str, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
 ) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
-    """Stages of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
+    """Chunks of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
     num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
     plan = make_plan(
         SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
     )
     local = rank_plan.build(plan, 0, ranks.device, tables=kernel if kernel in ("flex", "varlen") else None)
     num_tokens = local.tokens.shape[1]
-    for own, stage in zip((True, False), local.stages["default"], strict=False):
-        area = int((stage.end - stage.start).clamp(min=0).sum())
+    for own, chunk in zip((True, False), local.chunks["default"], strict=False):
+        area = int((chunk.end - chunk.start).clamp(min=0).sum())
         if not area:
             continue
-        num_keys = stage.kv_pos.shape[1]
+        num_keys = chunk.kv_pos.shape[1]
         shapes = (
             (num_q_heads, num_tokens, head_dim),
             (num_kv_heads, num_keys, head_dim),
@@ -92,9 +92,9 @@ def _stages(
         )
         q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
         if own:
-            kernels.check(kernel, q, k, v, stage, score_mod=None, softcap=None, max_logit=False)
+            kernels.check(kernel, q, k, v, chunk, score_mod=None, softcap=None, max_logit=False)
         what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
-        yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, stage, local.tokens)
+        yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, chunk, local.tokens)
 
 
 def _documents(tokens: int, median: int) -> np.ndarray:
@@ -110,15 +110,15 @@ def _step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    stage: Stage,
+    chunk: Chunk,
     q_pos: torch.Tensor,
 ) -> Callable[[], tuple[float, float]]:
     """What times one forward and its backward."""
     scale = 1 / math.sqrt(q.shape[-1])
 
     def step() -> tuple[float, float]:
-        forward, results = ranks.timed(lambda: kernels.attend(kernel, q, k, v, stage, q_pos, scale=scale))
-        cotangents = [torch.ones_like(x) for x in results]  # the merge of stages sends one to the lse, too
+        forward, results = ranks.timed(lambda: kernels.attend(kernel, q, k, v, chunk, q_pos, scale=scale))
+        cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks sends one to the lse, too
         backward, _ = ranks.timed(lambda: torch.autograd.grad(results, (q, k, v), cotangents))
         return forward, backward
 

@@ -10,19 +10,22 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-from spanwise import hardware as cost
+from spanwise.hardware import Hardware
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.plan import Candidate, Plan
+from spanwise.planning.plan_data import Candidate, PlanData
 
 FORMAT = 4
+Of = TypeVar("Of", bound=PlanData)
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Write the plan to ``path``."""
     arrays: dict[str, np.ndarray] = {}
     for i, mask in enumerate(plan.masks.values()):
@@ -51,8 +54,13 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         np.savez_compressed(file, allow_pickle=False, **first, **arrays)
 
 
-def load(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not one, or was altered."""
+def load(cls: type[Of], path: str | os.PathLike[str], exchanges: Mapping[str, Any]) -> Of:
+    """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not a plan, or was altered.
+
+    Args:
+        cls: class of the plan.
+        exchanges: exchange by name.
+    """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             text = str(data["header"])
@@ -76,16 +84,20 @@ def load(path: str | os.PathLike[str]) -> Plan:
             packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
             packing = Packing.from_arrays(packed) if packed else None
             cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
-        fields = {f.name for f in dataclasses.fields(Plan)}
+        fields = {f.name for f in dataclasses.fields(cls)}
         plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
-        plain["hardware"] = cost.Hardware.from_dict(header["hardware"])
+        plain["hardware"] = Hardware.from_dict(header["hardware"])
         plain["candidates"] = tuple(Candidate(**candidate) for candidate in header["candidates"])
-        plan = Plan(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
+        if header["exchange"] not in exchanges:
+            raise ValueError(f"its exchange {header['exchange']!r} is not spanwise's: pass Plan.load(path, exchange=…)")
+        plain["kv_exchange"] = exchanges[header["exchange"]]
+        plain["head_exchange"] = exchanges["ulysses"] if header["inner"] > 1 else None
+        plan = cls(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
     except FileNotFoundError:
         raise
-    except Exception as error:  # what zipfile, its decompressors and numpy raise for damaged bytes is no fixed set
-        told = error if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {told}") from error
+    except Exception as error:  # zipfile, its decompressors and numpy raise errors of no fixed set for damaged bytes
+        cause = error if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {cause}") from error
     if plan.fingerprint != header["fingerprint"]:
         raise ValueError(
             f"{os.fspath(path)} was altered or damaged: its fingerprint is {header['fingerprint']}, "

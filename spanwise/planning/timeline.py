@@ -3,11 +3,11 @@
 Each rank has one compute stream, in order. All ranks share one exchange stream, in order, on which a collective begins
 when every rank has started it and the one before is through. Numbers only; `predict` fills them in from a plan.
 
-    forward    pack · local · piece 1 (waits for its arrival) · … · piece n
-    backward   piece n · (its gradients depart) · … · piece 1 · local · sum (waits for the last gradients)
+    forward    pack · local · chunk 1 (waits for its arrival) · … · chunk n
+    backward   chunk n · (its gradients depart) · … · chunk 1 · local · sum (waits for the last gradients)
 """
 
-# P ranks, n remote pieces
+# P ranks, n remote chunks
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ class Timeline:
         return tuple(found)
 
 
-def forward(pack: Float64, attention: Float64, exchange: Float64, *, ring: bool = False) -> Pass:
+def forward(pack: Float64, attention: Float64, exchange: Float64, *, chained: bool = False) -> Pass:
     """Simulates a forward.
 
     Args:
         pack: ``[P]`` seconds before a rank can start its collectives.
-        attention: ``[P, n + 1]`` seconds of the local part and of each piece.
-        exchange: ``[n]`` seconds of each piece's collective.
-        ring: a piece is passed on from rank to rank, so that its collective starts only when the ranks have the piece
-            before and turn to it; otherwise all are started first.
+        attention: ``[P, n + 1]`` seconds of the local part and of each chunk.
+        exchange: ``[n]`` seconds of each chunk's collective.
+        chained: a chunk is passed on from rank to rank. Its collective starts when the ranks turn to the chunk before;
+            otherwise all are started first.
     """
     compute = np.concatenate([pack[:, None], attention], axis=1)
     start, end = np.empty(compute.shape), np.empty(compute.shape)
@@ -114,14 +114,14 @@ def forward(pack: Float64, attention: Float64, exchange: Float64, *, ring: bool 
     now, free = np.zeros(len(compute)), 0.0
     for i in range(compute.shape[1]):
         start[:, i] = np.maximum(now, through[i - 2] if i >= 2 else 0.0)
-        depart = i - 1  # the first piece leaves after packing, a ring's next when the turn of the one before has come
+        depart = i - 1  # the first chunk leaves after packing, a ring's next when the turn of the one before has come
         if i >= 1 and depart < len(exchange):
-            ready = float(start[:, i].max()) if ring or depart == 0 else 0.0
+            ready = float(start[:, i].max()) if chained or depart == 0 else 0.0
             through[depart] = free = max(free, ready) + exchange[depart]
         now = end[:, i] = start[:, i] + compute[:, i]
-    pieces = range(1, len(exchange) + 1)
-    names = ("pack", "local attention", *(f"attention, piece {i}" for i in pieces))
-    return Pass(names, start, end, tuple(f"K/V, piece {i}" for i in pieces), through - exchange, through)
+    chunks = range(1, len(exchange) + 1)
+    names = ("pack", "local attention", *(f"attention, chunk {i}" for i in chunks))
+    return Pass(names, start, end, tuple(f"K/V, chunk {i}" for i in chunks), through - exchange, through)
 
 
 def backward(
@@ -130,22 +130,22 @@ def backward(
     unpack: Float64,
     refetch: Float64 | None = None,
     *,
-    ring: bool = False,
+    chained: bool = False,
 ) -> Pass:
     """Simulates a backward.
 
     Args:
-        attention: ``[P, n + 1]`` seconds of the backward of the local part and of each piece, in forward order.
-        exchange: ``[n]`` seconds of the collective that brings each piece's gradients home.
+        attention: ``[P, n + 1]`` seconds of the backward of the local part and of each chunk, in forward order.
+        exchange: ``[n]`` seconds of the collective that brings each chunk's gradients home.
         unpack: ``[P]`` seconds to sum them.
-        refetch: ``[n]`` seconds of each piece's K/V collective if it is fetched again: the next piece departs when
+        refetch: ``[n]`` seconds of each chunk's K/V collective if it is fetched again: the next chunk departs when
             this one's turn begins.
-        ring: the gradients of a piece join those of the piece after it, for which a rank waits before it goes on.
+        chained: the gradients of a chunk join those of the chunk after it; a rank waits for these first.
     """
-    num_pieces = len(exchange)
-    order = [*range(num_pieces - 1, -1, -1), -1]  # of the compute; -1 is the local part
+    num_chunks = len(exchange)
+    order = [*range(num_chunks - 1, -1, -1), -1]  # of the compute; -1 is the local part
     stream: list[tuple[str, float, float]] = []
-    arrived = [0.0] * num_pieces
+    arrived = [0.0] * num_chunks
     home = 0.0  # when the gradients that were sent last have arrived
 
     def send(name: str, ready: float, seconds: float) -> float:
@@ -153,22 +153,22 @@ def backward(
         stream.append((name, begin, begin + seconds))
         return begin + seconds
 
-    start, end = np.empty((len(attention), num_pieces + 2)), np.empty((len(attention), num_pieces + 2))
+    start, end = np.empty((len(attention), num_chunks + 2)), np.empty((len(attention), num_chunks + 2))
     now = np.zeros(len(attention))
     for turn, i in enumerate(order):
         if refetch is not None and i >= 0:
             for j in (i, i - 1) if turn == 0 else (i - 1,):
                 if j >= 0:
-                    arrived[j] = send(f"K/V again, piece {j + 1}", float(now.max()), float(refetch[j]))
+                    arrived[j] = send(f"K/V refetched, chunk {j + 1}", float(now.max()), float(refetch[j]))
         start[:, turn] = np.maximum(now, arrived[i] if i >= 0 else 0.0)
         now = end[:, turn] = start[:, turn] + attention[:, i + 1]
         if i >= 0:
-            if ring:
+            if chained:
                 now = np.maximum(now, home)
-            home = send(f"dK/dV, piece {i + 1}", float(now.max()), float(exchange[i]))
+            home = send(f"dK/dV, chunk {i + 1}", float(now.max()), float(exchange[i]))
     start[:, -1] = np.maximum(now, home)
     end[:, -1] = start[:, -1] + unpack
-    names = (*(f"attention backward, piece {i + 1}" for i in order[:-1]), "local attention backward", "sum gradients")
+    names = (*(f"attention backward, chunk {i + 1}" for i in order[:-1]), "local attention backward", "sum gradients")
     exchange_names, begin, through = zip(*stream, strict=True) if stream else ((), (), ())
     return Pass(names, start, end, tuple(exchange_names), np.array(begin), np.array(through))
 

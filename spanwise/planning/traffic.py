@@ -1,7 +1,7 @@
-"""What a layout makes the ranks do: exact areas, the K/V that each must fetch, and who sends it. Pure; `plan` calls it.
+"""What a layout makes the ranks do: exact areas, K/V to fetch, and who sends it. Pure arrays.
 
-The ranks here are *groups*, those that read K/V as one: single ranks, or the ranks that trade heads among themselves
-(Ulysses), which compute one share of the rows together.
+The ranks here are *groups*: ranks that read K/V as one. A group is a single rank, or the ranks that trade heads among
+themselves (Ulysses).
 """
 
 # G groups
@@ -70,44 +70,6 @@ def needed_traffic(rows: Needs, kv_layout: Layout) -> Int64:
         run, sender, tokens = kv_layout.owners_of(np.concatenate(read), row_of(kv_layout, row))
         np.add.at(traffic, (receiver[run], sender), tokens)
     return _frozen(traffic)
-
-
-def ring_hops(traffic: Int64) -> tuple[int, ...]:
-    """The hops of a ring that some group reads: hop h brings group g what group g − h holds.
-
-    Args:
-        traffic: int64 ``[G receivers, G senders]``, as :func:`needed_traffic` gives it.
-    """
-    groups = len(traffic)
-    receiver = np.arange(groups)
-    return tuple(h for h in range(1, groups) if traffic[receiver, (receiver - h) % groups].any())
-
-
-def ring_traffic(hops: tuple[int, ...], held: Int64) -> Int64:
-    """Tokens that each group gets from each other one on each hop; int64 ``[hops, G receivers, G senders]``.
-
-    Whole shards go round: on hop i a shard moves on by ``hops[i] - hops[i - 1]`` groups.
-
-    Args:
-        held: int64 ``[G]``, K/V tokens of each group.
-    """
-    groups, receiver = len(held), np.arange(len(held))
-    traffic = np.zeros((len(hops), groups, groups), dtype=np.int64)
-    for i, hop in enumerate(hops):
-        stride = hop - (hops[i - 1] if i else 0)
-        traffic[i, receiver, (receiver - stride) % groups] = held[(receiver - hop) % groups]
-    return traffic
-
-
-def ring_areas(hops: tuple[int, ...], mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
-    """(query, key) pairs that each group computes after each hop; int64 ``[G, hops]``."""
-    found = np.zeros((layout.num_ranks, len(hops)), dtype=np.int64)
-    for i, hop in enumerate(hops):
-        tables = [kv_layout.pieces(row) for row in range(kv_layout.batch_size)]
-        tables = [np.column_stack([(x[:, 0] + hop) % layout.num_ranks, x[:, 1:]]) for x in tables]
-        passed_on = Layout(tables, kv_layout.num_ranks, kv_layout.seq_len)
-        found[:, i] = local_area(mask, layout, passed_on, batch_size)
-    return found
 
 
 def _frozen(array: Int64) -> Int64:

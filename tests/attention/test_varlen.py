@@ -359,7 +359,7 @@ def test_tables_of_any_plan_fit_a_launch() -> None:
     own = row // 2 * 2
     start = np.sort(np.stack([own, (own + half) % (2 * half)]), axis=0)
     plan = spanwise.make_plan(SpanMask(start, start + 2, 2 * half), 2, balancer="contiguous", exchange="all_gather")
-    stages = build(plan, 0, tables="varlen").stages["default"]
+    stages = build(plan, 0, tables="varlen").chunks["default"]
     assert len(stages) == 2
     for stage in stages:
         assert all(call[-1] <= 65535 for call in stage.tables.calls.tolist())

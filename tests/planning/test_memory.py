@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.planning.chunking import piece_of
+from spanwise.planning.chunking import chunk_of
 from spanwise.planning.plan import Plan
 from tests.planning.test_traffic import Dense, group_keys, problems, ring_walk
 
@@ -63,7 +63,7 @@ def came_and_left(plan: Plan, dense: Dense, group: int) -> tuple[list[int], list
     came, left = [0] * pieces, [0] * pieces
     for (receiver, sender), count in pairs.items():
         for token in range(count):
-            piece = piece_of(np.array(token), count, pieces, plan.block_size, receiver - sender)
+            piece = chunk_of(np.array(token), count, pieces, plan.block_size, receiver - sender)
             came[int(piece)] += (receiver == group) * (rows if alike else 1)
             left[int(piece)] += (sender == group) * (rows if alike else 1)
     return came, left

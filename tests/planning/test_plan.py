@@ -83,7 +83,7 @@ def test_rank_plans_hold_the_local_problems(mask: SpanMask, num_ranks: int, bala
         for row in range(mask.batch_size):
             tokens = local.tokens[row if local.batched else 0].numpy()
             seen = np.zeros((len(tokens), mask.kv_len), dtype=int)
-            for stage in local.stages["default"]:
+            for stage in local.chunks["default"]:
                 start, end = (x[row if x.shape[0] > 1 else 0].numpy() for x in (stage.start, stage.end))
                 keys = stage.kv_pos[row if stage.kv_pos.shape[0] > 1 else 0].numpy()
                 for span in range(start.shape[0]):

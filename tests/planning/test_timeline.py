@@ -27,7 +27,7 @@ def test_backward_sends_each_piece_home() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([1.0, 1.0]))
     # Piece 2 is done at 2 and 1, piece 1 at 3 on both ranks, the local part at 7 and 6.
-    assert one.exchange_names == ("dK/dV, piece 2", "dK/dV, piece 1")
+    assert one.exchange_names == ("dK/dV, chunk 2", "dK/dV, chunk 1")
     assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
     assert one.start[:, -1].tolist() == [10, 10] and one.seconds == 11 and one.compute == 8 and one.exposed == 3
 
@@ -35,27 +35,32 @@ def test_backward_sends_each_piece_home() -> None:
 def test_backward_fetches_the_next_piece_beside_this_one() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([0.0]), np.array([1.0, 2.0]))
-    assert one.exchange_names == ("K/V again, piece 2", "K/V again, piece 1", "dK/dV, piece 2", "dK/dV, piece 1")
+    assert one.exchange_names == (
+        "K/V refetched, chunk 2",
+        "K/V refetched, chunk 1",
+        "dK/dV, chunk 2",
+        "dK/dV, chunk 1",
+    )
     assert one.exchange_start.tolist() == [0, 2, 4, 9] and one.exchange_end.tolist() == [2, 3, 9, 12]
     assert one.start[0].tolist() == [2, 4, 5, 12]
 
 
 def test_a_ring_passes_a_piece_on_when_its_turn_comes() -> None:
     attention, exchange = np.array([[3.0, 4.0, 1.0], [5.0, 1.0, 1.0]]), np.array([2.0, 3.0])
-    one = timeline.forward(np.array([1.0, 1.0]), attention, exchange, ring=True)
+    one = timeline.forward(np.array([1.0, 1.0]), attention, exchange, chained=True)
     # Piece 1 is there at 3, rank 1 turns to it at 6: only then piece 2 leaves.
     assert one.exchange_start.tolist() == [1, 6] and one.exchange_end.tolist() == [3, 9]
     assert one.start.tolist() == [[0, 1, 4, 9], [0, 1, 6, 9]] and one.exposed == 1
     at_once = timeline.forward(np.array([1.0, 1.0]), attention, exchange)
     assert at_once.exchange_start.tolist() == [1, 3] and at_once.exposed == 0
     # Where the exchange is slow a piece leaves as soon as it has come.
-    slow = timeline.forward(np.zeros(2), attention, np.array([20.0, 30.0]), ring=True)
+    slow = timeline.forward(np.zeros(2), attention, np.array([20.0, 30.0]), chained=True)
     assert slow.exchange_end.tolist() == [20, 50] and slow.seconds == 51
 
 
 def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
     attention, exchange, unpack = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0]), np.array([1.0])
-    one = timeline.backward(attention, exchange, unpack, ring=True)
+    one = timeline.backward(attention, exchange, unpack, chained=True)
     # Those of piece 2 leave at 2 and come at 7. Piece 1 is done at 3 and waits for them: the local part begins at 7.
     assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
     assert one.start[0].tolist() == [0, 2, 7, 11] and one.seconds == 12
@@ -67,7 +72,7 @@ def test_nothing_hides_a_trade() -> None:
     inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
     one = timeline.between_trades(inner, 4.0, 2.5)
     assert one.names == (*inner.names, "traded")
-    assert one.exchange_names == ("heads for tokens", "K/V, piece 1", "tokens for heads")
+    assert one.exchange_names == ("heads for tokens", "K/V, chunk 1", "tokens for heads")
     assert one.exchange_start.tolist() == [0, 6, 13] and one.exchange_end.tolist() == [4, 9, 15.5]
     assert (one.start[:, :-1] == inner.start + 4).all() and (one.end[:, -1] == 15.5).all()
     assert one.compute == inner.compute and one.seconds == inner.seconds + 6.5
@@ -129,7 +134,7 @@ def test_nothing_travels_on_one_rank_or_between_whole_documents() -> None:
         hardware=hardware, **SHAPE,
     )  # fmt: skip
     for plan in (one, apart):
-        assert plan.num_pieces() == 0
+        assert plan.num_chunks() == 0
         parts = plan.predict()
         assert parts["exchange_forward"] == parts["exposed_forward"] == parts["exposed_backward"] == 0
         assert parts["total"] == pytest.approx(attention_flops(64 * 65 / 2, 8, 16, 24, backward=False) / 1e6 * 3.4)

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import make_plan
+from spanwise.attention.exchange.ring import Ring
+from spanwise.attention.exchange.table import EXCHANGES
 from spanwise.layouts.layout import Layout
-from spanwise.planning import traffic as counting
+from spanwise.planning import traffic as areas_of
 from spanwise.planning.plan import Plan
 from tests.masks.test_properties import masks
 
@@ -84,7 +86,8 @@ def problems(draw, exchange: str | None = None, inner: int | None = None) -> tup
         dtype=draw(st.sampled_from(["bfloat16", "float32", "float64"])),
     ).replace(
         layout=layout, kv_layout=kv_layout, num_ranks=outer * inner, inner=inner,
-        exchange="ulysses" if outer == 1 and inner > 1 else how,
+        kv_exchange=EXCHANGES["ulysses" if outer == 1 and inner > 1 else how],
+        head_exchange=EXCHANGES["ulysses"] if inner > 1 else None,
         stages=draw(st.integers(1, 3)) if how == "needed" else 1, keep_kv=draw(st.booleans()),
     )  # fmt: skip
     q_rank, kv_rank = np.zeros((batch, q_len), np.int64), np.zeros((batch, kv_len), np.int64)
@@ -166,10 +169,11 @@ def test_traffic(problem: tuple[Plan, Dense]) -> None:
 def test_hops(problem: tuple[Plan, Dense]) -> None:
     """What each hop brings, and how much of the mask lies on it."""
     plan, dense = problem
-    walk, groups, hops = ring_walk(plan, dense), plan.num_groups, plan.hops()
+    walk, groups, ring = ring_walk(plan, dense), plan.num_groups, Ring()
+    hops = ring.hops(plan, "default")
     held = np.array([group_keys(plan, dense, group) for group in range(groups)])
-    by_hop = counting.ring_traffic(hops, held)
-    areas = counting.ring_areas(hops, plan.mask(), plan.groups, plan.kv_groups, plan.batch_size)
+    by_hop = ring.moved(plan, "default")
+    areas = ring.chunk_work(plan, "default")[:: plan.inner].astype(np.int64)
     assert len(hops) == len(walk)
     for i, hop in enumerate(walk):
         for group, (sender, owner) in enumerate(hop):
@@ -178,5 +182,5 @@ def test_hops(problem: tuple[Plan, Dense]) -> None:
             rows, keys = dense.q_rank // plan.inner == group, dense.kv_rank // plan.inner == owner
             assert areas[group, i] == (dense.mask & rows[:, :, None] & keys[:, None, :]).sum()
     if hops:  # nothing that is read is left out
-        local = counting.local_area(plan.mask(), plan.groups, plan.kv_groups, plan.batch_size)
+        local = areas_of.local_area(plan.mask(), plan.groups, plan.kv_groups, plan.batch_size)
         assert (areas.sum(axis=1) + local).tolist() == (plan.work() * plan.inner)[:: plan.inner].round().tolist()

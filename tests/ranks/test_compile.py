@@ -158,7 +158,7 @@ def expected(exchange: str, pieces: int) -> tuple[list[str], list[str]]:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: dict[str, Any], num_plans: int) -> None:
-    pieces = plan_number(0, num_ranks, **way).num_pieces()
+    pieces = plan_number(0, num_ranks, **way).num_chunks()
     in_forward, in_backward = expected(way["exchange"], pieces)
     ranks = gloo_pool.run(num_ranks, compiled_steps, num_plans, {"num_ranks": num_ranks, **way}, timeout=100)
     for rank, (results, graphs) in enumerate(ranks):
@@ -216,7 +216,7 @@ def test_hops_of_a_ring_are_a_graph_of_their_own() -> None:
     masks = [SpanMask.documents(cuts) for cuts in ([0, 83], [0, 60, 83], [0, 30, 60, 83], [0, 25, 83])]
     plans = [spanwise.make_plan(m, 4, balancer="contiguous", exchange="ring", keep_kv=True) for m in masks]
     kinds = [tree_flatten(build(plan, 1))[1] for plan in plans]
-    hops = [plan.hops() for plan in plans]
+    hops = [plan.kv_exchange.hops(plan, "default") for plan in plans]
     assert 1 < len(set(hops)) < len(hops)
     for i in range(len(plans)):
         for j in range(len(plans)):
@@ -357,7 +357,7 @@ WAYS = [
 @pytest.mark.parametrize("selective", [False, True])
 def test_activation_checkpointing(gloo_pool: GlooPool, selective: bool, way: dict[str, Any]) -> None:
     num_ranks, mesh = mesh_of(way.get("num_ranks", 2))
-    calls_of_a_pass = sum(1 + plan_number(i, **way).num_pieces() for i in (1, 2))
+    calls_of_a_pass = sum(1 + plan_number(i, **way).num_chunks() for i in (1, 2))
     ranks = gloo_pool.run(num_ranks, checkpointed, selective, way, timeout=60, **mesh)
     for rank, (results, calls) in enumerate(ranks):
         # Plain checkpointing runs each stage of each layer twice.

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 import spanwise
 from spanwise import SpanMask, _torch
-from spanwise.planning.chunking import piece_tokens
+from spanwise.planning.chunking import chunk_tokens
 from tests.oracle import Problem, make_problem
 from tests.ranks.gloo import GlooPool
 
@@ -294,8 +294,8 @@ def test_attention(gloo_pool: GlooPool, num_ranks: int) -> None:
         for stages in (1, 3):
             for keep_kv in (True, False):
                 plan = needed_plan(num_ranks, stages, keep_kv, balancer)
-                assert plan.num_pieces() == stages
-                received = piece_tokens(plan.traffic(), stages, BLOCK).sum(axis=2)  # piece, receiver
+                assert plan.num_chunks() == stages
+                received = chunk_tokens(plan.traffic(), stages, BLOCK).sum(axis=2)  # piece, receiver
                 idle += int((received == 0).sum())
                 for kernel, dtype, bound in (FLOAT64, FLOAT32):
                     cases.append((plan, problem_of(dtype), kernel))
@@ -312,8 +312,8 @@ def test_a_rank_that_is_idle_in_one_piece_only(gloo_pool: GlooPool, keep_kv: boo
     start[0, :100], start[0, 100:103] = 0, 97
     mask = SpanMask(start, np.arange(1, LENGTH + 1)[None], LENGTH)
     plan = needed_plan(3, 3, keep_kv, "contiguous", mask)
-    received = piece_tokens(plan.traffic(), plan.num_pieces(), BLOCK).sum(axis=2)
-    assert plan.num_pieces() == 3 and received[:, 2].any() and not received[:, 2].all() and received[:, 1].all()
+    received = chunk_tokens(plan.traffic(), plan.num_chunks(), BLOCK).sum(axis=2)
+    assert plan.num_chunks() == 3 and received[:, 2].any() and not received[:, 2].all() and received[:, 1].all()
     cases = [(plan, problem_of(dtype, mask=mask), kernel) for kernel, dtype, _ in (FLOAT64, FLOAT32)]
     for found in gloo_pool.run(3, attend, cases):
         assert max(found[0]) <= FLOAT64[2] and max(found[1]) <= FLOAT32[2]
@@ -334,7 +334,7 @@ def test_attention_by_ring_and_ulysses(gloo_pool: GlooPool, num_ranks: int) -> N
                 cases.append((plan, problem_of(dtype, heads=(6, 2) if num_ranks == 3 else (4, 2)), kernel))
                 bounds.append(bound)
     if num_ranks == 4:
-        assert len(cases[0][0].hops()) == 2  # contiguous shards leave a hop out
+        assert len(cases[0][0].kv_exchange.hops(cases[0][0], "default")) == 2  # contiguous shards leave a hop out
     for found in gloo_pool.run(num_ranks, attend, cases):
         assert all(max(each) <= bound for each, bound in zip(found, bounds, strict=True)), found
 
@@ -536,7 +536,7 @@ NEEDED = {"exchange": "needed", "stages": 3}
 )
 def test_steps(gloo_pool: GlooPool, step: Callable[..., list[float]], way: dict[str, Any]) -> None:
     plan = plan_of(3, **way)
-    assert plan.num_pieces() == {"needed": 3, "ring": 2, "ulysses": 0}[way["exchange"]]
+    assert plan.num_chunks() == {"needed": 3, "ring": 2, "ulysses": 0}[way["exchange"]]
     for found in gloo_pool.run(3, leaving_nothing, step, plan, problem_of(torch.float32)):
         assert found and max(found) <= FLOAT32[2], found
 

@@ -15,6 +15,7 @@ import spanwise
 from spanwise import Packing, SpanMask
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.cli.bench import memory
+from spanwise.planning.explain import describe_exchange
 from tests.ranks.gloo import GlooPool
 from tests.ranks.test_attention import mesh_of
 
@@ -98,7 +99,7 @@ def check(pool: GlooPool, plans: list[spanwise.Plan], batch: int = 1, by_head: b
     found = np.array(pool.run(plans[0].num_ranks, measured, plans, batch, by_head, **mesh_of(plans[0])))
     found = found.transpose(1, 0, 2)
     for plan, of_ranks in zip(plans, found, strict=True):
-        told = f"{plan.told()}, keep_kv {plan.keep_kv}, {plan.attention_shape}"
+        told = f"{describe_exchange(plan)}, keep_kv {plan.keep_kv}, {plan.attention_shape}"
         rows = batch // plan.batch_size
         assert of_ranks[:, 0].tolist() == (rows * plan.resident_bytes()).tolist(), told
         assert of_ranks[:, 1].tolist() == (rows * plan.saved_bytes()).tolist(), told
@@ -162,8 +163,8 @@ def test_padded_documents_of_another_length_of_keys(gloo_pool: GlooPool) -> None
     q, k = (x.tokens_per_rank for x in (plans[0].layout, plans[0].kv_layout))
     zeroed = q * 8 * 8 * 4 + k * 4 * 14 * 4
     for plan, of_ranks in zip(plans, found, strict=True):
-        assert (of_ranks[:, 0] - zeroed).tolist() == plan.resident_bytes().tolist(), plan.told()
-        assert (of_ranks[:, 1] - zeroed).tolist() == plan.saved_bytes().tolist(), plan.told()
+        assert (of_ranks[:, 0] - zeroed).tolist() == plan.resident_bytes().tolist(), describe_exchange(plan)
+        assert (of_ranks[:, 1] - zeroed).tolist() == plan.saved_bytes().tolist(), describe_exchange(plan)
 
 
 def test_a_ring_holds_two_shards(gloo_pool: GlooPool) -> None:

@@ -13,7 +13,7 @@ import spanwise
 from spanwise import SpanMask, _torch
 from spanwise.attention import kernels, rank_plan
 from spanwise.attention.exchange import needed
-from spanwise.planning.chunking import piece_of, piece_tokens
+from spanwise.planning.chunking import chunk_of, chunk_tokens
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 from tests.simulated import all_ranks
@@ -26,12 +26,12 @@ MASK = SpanMask.documents([0, 1, 70, 70, 180, LENGTH])
 def test_pieces_partition_each_pair(num_pieces: int) -> None:
     rng = np.random.default_rng(num_pieces)
     traffic = rng.integers(0, 90, (6, 6)) * (rng.random((6, 6)) < 0.7)
-    tokens = piece_tokens(traffic, num_pieces, 8)
+    tokens = chunk_tokens(traffic, num_pieces, 8)
     assert (tokens.sum(axis=0) == traffic).all()
     for receiver in range(6):
         for sender in range(6):
             count = int(traffic[receiver, sender])
-            piece = piece_of(np.arange(count), count, num_pieces, 8, receiver - sender)
+            piece = chunk_of(np.arange(count), count, num_pieces, 8, receiver - sender)
             assert np.bincount(piece, minlength=num_pieces).tolist() == tokens[:, receiver, sender].tolist()
             if count >= 8 * num_pieces:  # parts of whole blocks, as equal as they come
                 assert tokens[:, receiver, sender].max() - tokens[:, receiver, sender].min() <= 2 * 8
@@ -43,25 +43,25 @@ def test_routes_carry_what_the_plan_says(stages: int, batched: bool) -> None:
     mask = SpanMask.stack([MASK, SpanMask.sliding_window(LENGTH, 50)]) if batched else MASK
     plan = spanwise.make_plan(mask, 4, balancer="lpt", exchange="needed", stages=stages, block_size=8)
     locals_ = [rank_plan.build(plan, rank) for rank in range(4)]
-    pieces = plan.num_pieces()
+    pieces = plan.num_chunks()
     assert pieces == (stages if stages < 40 else 1)  # some pair has seven blocks, none has forty
-    expected = piece_tokens(plan.traffic(), pieces, 8)
+    expected = chunk_tokens(plan.traffic(), pieces, 8)
     for rank, local in enumerate(locals_):
-        assert len(local.stages["default"]) == 1 + pieces
-        for i, stage in enumerate(local.stages["default"][1:]):
-            assert stage.route.sizes[4:] == expected[i, rank].tolist()  # received
-            assert stage.route.sizes[:4] == expected[i, :, rank].tolist()  # sent
+        assert len(local.chunks["default"]) == 1 + pieces
+        for i, chunk in enumerate(local.chunks["default"][1:]):
+            assert chunk.route.sizes[4:] == expected[i, rank].tolist()  # received
+            assert chunk.route.sizes[:4] == expected[i, :, rank].tolist()  # sent
     assert (plan.traffic().sum(axis=1) == plan.recv_tokens()).all()
     assert (plan.recv_tokens() == plan.needed_tokens()).all()
 
 
 def test_a_piece_is_a_block_at_least() -> None:
     plan = spanwise.make_plan(MASK, 4, balancer="contiguous", exchange="needed", stages=64, block_size=64)
-    assert plan.num_pieces() == 1 and plan.recv_tokens().any()
+    assert plan.num_chunks() == 1 and plan.recv_tokens().any()
     nothing = spanwise.make_plan(
         SpanMask.documents([0, 64, 128]), 2, balancer="contiguous", exchange="needed", stages=4
     )
-    assert nothing.num_pieces() == 0 and not nothing.traffic().any()
+    assert nothing.num_chunks() == 0 and not nothing.traffic().any()
 
 
 def step(plan: spanwise.Plan, before_backward: Any = None) -> None:
@@ -81,7 +81,7 @@ def step(plan: spanwise.Plan, before_backward: Any = None) -> None:
 def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, keep_kv: bool) -> None:
     """The order of starts, waits and kernels on rank 0, forward and backward."""
     plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange="needed", stages=3, block_size=8, keep_kv=keep_kv)
-    assert plan.num_pieces() == 3
+    assert plan.num_chunks() == 3
     events: list[str] = []
     is_rank_0 = lambda: torch.distributed.get_rank() == 0  # noqa: E731
     start, wait = _torch.start_all_to_all, _torch.wait
@@ -163,7 +163,7 @@ def test_stages_are_checked() -> None:
 
 def test_route_is_a_pytree_without_numbers() -> None:
     plan = spanwise.make_plan(MASK, 3, balancer="lpt", exchange="needed", stages=2, block_size=8)
-    route = rank_plan.build(plan, 1).stages["default"][1].route
+    route = rank_plan.build(plan, 1).chunks["default"][1].route
     assert isinstance(route, needed.Route) and all(isinstance(x, int) for x in route.sizes)
     assert _torch.tree_map(lambda x: x, route).sizes == route.sizes
 
@@ -214,8 +214,8 @@ def test_an_unbatched_mask_beside_a_batched_one_is_cut_as_planned() -> None:
     plan = spanwise.make_plan(masks, 4, balancer="contiguous", exchange="needed", stages=4, block_size=8, **shape)
     for name in masks:
         lists, alike = plan.lists(name)
-        tokens = piece_tokens(lists, plan.num_pieces(name), 8)
+        tokens = chunk_tokens(lists, plan.num_chunks(name), 8)
         assert (alike * tokens.sum(axis=0) == plan.traffic(name)).all()
         for rank in range(4):
-            for i, stage in enumerate(rank_plan.build(plan, rank).stages[name][1:]):
-                assert stage.route.sizes[4:] == tokens[i, rank].tolist()
+            for i, chunk in enumerate(rank_plan.build(plan, rank).chunks[name][1:]):
+                assert chunk.route.sizes[4:] == tokens[i, rank].tolist()

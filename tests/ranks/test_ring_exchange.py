@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure, ring
-from spanwise.attention.exchange.again import Again
+from spanwise.attention.exchange.refetch import Refetch
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_lost_peer import NEVER, World, lose
@@ -88,7 +88,7 @@ def step(
     k, v = (x.requires_grad_() for x in case.shard(rank))
     hops = case.hops(rank)
     fetches = ring.fetches(k.detach(), v.detach(), hops, rank, ranks, name, "K/V again")
-    again = Again([] if keep else fetches, chained=True)
+    again = Refetch([] if keep else fetches, chained=True)
     started = ring.start(k, v, hops, rank, ranks, name, "K/V")
     parts = []
     for i in range(-1, len(hops)):
@@ -97,11 +97,11 @@ def step(
         owner = case.shard(rank if i == -1 else (rank - case.offsets[i]) % ranks)
         assert all(torch.equal(got.detach(), want) for got, want in zip(pair, owner, strict=True))
         assert i == -1 or all(x.is_contiguous() for x in pair)
-        with contextlib.nullcontext() if keep or i == -1 else again.forgetting(i, *pair):
+        with contextlib.nullcontext() if keep or i == -1 else again.not_saving(i, *pair):
             part = case.loss(rank, i, *pair)
         del pair
         part.register_hook(lambda _, i=i: watch(f"attention {i}'"))
-        parts += [part] if keep else again.remind(i, part)
+        parts += [part] if keep else again.in_backward(i, part)
     assert next(started, None) is None
     watch("backward")
     torch.stack(parts).sum().backward()
@@ -318,12 +318,12 @@ def twice(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
     totals = []
     for k, v in leaves:
         total = case.loss(rank, -1, k, v)
-        again = Again(ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V"), chained=True)
+        again = Refetch(ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V"), chained=True)
         for i, pair in enumerate(ring.start(k, v, case.hops(rank), rank, ranks, name, "K/V")):
-            with again.forgetting(i, *pair):
+            with again.not_saving(i, *pair):
                 part = case.loss(rank, i, *pair)
-            total = total + again.remind(i, part)[0]
-        totals.append(again.remind(-1, total)[0])
+            total = total + again.in_backward(i, part)[0]
+        totals.append(again.in_backward(-1, total)[0])
     torch.autograd.backward(totals, retain_graph=True)
     torch.autograd.backward(totals)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(*leaves, strict=True))

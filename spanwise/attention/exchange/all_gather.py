@@ -13,13 +13,107 @@ between the two halves of the reduce-scatter.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
+from spanwise.attention.exchange._tokens import by_head, side_by_side
+from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.layouts.layout import count_tokens, ragged_arange, subtract_runs
+from spanwise.planning.plan_data import Float64, Int64, PlanData
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Where the keys of a chunk lie among the gathered shards; a pytree of tensors.
+
+    Attributes:
+        take: int64 ``[B, keys]``, slots among the padded shards ``[rank, row, token]``, flattened.
+        padded: ``[padded shard length, 0]``; only its shape means something.
+        batched: whether every batch row has a layout of its own.
+    """
+
+    take: torch.Tensor
+    padded: torch.Tensor
+    batched: bool
+
+
+_torch.register_pytree_dataclass(Gathered, static=("batched",))
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather(Exchange):
+    """Every rank gets all K/V, in one chunk."""
+
+    name: ClassVar[str] = "all_gather"
+    arrival: ClassVar[str] = "in one chunk"
+    baseline: ClassVar[bool] = True
+
+    def num_chunks(self, plan: PlanData, mask: str) -> int:
+        return min(1, plan.num_groups - 1)
+
+    def moved(self, plan: PlanData, mask: str) -> Int64:
+        groups, padded = plan.num_groups, int(plan.kv_held.max())
+        return (padded * (1 - np.eye(groups, dtype=np.int64)))[None][: self.num_chunks(plan, mask)]
+
+    def traffic(self, plan: PlanData, mask: str) -> Int64:
+        tokens = np.tile(plan.kv_held, (plan.num_groups, 1))
+        np.fill_diagonal(tokens, 0)
+        return tokens
+
+    def most_held(self, plan: PlanData, mask: str) -> Int64:
+        own = plan.kv_held
+        padded, others = int(own.max()), own.sum() - own
+        # All shards, first with the own one that was sent, then with those of others in order.
+        return plan.num_groups * padded + np.maximum(padded, others)
+
+    def packed(self, plan: PlanData, mask: str) -> Int64:
+        return plan.kv_held * self.num_chunks(plan, mask)
+
+    def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64:
+        if plan.inner > 1:  # several gathers side by side
+            return super().seconds(plan, mask, token_bytes, gradients=gradients)
+        shard = float(plan.kv_held.max()) * token_bytes[0]
+        one = plan.hardware.reduce_scatter_seconds if gradients else plan.hardware.all_gather_seconds
+        return np.array([one(shard, plan.num_ranks)] * self.num_chunks(plan, mask))
+
+    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
+        plan, layout = builder.plan, builder.plan.kv_groups
+        own = builder.held(builder.group, layout.batch_size)
+        local = builder.chunk_side_by_side(mask, own)
+        if plan.num_groups == 1:
+            return (local,)
+        everything = np.array([[0, plan.kv_len]], dtype=np.int64)
+        others = [subtract_runs(everything, runs) for runs in own]
+        spare = builder.spare(count_tokens(others[0]))
+        tokens = np.pad(np.stack([ragged_arange(runs) for runs in others]), ((0, 0), (0, spare)))
+        take = on_device(np.take_along_axis(builder.kv_slots, tokens, axis=1), builder.device)
+        padded = torch.empty(int(layout.tokens_per_rank.max()), 0, device=builder.device)
+        route = Gathered(_torch.mark_dynamic(take, 1), padded, layout.batch_size > 1)
+        return local, builder.chunk_side_by_side(mask, others, route, spare=spare)
+
+    def start(
+        self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
+    ) -> Iterator[KV]:
+        (chunk,) = chunks
+        route, batch = chunk.route, k.shape[0]
+        padded = route.padded.shape[0]
+        kv_RF = pad_tokens(side_by_side(k, v), padded).flatten(0, 1)
+        pending = [start(kv_RF, peers.size, peers.name, label)]
+
+        def arrived() -> torch.Tensor:
+            gathered_PRF = wait(pending.pop(), peers.size, peers.name, label)
+            at = spread_slots(route.take, route.batched, padded, batch).flatten()
+            return gathered_PRF.index_select(0, at).unflatten(0, (batch, -1))
+
+        return (by_head(arrived(), k, v) for _ in chunks)
 
 
 class Pending(NamedTuple):
@@ -81,3 +175,18 @@ def wait(pending: Pending, num_ranks: int, name: str, label: str) -> torch.Tenso
 def pad_tokens(x_BTF: torch.Tensor, length: int) -> torch.Tensor:
     """`x_BTF` with zero tokens at the end, up to `length` tokens: every rank has to send the same number of rows."""
     return torch.nn.functional.pad(x_BTF, (0, 0, 0, length - x_BTF.shape[1]))
+
+
+def spread_slots(slots: torch.Tensor, batched: bool, padded: int, batch: int) -> torch.Tensor:
+    """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
+
+    Args:
+        slots: int64 ``[B, tokens]``, as `Layout.slots` counts them for the rows of a layout.
+        batched: whether the layout has the rows of the batch; one row serves any number of them.
+        padded: length of the gathered shards.
+    """
+    if batched or batch == 1:
+        return slots
+    rank, token = slots // padded, slots % padded
+    row = torch.arange(batch, device=slots.device).unsqueeze(1)
+    return (rank * batch + row) * padded + token

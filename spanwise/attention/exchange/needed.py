@@ -1,6 +1,6 @@
 """Only the K/V rows that the mask reads, by uneven all-to-alls; the gradients come home the same way.
 
-The rows travel in one or several pieces. All pieces are started before the caller computes anything, and waited for one
+The rows travel in one or several chunks. All chunks are started before the caller computes anything, and waited for one
 by one, so that each is computed on while the next ones travel; the backward is the mirror image:
 
     forward    start 1 … n | local attention | wait 1 | attention 1 | … | wait n | attention n
@@ -15,23 +15,30 @@ the waits. What each pair of ranks exchanges follows from the plan, which every 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
+from spanwise.attention.exchange._tokens import by_head, side_by_side
+from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.layouts.layout import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
+from spanwise.planning import chunking
+from spanwise.planning.plan_data import Int64, PlanData
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Which rows one rank sends and receives in one piece; a pytree of tensors.
+    """Which rows one rank sends and receives in one chunk; a pytree of tensors.
 
     Attributes:
         send: int64 ``[S]``, rows of the shard, those for rank 0 first, then those for rank 1, …
-        order: int64 ``[keys]``, which of the N received rows (rank 0's first) each key of the stage is.
+        order: int64 ``[keys]``, which of the N received rows (rank 0's first) each key of the chunk is.
         send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``; only its shape means something.
         spare: whether `order` may also hold N, one past the last: a row of zeros, for spare keys that no span reads.
     """
@@ -51,22 +58,142 @@ class Route:
 _torch.register_pytree_dataclass(Route, static=("spare",))
 
 
+@dataclasses.dataclass(frozen=True)
+class Needed(Exchange):
+    """Every rank gets the K/V that its queries read, in one or several chunks."""
+
+    name: ClassVar[str] = "needed"
+    exact: ClassVar[bool] = True
+
+    def chunk_counts(self, stages: int | None) -> tuple[int, ...]:
+        return (1, 2, 4) if stages is None else (stages,)
+
+    def num_chunks(self, plan: PlanData, mask: str) -> int:
+        return chunking.num_chunks(_lists(plan, mask)[0], plan.stages, plan.block_size)
+
+    def moved(self, plan: PlanData, mask: str) -> Int64:
+        lists, alike = _lists(plan, mask)
+        num_chunks = chunking.num_chunks(lists, plan.stages, plan.block_size)
+        if num_chunks == 0:
+            return np.zeros((0, *lists.shape), np.int64)
+        return alike * chunking.chunk_tokens(lists, num_chunks, plan.block_size)
+
+    def traffic(self, plan: PlanData, mask: str) -> Int64:
+        return plan.needed_traffic(mask)
+
+    def most_held(self, plan: PlanData, mask: str) -> Int64:
+        own, tokens = plan.kv_held, self.moved(plan, mask)
+        came, left = tokens.sum(axis=2), tokens.sum(axis=1)
+        later = (came + left)[::-1].cumsum(axis=0)[::-1] - came - left  # under way while each chunk is used
+        before = came.cumsum(axis=0) - came if plan.keep_kv else np.zeros_like(came)
+        # Own rows by token, then K and V side by side; rows to send picked from them; then chunk by chunk as it came
+        # and the same in order.
+        moments = [2 * own, own + (came + left).sum(axis=0), *(before + 2 * came + later)]
+        return np.asarray(np.max(moments, axis=0))
+
+    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
+        rows = builder.rows(mask)
+        chunks = [builder.own(mask)]
+        num_chunks = self.num_chunks(builder.plan, mask)
+        if num_chunks == 0:
+            return tuple(chunks)  # nobody reads anything elsewhere, and every rank knows
+        wanted, row_at, sender, recv_chunk = _receives(builder, mask, rows, num_chunks)
+        sends = _sends(builder, mask, rows, num_chunks)
+        for i in range(num_chunks):
+            mine = recv_chunk == i
+            keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
+            spare = builder.spare(int(np.count_nonzero(mine)))
+            route = _route(builder, sender[mine], [at[chunk == i] for at, chunk in sends], spare)
+            chunks.append(builder.chunk(mask, keys, route, spare=spare))
+        return tuple(chunks)
+
+    def start(
+        self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
+    ) -> Iterator[KV]:
+        batch, routes = k.shape[0], [chunk.route for chunk in chunks]
+        # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
+        pending: list[Any] = start(side_by_side(k, v).transpose(0, 1).flatten(1), routes, peers.name, label)
+
+        def arrived(i: int) -> torch.Tensor:
+            one, pending[i] = pending[i], None  # or the buffer would stay while the caller works on the chunk
+            what = f"{label}, chunk {i + 1} of {len(routes)}"
+            return wait(one, routes[i], peers.name, what).unflatten(1, (batch, -1)).transpose(0, 1)
+
+        return (by_head(arrived(i), k, v) for i in range(len(routes)))
+
+
+def _lists(plan: PlanData, mask: str) -> tuple[Int64, int]:
+    """Tokens of each pair's list, which is cut into chunks, and how many batch rows take each list.
+
+    One list serves all batch rows, unless mask or layout differ between them.
+    """
+    rows = max(plan.mask(mask).batch_size, plan.layout.batch_size)
+    alike = plan.batch_size // rows
+    return plan.needed_traffic(mask) // alike, alike
+
+
+def _receives(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """Token, batch row, sending group and chunk of each key that the group receives; int64 ``[N]`` each."""
+    plan, layout = builder.plan, builder.plan.kv_groups
+    needs = [plan.needs(builder.group * plan.inner, mask, row) for row in range(rows)]
+    wanted = np.concatenate([ragged_arange(runs) for runs in needs])
+    row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
+    # The slot of a token says who owns it.
+    slot = builder.kv_slots[row_at % layout.batch_size, wanted]
+    sender = slot // (layout.batch_size * int(layout.tokens_per_rank.max()))
+    return wanted, row_at, sender, chunking.chunks_received(sender, builder.group, num_chunks, plan.block_size)
+
+
+def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> list[tuple[Int64, Int64]]:
+    """For each group: which rows of the shard it reads, and the chunk in which each travels."""
+    plan, group = builder.plan, builder.group
+    own, shard = builder.held(group, rows), plan.kv_groups.num_tokens(group)
+    found = []
+    for other in range(plan.num_groups):
+        read = [intersect_runs(plan.needs(other * plan.inner, mask, row), own[row]) for row in range(rows)]
+        at = np.concatenate(
+            [positions_in(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
+        )
+        chunk = chunking.chunk_of(np.arange(len(at)), len(at), num_chunks, plan.block_size, other - group)
+        found.append((at, chunk))
+    return found
+
+
+def _route(builder: ChunkBuilder, sender: Int64, sent: list[Int64], spare: int) -> Route:
+    """Of one chunk, from the sender of each key in the chunk's order, and the rows sent to each group."""
+    device, groups = builder.device, builder.plan.num_groups
+    # Rows arrive by sending group, then batch row, then token; the chunk wants them by batch row, then token.
+    order = np.empty(len(sender), dtype=np.int64)
+    order[np.argsort(sender, kind="stable")] = np.arange(len(order))
+    places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
+    # Never 0 or 1 with spare keys; and a kernel that takes them has to know that there are some.
+    mark = _torch.mark_dynamic if builder.has_spare else _torch.mark_unbacked
+    return Route(
+        # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
+        send=_torch.mark_unbacked(on_device(np.concatenate(sent), device), 0),
+        order=mark(places, 0),
+        send_sizes=tuple(size(len(at), device) for at in sent),
+        recv_sizes=tuple(size(n, device) for n in np.bincount(sender, minlength=groups).tolist()),
+        spare=builder.has_spare,
+    )
+
+
 class Pending(NamedTuple):
-    """A piece under way. ``data_NF`` is not readable before :func:`wait`; the anchor has the shape of the rows sent."""
+    """A chunk under way. ``data_NF`` is not readable before :func:`wait`; the anchor has the shape of the rows sent."""
 
     data_NF: torch.Tensor
     anchor_SF: torch.Tensor
 
 
 class _Start(torch.autograd.Function):
-    """Starts all pieces; its backward waits for the gradients of all.
+    """Starts all chunks; its backward waits for the gradients of all.
 
-    Its arguments: x_RF, sizes, name, label, and the rows to send of each piece.
+    Its arguments: x_RF, sizes, name, label, and the rows to send of each chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        # Named, two pieces would be as many arguments as names, and torch.compile without gradients would pass no ctx.
+        # Named, two chunks would be as many arguments as names, and torch.compile without gradients would pass no ctx.
         x_RF, sizes, name, label, *sends = args
         ctx.save_for_backward(*sends)
         ctx.num_rows, ctx.dtype, ctx.name, ctx.label = x_RF.shape[0], x_RF.dtype, name, label
@@ -75,7 +202,7 @@ class _Start(torch.autograd.Function):
         for i, send in enumerate(sends):
             sent_SF = x_RF.index_select(0, send)
             send_sizes, recv_sizes = _halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
-            what = f"all-to-all of {label}, piece {i + 1} of {len(sends)}"
+            what = f"all-to-all of {label}, chunk {i + 1} of {len(sends)}"
             data.append(failure.start(what, name, _torch.start_all_to_all, sent_SF, recv_sizes, send_sizes, name))
             anchors.append(anchor(sent_SF.shape, x_RF))
         ctx.mark_non_differentiable(*data)
@@ -115,7 +242,7 @@ def _halves(sizes: list[int]) -> tuple[list[int], list[int]]:
 
 
 def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) -> list[Pending]:
-    """Start sending the rows of `x_RF` that other ranks read, piece after piece.
+    """Start sending the rows of `x_RF` that other ranks read, chunk after chunk.
 
     Args:
         name: of the group.
@@ -127,7 +254,7 @@ def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) ->
 
 
 def wait(pending: Pending, route: Route, name: str, label: str) -> torch.Tensor:
-    """Wait for one piece; returns the stage's keys in order, ``[keys, F]``."""
+    """Wait for one chunk; returns its keys in order, ``[keys, F]``."""
     arrived_NF = _Wait.apply(*pending, route.sizes, name, label)
     if route.spare:
         arrived_NF = torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1))

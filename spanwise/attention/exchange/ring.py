@@ -25,14 +25,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.chunks import Chunk, ChunkBuilder, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
-from spanwise.attention.exchange.again import Fetched
+from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.attention.exchange.refetch import Fetched, Refetch
+from spanwise.layouts.layout import Layout
+from spanwise.planning.plan_data import Float64, Int64, PlanData
+from spanwise.planning.traffic import local_area
 
 Dims = tuple[int, int, int, int]  # B, H, D, Dv
 
@@ -43,9 +49,9 @@ class Hop:
 
     Attributes:
         received: ``[rows, 0]``, tokens of the shard that arrives; only its shape means something.
-        stride: how many ranks on the shard goes, the same for all ranks. What arrives after some hops is the shard of
-            the rank as many ranks before as their strides together.
-        spare: whether the stage has more keys than arrive, at the end, that no span reads.
+        stride: how many ranks on the shard goes, the same for all ranks. After some hops the shard arrives of the rank
+            that many ranks before as their strides sum to.
+        spare: whether the chunk has more keys than arrive, at the end, that no span reads.
     """
 
     received: torch.Tensor
@@ -54,6 +60,84 @@ class Hop:
 
 
 _torch.register_pytree_dataclass(Hop, static=("stride", "spare"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(Exchange):
+    """Shards of K/V go from rank to rank; two are in memory at a time, and nothing is copied on the way."""
+
+    name: ClassVar[str] = "ring"
+    arrival: ClassVar[str] = "shard by shard"
+    chained: ClassVar[bool] = True
+    passes: ClassVar[tuple[float, float]] = (0.0, 1.5)
+    keeps_kv: ClassVar[bool] = False
+    saves_memory: ClassVar[bool] = True
+
+    def hops(self, plan: PlanData, mask: str) -> tuple[int, ...]:
+        """Hops that some group reads: hop h brings group g the shard of group g − h."""
+        traffic, group = plan.needed_traffic(mask), np.arange(plan.num_groups)
+        return tuple(h for h in range(1, len(group)) if traffic[group, (group - h) % len(group)].any())
+
+    def num_chunks(self, plan: PlanData, mask: str) -> int:
+        return len(self.hops(plan, mask))
+
+    def moved(self, plan: PlanData, mask: str) -> Int64:
+        hops, held, group = self.hops(plan, mask), plan.kv_held, np.arange(plan.num_groups)
+        tokens = np.zeros((len(hops), len(group), len(group)), dtype=np.int64)
+        for i, hop in enumerate(hops):
+            stride = hop - (hops[i - 1] if i else 0)
+            tokens[i, group, (group - stride) % len(group)] = held[(group - hop) % len(group)]
+        return tokens
+
+    def most_held(self, plan: PlanData, mask: str) -> Int64:
+        arriving = self.moved(plan, mask).sum(axis=2)
+        # A shard that goes on, first a copy of the own one, and the one that arrives.
+        leaving = np.concatenate([plan.kv_held[None], arriving])[:-1]
+        return np.asarray((arriving + leaving).max(axis=0))
+
+    def packed(self, plan: PlanData, mask: str) -> Int64:
+        return np.zeros(plan.num_groups, np.int64)  # shards travel as they were put side by side
+
+    def chunk_work(self, plan: PlanData, mask: str) -> Float64:
+        """Exact: the area of each group's queries over the shard that each hop brings."""
+        hops, layout = self.hops(plan, mask), plan.kv_groups
+        areas = np.zeros((plan.num_groups, len(hops)), dtype=np.int64)
+        for i, hop in enumerate(hops):
+            tables = [layout.pieces(row) for row in range(layout.batch_size)]
+            tables = [np.column_stack([(x[:, 0] + hop) % plan.num_groups, x[:, 1:]]) for x in tables]
+            passed_on = Layout(tables, layout.num_ranks, layout.seq_len)
+            areas[:, i] = local_area(plan.mask(mask), plan.groups, passed_on, plan.batch_size)
+        return np.repeat(areas, plan.inner, axis=0).astype(np.float64)
+
+    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
+        plan, rows, chunks, before = builder.plan, builder.rows(mask), [builder.own(mask)], 0
+        for distance in self.hops(plan, mask):
+            owner = (builder.group - distance) % plan.num_groups
+            tokens = rows * plan.kv_groups.num_tokens(owner)
+            hop = Hop(size(tokens, builder.device), stride=distance - before, spare=builder.has_spare)
+            chunks.append(builder.chunk(mask, builder.held(owner, rows), hop, spare=builder.spare(tokens)))
+            before = distance
+        return tuple(chunks)
+
+    def start(
+        self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
+    ) -> Iterator[KV]:
+        arriving = start(k, v, [chunk.route for chunk in chunks], peers.rank, peers.size, peers.name, label)
+        # No name holds an item: it would stay until the hop after next has been started.
+        return (_with_spare(chunk, *next(arriving)) for chunk in chunks)
+
+    def refetch(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str) -> Refetch:
+        dims, hops = _dims(k, v), [chunk.route for chunk in chunks]
+        starts = fetches(k.detach(), v.detach(), hops, peers.rank, peers.size, peers.name, label)
+        return Refetch(starts, chained=True, saved=lambda i, buffer: _with_spare(chunks[i], *unpack(buffer, dims)))
+
+
+def _with_spare(chunk: Chunk, k: torch.Tensor, v: torch.Tensor) -> KV:
+    """K and V as the kernel takes them: a copy where it wants more keys than arrived."""
+    if not chunk.route.spare:
+        return k, v
+    spare = chunk.kv_pos.shape[1] - k.shape[2]
+    return torch.nn.functional.pad(k, (0, 0, 0, spare)), torch.nn.functional.pad(v, (0, 0, 0, spare))
 
 
 def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -203,15 +287,15 @@ def _arriving(
     for i in range(len(rows)):
         k, v, *pending = _Step.apply(*pending, dims, ring, i, rows[i + 1] if i + 1 < len(rows) else None)
         yield k, v
-        del k, v  # or this piece would live until the one after next has been started
+        del k, v  # or this chunk would live until the one after next has been started
 
 
 def fetches(
     k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
 ) -> list[Callable[..., Fetched]]:
-    """For `again.Again`, chained: what starts fetching each piece again, the last one first.
+    """For a chained `Refetch`: functions that start fetching each chunk again, the last one first.
 
-    The last piece comes from its owner, by one hop; every other one by a hop back from the piece after it.
+    The last chunk comes from its owner, by one hop; every other one by a hop back from the chunk after it.
 
     Args: as of :func:`start`.
     """

@@ -15,14 +15,28 @@ both transfers are under way before one of them is waited for, forward and backw
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import check_first_order, returned
-from spanwise.planning.heads import kv_heads_of, kv_heads_read
+from spanwise.attention.exchange._heads import (
+    by_head,
+    for_queries,
+    from_queries,
+    in_rank_order,
+    in_token_order,
+    join_heads,
+    split_heads,
+)
+from spanwise.attention.exchange.base import Exchange
+from spanwise.layouts.layout import Layout, positions_in
+from spanwise.planning.heads import kv_heads_held, kv_heads_of, kv_heads_read
+from spanwise.planning.plan_data import Float64, Int64, PlanData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +64,178 @@ class Trade:
 
 
 _torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks"))
+
+
+class _Traded(NamedTuple):
+    """Bytes of the tensors that each rank computes with: its share of the heads, over the tokens of its group.
+
+    Attributes:
+        q, out: of the queries.
+        kv: as K/V are kept.
+        window: K/V as they came.
+        repeated: K/V heads that had to be repeated, or 0.
+    """
+
+    q: Int64
+    out: Int64
+    kv: Int64
+    window: Int64
+    repeated: Int64
+
+
+class _Own(NamedTuple):
+    """Bytes of each rank's own tokens, all heads: q and K/V as they leave, the output as it comes back.
+
+    Attributes:
+        copies: of K/V while they are split; two where the ranks' windows of heads overlap in part.
+    """
+
+    q: Int64
+    kv: Int64
+    out: Int64
+    copies: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses(Exchange):
+    """Ranks of a group trade heads for tokens: each gets some heads of all tokens of the group.
+
+    As an exchange of K/V it has one group. `make_plan` also puts it inside the groups of another exchange.
+    """
+
+    name: ClassVar[str] = "ulysses"
+    arrival: ClassVar[str] = "in no chunks: it trades heads for tokens"
+
+    def levels(self, num_ranks: int) -> tuple[int, int]:
+        return 1, num_ranks
+
+    def moved(self, plan: PlanData, mask: str) -> Int64:
+        return np.zeros((0, plan.num_groups, plan.num_groups), np.int64)
+
+    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
+        return (builder.chunk_side_by_side(mask, builder.held(builder.group, builder.plan.kv_groups.batch_size)),)
+
+    # ---------------------------------------------------------------- bytes and seconds of the trade
+
+    def traded(self, plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
+        """Bytes that each rank gets from each other one of its group: q, K and V on the way in, the output back.
+
+        Args:
+            backward: of the gradients, which travel the other way (the tables are still those of the way in and back).
+                Gradients of K/V heads that several ranks read are summed, so they travel in float32 at least.
+
+        Returns:
+            Two int64 ``[G, receivers, senders]``; the diagonals are 0.
+        """
+        heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+        inner, share = plan.inner, heads // plan.inner
+        q, kv = (plan.batch_size * x.tokens_per_rank.reshape(-1, inner) for x in (plan.layout, plan.kv_layout))
+        others = 1 - np.eye(inner, dtype=np.int64)
+        window = kv_heads_of(heads, kv_heads, inner)[0]
+        summed = backward and window * inner > kv_heads
+        kv_bytes = window * (qk_dim + v_dim) * (plan.sum_itemsize if summed else plan.itemsize)
+        into = (q * share * qk_dim * plan.itemsize + kv * kv_bytes)[:, None, :] * others
+        back = (q * share * v_dim * plan.itemsize)[:, :, None] * others
+        return into, back
+
+    def received(self, plan: PlanData) -> Int64:
+        """Bytes that each rank receives in a forward; int64 ``[num_ranks]``."""
+        into, back = self.traded(plan)
+        return (into + back).sum(axis=2).ravel()
+
+    def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64:
+        """Bytes that each rank holds at most; int64 ``[num_ranks]``.
+
+        Args:
+            exchanging, after: held for the exchange between groups, at most and after it.
+        """
+        trade, own = _traded(plan), _own(plan)
+        came = trade.q + trade.window
+        moments = [
+            own.q + own.kv * own.copies + trade.q,
+            own.q + own.kv + came,
+            own.kv + came + trade.q,  # q in order, and q as it came
+            2 * came + trade.repeated,  # q and all of K and V so
+            trade.q + trade.kv + exchanging,
+            trade.q + trade.kv + after + 2 * trade.out + own.out,  # the output in the order of departure, all heads
+        ]
+        return np.asarray(np.max(moments, axis=0), np.int64)
+
+    def saved(self, plan: PlanData) -> Int64:
+        """Bytes that each rank keeps for the backward; int64 ``[num_ranks]``."""
+        trade = _traded(plan)
+        return trade.q + trade.kv + trade.out
+
+    def copied(self, plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]:
+        """Bytes of q, K and V, and of the output, that each rank splits by head and puts in order; ``[P]`` each."""
+        heads, _, qk_dim, v_dim = plan.attention_shape
+        # All heads of its own tokens on one side, its share of the heads of all the group's tokens on the other.
+        q, kv = (
+            plan.batch_size * (own.tokens_per_rank + np.repeat(group.tokens_per_rank, plan.inner) / plan.inner)
+            for own, group in ((plan.layout, plan.groups), (plan.kv_layout, plan.kv_groups))
+        )
+        return q * heads * qk_dim * plan.itemsize + kv * plan.inner * kv_bytes, q * heads * v_dim * plan.itemsize
+
+    def trade_seconds(self, plan: PlanData, *, backward: bool) -> tuple[float, float]:
+        """Seconds of the way in and of the way back; all groups trade at the same time."""
+        into, back = (
+            plan.hardware.all_to_all_seconds(_over_ranks(table)) for table in self.traded(plan, backward=backward)
+        )
+        return into, back
+
+    def trade(self, plan: PlanData, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
+        """How the group of `rank` trades the tokens of `layout` for heads; `groups` are the tokens of all groups."""
+        inner, group = plan.inner, rank // plan.inner
+        members = range(group * inner, (group + 1) * inner)
+        places = np.stack(
+            [
+                np.concatenate([positions_in(layout.indices(r, row), groups.runs(group, row)) for r in members])
+                for row in range(layout.batch_size)
+            ]
+        )
+        return Trade(
+            # The rank's own number of tokens is that of its tensors, which is no unbacked one.
+            sizes=tuple(
+                _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
+                if r == rank
+                else size(layout.num_tokens(r), device)
+                for r in members
+            ),
+            order=_torch.mark_dynamic(on_device(np.argsort(places, axis=1, kind="stable"), device), 1),
+            places=_torch.mark_dynamic(on_device(places, device), 1),
+            rank=rank - members[0],
+            num_ranks=inner,
+        )
+
+
+def _traded(plan: PlanData) -> _Traded:
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
+    # The heads that are read lie in the window that was received, unless they had to be repeated.
+    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
+    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
+    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
+    repeated = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
+    head = kv * (qk_dim + v_dim) * plan.itemsize
+    window = head * kv_heads_of(heads, kv_heads, plan.inner)[0]
+    copies = head * np.tile(np.array(repeated, np.int64), plan.num_groups)
+    return _Traded(q * share * qk_dim, q * share * v_dim, np.where(copies > 0, copies, window), window, copies)
+
+
+def _own(plan: PlanData) -> _Own:
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    q, kv = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
+    sent = plan.inner * kv_heads_of(heads, kv_heads, plan.inner)[0]
+    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2
+    return _Own(q * heads * qk_dim, kv * sent * (qk_dim + v_dim), q * heads * v_dim, copies)
+
+
+def _over_ranks(of_groups: np.ndarray) -> np.ndarray:
+    """Tables of each group ``[G, inner, inner]`` as one table of all ranks."""
+    groups, inner, _ = of_groups.shape
+    table = np.zeros((groups, inner, groups, inner))
+    table[np.arange(groups), :, np.arange(groups), :] = of_groups
+    return table.reshape(groups * inner, groups * inner)
 
 
 def to_heads(
@@ -138,7 +324,7 @@ class _StartHeads(torch.autograd.Function):
         ctx.count, ctx.firsts, ctx.name, ctx.label = count, firsts, name, label
         ctx.batch, ctx.num_heads, ctx.num_tokens = xs[0].shape[:3]
         ctx.dims, ctx.dtype = [x.shape[3] for x in xs], xs[0].dtype
-        sent_WF = _deal(tuple(xs), count, firsts)
+        sent_WF = split_heads(tuple(xs), count, firsts)
         data = _trade(f"all-to-all of {label}", name, sent_WF, tokens, [ctx.num_tokens] * len(tokens))
         ctx.mark_non_differentiable(data)
         shared = count * len(firsts) > ctx.num_heads
@@ -149,8 +335,8 @@ class _StartHeads(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_WF = failure.wait(grad_pending, f"all-to-all of gradients, {ctx.label}", ctx.name)
         shape = (len(ctx.firsts), ctx.num_tokens, ctx.batch, ctx.count, sum(ctx.dims))
-        grad = _collect(grad_WF.view(shape), ctx.num_heads, ctx.firsts)
-        grads = [_by_head(part).to(ctx.dtype) for part in grad.split(ctx.dims, dim=-1)]
+        grad = join_heads(grad_WF.view(shape), ctx.num_heads, ctx.firsts)
+        grads = [by_head(part).to(ctx.dtype) for part in grad.split(ctx.dims, dim=-1)]
         return None, None, None, None, None, *grads
 
 
@@ -164,16 +350,16 @@ class _WaitHeads(torch.autograd.Function):
         ctx.rank, ctx.reads, ctx.name, ctx.label = rank, reads, name, label
         ctx.count, ctx.sum_dtype = data_WF.shape[1] // (batch * sum(dims)), anchor_WF.dtype
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
-        x_BShF = _ordered(arrived_WF, order, batch).unflatten(2, (ctx.count, sum(dims)))
-        return tuple(x.transpose(1, 2) for x in _for_queries(x_BShF, reads).split(dims, dim=-1))
+        x_BShF = in_token_order(arrived_WF, order, batch).unflatten(2, (ctx.count, sum(dims)))
+        return tuple(x.transpose(1, 2) for x in for_queries(x_BShF, reads).split(dims, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
         places, *sizes = ctx.saved_tensors
         tokens = [x.shape[0] for x in sizes]
-        folded = [_from_queries(grad, ctx.reads, ctx.count, ctx.sum_dtype) for grad in grads]
-        sent_WF = _in_rank_order(folded, places)
+        folded = [from_queries(grad, ctx.reads, ctx.count, ctx.sum_dtype) for grad in grads]
+        sent_WF = in_rank_order(folded, places)
         back = [tokens[ctx.rank]] * len(tokens)
         pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, back, tokens)
         return None, returned(pending), *[None] * (8 + len(sizes))
@@ -193,7 +379,7 @@ class _StartTokens(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(order)
         ctx.batch, ctx.name, ctx.label, ctx.row = x_BhSD.shape[0], name, label, (x_BhSD.shape[1], x_BhSD.shape[3])
-        sent_WF = _in_rank_order([x_BhSD], places)
+        sent_WF = in_rank_order([x_BhSD], places)
         data = _trade(f"all-to-all of {label}", name, sent_WF, [tokens[rank]] * len(tokens), tokens)
         ctx.mark_non_differentiable(data)
         return data, _anchor(sent_WF, tokens, x_BhSD.dtype)
@@ -202,7 +388,7 @@ class _StartTokens(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         grad_WF = failure.wait(grad_pending, f"all-to-all of gradients, {ctx.label}", ctx.name)
-        grad_BShD = _ordered(grad_WF, order, ctx.batch).unflatten(2, ctx.row)
+        grad_BShD = in_token_order(grad_WF, order, ctx.batch).unflatten(2, ctx.row)
         return grad_BShD.transpose(1, 2), *[None] * 6
 
 
@@ -216,14 +402,14 @@ class _WaitTokens(torch.autograd.Function):
         ctx.name, ctx.label = name, label
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
         ctx.count = arrived_WF.shape[1] // (batch * dim)
-        return _by_head(arrived_WF.view(len(sizes), sizes[rank].shape[0], batch, ctx.count, dim))
+        return by_head(arrived_WF.view(len(sizes), sizes[rank].shape[0], batch, ctx.count, dim))
 
     @staticmethod
     def backward(ctx: Any, grad_BHTD: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
         tokens = [x.shape[0] for x in ctx.saved_tensors]
         firsts = tuple(range(0, grad_BHTD.shape[1], ctx.count))
-        sent_WF = _deal((grad_BHTD,), ctx.count, firsts)
+        sent_WF = split_heads((grad_BHTD,), ctx.count, firsts)
         sizes = [grad_BHTD.shape[2]] * len(tokens)
         pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, tokens, sizes)
         return None, returned(pending), *[None] * (5 + len(tokens))
@@ -239,85 +425,3 @@ def _anchor(sent_WF: torch.Tensor, back: list[int], dtype: torch.dtype) -> torch
     Its rows are spelled as that collective spells them, or compiled code would see two different numbers of rows.
     """
     return torch.zeros((), dtype=dtype, device=sent_WF.device).expand(sum(back), sent_WF.shape[1])
-
-
-def _deal(xs: tuple[torch.Tensor, ...], count: int, firsts: tuple[int, ...]) -> torch.Tensor:
-    """Rows to send: `count` heads from ``firsts[j]`` on for rank j, of each ``[B, H, T, D]``, side by side; one copy.
-
-    Two copies where the ranks' windows of heads are neither apart nor the same for equally many ranks.
-    """
-    num_ranks, num_heads = len(firsts), xs[0].shape[1]
-    parts = []
-    for x in xs:
-        if num_heads == num_ranks * count:
-            dealt = x.unflatten(1, (num_ranks, 1, count))
-        elif num_ranks % num_heads == 0:
-            dealt = x[:, :, None, None].expand(-1, -1, num_ranks // num_heads, -1, -1, -1)
-        else:
-            dealt = torch.cat([x[:, first : first + count] for first in firsts], dim=1)
-            dealt = dealt.unflatten(1, (num_ranks, 1, count))
-        parts.append(dealt.permute(1, 2, 4, 0, 3, 5))
-    return torch.cat(parts, dim=-1).flatten(0, 2).flatten(1)
-
-
-def _collect(x_nTBhF: torch.Tensor, num_heads: int, firsts: tuple[int, ...]) -> torch.Tensor:
-    """`_deal` backwards: the sum for each head over the ranks that had it, ``[groups, T, B, heads of a group, F]``."""
-    num_ranks, count = x_nTBhF.shape[0], x_nTBhF.shape[3]
-    if num_heads == num_ranks * count:
-        return x_nTBhF
-    if num_ranks % num_heads == 0:
-        return x_nTBhF.unflatten(0, (num_heads, num_ranks // num_heads)).sum(1)
-    total = x_nTBhF.new_zeros(1, *x_nTBhF.shape[1:3], num_heads, x_nTBhF.shape[4])
-    for first, x_TBhF in zip(firsts, x_nTBhF.unbind(0), strict=True):
-        total[0, :, :, first : first + count] += x_TBhF
-    return total
-
-
-def _by_head(x_gTBhD: torch.Tensor) -> torch.Tensor:
-    """``[B, g * h, T, D]``, heads of a token beside one another in memory, where projections want them."""
-    return x_gTBhD.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
-
-
-def _ordered(x_WF: torch.Tensor, order: torch.Tensor, batch: int) -> torch.Tensor:
-    """Received rows as the group's tokens in ascending order, ``[B, S, h * F]``."""
-    if batch == 1:
-        return x_WF.index_select(0, order[0]).unsqueeze(0)
-    rows = torch.arange(batch, device=order.device).unsqueeze(1)
-    return x_WF.unflatten(1, (batch, x_WF.shape[1] // batch))[order.expand(batch, -1), rows]
-
-
-def _in_rank_order(xs: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Rows to send: the group's tokens ``[B, h, S, D]``, those of rank 0 first; `_ordered` backwards."""
-    batch = xs[0].shape[0]
-    if batch == 1:
-        parts = [x[0].transpose(0, 1).index_select(0, places[0]).unsqueeze(1) for x in xs]
-    else:
-        rows = torch.arange(batch, device=places.device)
-        parts = [x.permute(2, 0, 1, 3)[places.expand(batch, -1).T, rows] for x in xs]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(1)
-
-
-def _readers(reads: tuple[int, ...]) -> list[int]:
-    """How many query heads read each of the heads from ``reads[0]`` to ``reads[-1]``."""
-    return [reads.count(head) for head in range(reads[0], reads[-1] + 1)]
-
-
-def _for_queries(x_BShF: torch.Tensor, reads: tuple[int, ...]) -> torch.Tensor:
-    """The heads that the query heads read, for equally many each; repeated (a copy) where that cannot be."""
-    readers = _readers(reads)
-    x_BShF = x_BShF[:, :, reads[0] : reads[-1] + 1]
-    if len(set(readers)) == 1:
-        return x_BShF
-    parts = [x.expand(-1, -1, n, -1) for x, n in zip(x_BShF.split(1, dim=2), readers, strict=True)]
-    return torch.cat(parts, dim=2)
-
-
-def _from_queries(grad_BhSD: torch.Tensor, reads: tuple[int, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`_for_queries` backwards, by head: gradients of all `count` received heads, zero for those that are not read."""
-    readers = _readers(reads)
-    grad_BhSD = grad_BhSD.to(dtype)
-    if len(set(readers)) > 1:
-        grad_BhSD = torch.cat([part.sum(1, keepdim=True) for part in grad_BhSD.split(readers, dim=1)], dim=1)
-    if len(readers) == count:
-        return grad_BhSD
-    return torch.nn.functional.pad(grad_BhSD, (0, 0, 0, 0, reads[0], count - 1 - reads[-1]))

@@ -15,7 +15,7 @@ from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels.merge import Part
 
 if TYPE_CHECKING:
-    from spanwise.attention.chunks import Stage
+    from spanwise.attention.chunks import Chunk
     from spanwise.attention.kernels.sdpa import Queries
 
 KERNELS = ("reference", "sdpa", "flex", "varlen")
@@ -54,7 +54,7 @@ def check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    stage: Stage,
+    stage: Chunk,
     *,
     score_mod: Callable[..., Any] | None,
     softcap: float | None,
@@ -96,7 +96,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    stage: Stage,
+    stage: Chunk,
     q_pos: torch.Tensor,
     *,
     scale: float,
@@ -157,7 +157,7 @@ def attend_part(
     q: torch.Tensor | Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    stage: Stage,
+    stage: Chunk,
     q_pos: torch.Tensor,
     *,
     scale: float,
@@ -184,7 +184,7 @@ def max_logit(
     kernel: str,
     q: torch.Tensor,
     k: torch.Tensor,
-    stage: Stage,
+    stage: Chunk,
     q_pos: torch.Tensor,
     *,
     scale: float,

@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 
 from spanwise.attention.attention import merged, zero_in_padding
-from spanwise.attention.kv import Piece
+from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
 from spanwise.cli import bench
 from spanwise.cli.bench.plan import document_offsets
@@ -137,23 +137,23 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     """
     local: RankPlan = build(plan, rank)
     generator = torch.Generator().manual_seed(rank)
-    stages = local.stages["default"]
-    assert not stages[0].flat
+    chunks = local.chunks["default"]
+    assert not chunks[0].flat
 
     def draw(tokens: int) -> torch.Tensor:
         return torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
 
     q, grad = draw(local.tokens.shape[1]), draw(local.tokens.shape[1])
-    pieces = [(draw(stage.kv_pos.shape[1]), draw(stage.kv_pos.shape[1])) for stage in stages]
+    pieces = [(draw(chunk.kv_pos.shape[1]), draw(chunk.kv_pos.shape[1])) for chunk in chunks]
 
     def step() -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
         # What others send is zero in padding already, or not sent.
         own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
-        there = iter([Piece(own_k, own_v), *map(Piece, leaves[3::2], leaves[4::2])])
+        there = iter([ChunkKV(own_k, own_v), *map(ChunkKV, leaves[3::2], leaves[4::2])])
         rows = zero_in_padding(leaves[0], local.valid)
         options = {"scale": HEAD_DIM**-0.5}
-        result = merged("sdpa", rows, there, stages, local.tokens, options, max_logit=False)[0]
+        result = merged("sdpa", rows, there, chunks, local.tokens, options, max_logit=False)[0]
         out = zero_in_padding(result, local.valid)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from spanwise.cli.report.compare import Comparison
-from spanwise.planning.plan import Candidate, Plan
+from spanwise.planning.plan import Plan
+from spanwise.planning.plan_data import Candidate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _mask(result: Figures, mask: MaskFigures, key: str) -> dict[str, Any]:
         "gathered": gathered,
         "local_share": float(mask.local.sum()) / mask.pairs if mask.pairs else 1.0,
         "filled": mask.pairs / plan.seq_len**2,
-        "pieces": plan.num_pieces(mask.name),
+        "pieces": plan.num_chunks(mask.name),
         "crossing": [(group, _crossing(mask.traffic, group)) for group in groups],
         "partition": _svg(whole),
         "closer": closer and _svg(closer),

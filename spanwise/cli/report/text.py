@@ -74,7 +74,7 @@ def heading(result: Figures) -> list[str]:
 
 def chosen(plan: Plan) -> str:
     """The plan's layout and exchange, in words."""
-    pieces = max(plan.num_pieces(name) for name in plan.masks)
+    pieces = max(plan.num_chunks(name) for name in plan.masks)
     return units.way(plan.balancer, plan.exchange, pieces, plan.inner)
 
 

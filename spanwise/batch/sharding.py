@@ -1,13 +1,10 @@
-"""The batch contract: shard and unshard, labels shifted before the cut, one loss over all ranks.
+"""Batches of a sharded sequence: shard, unshard, roll, and labels shifted before the cut.
 
-What goes wrong elsewhere happens at shard edges: labels shifted after the cut lose one token a shard, and means of
-means weight tokens by the rank they are on. So labels are shifted while the sequence is whole, and the loss divides by
-the number of valid tokens of all ranks.
+Labels shifted after the cut would lose one token a shard, so they are shifted while the sequence is whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -16,15 +13,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.exchange import all_gather, failure
-from spanwise.attention.rank_plan import RankPlan, check_rank, rank_on, spread_slots
+from spanwise.attention.rank_plan import RankPlan, rank_on
+from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
+from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
 from spanwise.masks import documents
 from spanwise.masks.patterns import check_offset_rows
 from spanwise.planning.plan import Plan
-
-IGNORE_INDEX = -100
 
 
 def shard(
@@ -50,60 +46,12 @@ def shard(
     Returns:
         `x` with ``T`` tokens along `dim`; same dtype and device.
     """
-    _check_side(side)
+    check_side(side)
     if isinstance(plan, RankPlan):
         tokens, length = (plan.tokens, plan.seq_len) if side == "q" else (plan.key_tokens, plan.kv_len)
-        return _torch.tree_map(lambda t: _take(t, tokens, length, dim, batch_dim), x)
+        return _torch.tree_map(lambda t: take(t, tokens, length, dim, batch_dim), x)
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
     return shard_for_rank(plan, rank, x, dim=dim, batch_dim=batch_dim, side=side)
-
-
-def _check_side(side: Side) -> None:
-    if side not in ("q", "kv"):
-        raise ValueError(f'side must be "q" or "kv", got {side!r}')
-
-
-def shard_for_rank(plan: Plan, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: Side = "q") -> Any:
-    """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
-    _check_side(side)
-    layout = plan.layout if side == "q" else plan.kv_layout
-    if not 0 <= rank < plan.num_ranks:
-        raise ValueError(f"rank must be in [0, {plan.num_ranks}), got {rank}")
-    tokens = torch.from_numpy(np.stack([layout.indices(rank, row) for row in range(layout.batch_size)]))
-    return _torch.tree_map(lambda t: _take(t, tokens, layout.seq_len, dim, batch_dim), x)
-
-
-def _take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_dim: int | None) -> torch.Tensor:
-    """Select tokens `index_BT` along `dim`; one index row serves every batch row."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"only tensors can be sharded, got a {type(x).__name__}; take it out of the batch")
-    dim = check_dim(x, dim)
-    if x.shape[dim] != length:
-        raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
-    index_BT = _beside(x, index_BT)
-    if index_BT.shape[0] == 1:
-        return x.index_select(dim, index_BT[0])
-    if batch_dim is None:
-        return torch.stack([x.index_select(dim, row) for row in index_BT])
-    batch_dim = check_dim(x, batch_dim)
-    if batch_dim == dim or x.shape[batch_dim] != index_BT.shape[0]:
-        raise ValueError(
-            f"the plan lays out {index_BT.shape[0]} batch rows differently, so batch_dim must be a dim of that size "
-            f"other than dim={dim}; got batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}. Pass "
-            f"batch_dim=None for a tensor without a batch dim"
-        )
-    shape = [1] * x.dim()
-    shape[batch_dim], shape[dim] = index_BT.shape
-    index = (index_BT if batch_dim < dim else index_BT.t()).reshape(shape)
-    expanded = list(x.shape)
-    expanded[dim] = index_BT.shape[1]
-    return x.gather(dim, index.expand(expanded))
-
-
-def _beside(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index` on the device of `x`."""
-    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
-    return index.to(x.device, non_blocking=x.device.type != "cpu")
 
 
 def unshard(
@@ -128,76 +76,9 @@ def unshard(
     Returns:
         `x` with all tokens along `dim`, in their original order.
     """
-    _check_side(side)
+    check_side(side)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
-    return _whole(plan, local, mesh, x, dim, batch_dim, side)
-
-
-def _whole(
-    plan: Plan | RankPlan,
-    local: RankPlan,
-    mesh: DeviceMesh | None,
-    x: torch.Tensor,
-    dim: int,
-    batch_dim: int | None,
-    side: Side,
-) -> torch.Tensor:
-    """`unshard` with this rank's part of the plan."""
-    dim = check_dim(x, dim)
-    tokens = (local.tokens if side == "q" else local.key_tokens).shape[1]
-    if x.shape[dim] != tokens:
-        kind = "tokens" if side == "q" else "keys"
-        raise ValueError(
-            f"dim {dim} must have rank {local.rank}'s {tokens} {kind}, got a tensor of shape {tuple(x.shape)}"
-        )
-    if x.is_complex():
-        raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
-    if local.num_ranks == 1:
-        return x
-    check_rank(local, mesh)
-    assert mesh is not None
-    restore, padded = local.restore, local.padded.shape[0]
-    if side == "kv" and local.kv_tokens is not None:
-        if not isinstance(plan, Plan):
-            raise ValueError("a RankPlan does not know where other ranks' keys lie; pass the Plan")
-        restore = _beside(x, torch.from_numpy(plan.kv_layout.slots()))
-        padded = int(plan.kv_layout.tokens_per_rank.max())
-    if local.batched:
-        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
-            raise ValueError(
-                f"the plan lays out {local.tokens.shape[0]} batch rows differently; batch_dim={batch_dim} of a tensor "
-                f"of shape {tuple(x.shape)} is not a dim of that size other than dim={dim}"
-            )
-        x_BTx = x.movedim((batch_dim, dim), (0, 1))
-    else:
-        x_BTx = x.movedim(dim, 0).unsqueeze(0)
-    rest = x_BTx.shape[2:]
-    rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
-    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
-    if not rest:
-        full_BSx = full_BSx.squeeze(-1)
-    if local.batched:
-        assert batch_dim is not None
-        return full_BSx.movedim((0, 1), (batch_dim, dim))
-    return full_BSx.squeeze(0).movedim(0, dim)
-
-
-def _gather_rows(
-    x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, restore: torch.Tensor, padded: int
-) -> torch.Tensor:
-    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
-    label, batch = "shards (unshard, roll)", x_BTF.shape[0]
-    rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
-    for axis in reversed(range(mesh.ndim)):  # the last axis first: so ranks come in the order of their numbers
-        name, size = _torch.group_name(mesh.get_group(axis)), mesh.size(axis)
-        if x_BTF.is_floating_point():
-            rows_RF = all_gather.wait(all_gather.start(rows_RF, size, name, label), size, name, label)
-        else:
-            what = f"all-gather of {label}"
-            pending = failure.start(what, name, _torch.start_all_gather, rows_RF, size, name)
-            rows_RF = failure.wait(pending, what, name)
-    at = spread_slots(local, restore, padded, batch).flatten()
-    return rows_RF.index_select(0, at).unflatten(0, (batch, -1))
+    return gather(plan, local, mesh, x, dim, batch_dim, side)
 
 
 def roll(
@@ -230,10 +111,10 @@ def roll(
     """
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
-    _check_side(side)
+    check_side(side)
     ids = _ids(_packings(plan, cu_seqlens, side), side)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
-    full = _whole(plan, local, mesh, x, dim, batch_dim, side)
+    full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _shift(full, ids, int(shifts), dim, batch_dim, fill_value)
     return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
 
@@ -243,7 +124,7 @@ def _shift(
 ) -> torch.Tensor:
     """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`, or `fill_value`."""
     source, inside = documents.shift(ids, shifts)
-    moved = x.index_select(dim, _beside(x, torch.from_numpy(source)))
+    moved = x.index_select(dim, to_device_of(x, torch.from_numpy(source)))
     return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
 
 
@@ -261,7 +142,7 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
         batch_dim = check_dim(x, batch_dim)
         shape[batch_dim] = len(rows)
         rows = rows if batch_dim < dim else rows.T
-    return _beside(x, torch.from_numpy(np.ascontiguousarray(rows))).reshape(shape)
+    return to_device_of(x, torch.from_numpy(np.ascontiguousarray(rows))).reshape(shape)
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
@@ -370,57 +251,6 @@ def shard_batch(
         shifts = -1 if shift_labels else 0
         result["labels"] = _shift(batch["labels"], _ids(packings), shifts, dim, 0, IGNORE_INDEX)
     if "position_ids" not in batch:
-        positions = _beside(first, torch.from_numpy(np.stack([packing.positions() for packing in packings])))
+        positions = to_device_of(first, torch.from_numpy(np.stack([packing.positions() for packing in packings])))
         result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]
     return {name: shard(plan, mesh, x, dim, side="kv" if name in kv else "q") for name, x in result.items()}
-
-
-class _GlobalMean(torch.autograd.Function):
-    """Sum over ranks divided by `count`; the backward scales by the mesh size, which an averaging reducer undoes."""
-
-    @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-        ctx.scale = (1 if mesh is None else mesh.size()) / count
-        return (total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")) / count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad * ctx.scale, None, None
-
-
-def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None, *, num_valid: int | torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean cross-entropy over the valid tokens of all ranks of `mesh`; the same value on every rank.
-
-    Its gradient is scaled so that averaging parameter gradients over `mesh`, as FSDP2 and DDP do, gives the gradient of
-    that mean. Call it on every rank.
-
-    Args:
-        logits: ``[…, vocab]``, any floating dtype; computed in float32 at least.
-        labels: int64 ``[…]``; −100 is ignored.
-        mesh: every axis over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
-        num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
-            micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
-
-    Returns:
-        A scalar; 0 with gradient 0 if no rank has a valid token.
-    """
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
-        )
-    scores = logits.flatten(0, -2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    if num_valid is None:
-        count = (labels != IGNORE_INDEX).sum()
-        count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
-    elif isinstance(num_valid, torch.Tensor):
-        count = num_valid.to(logits.device, non_blocking=logits.device.type != "cpu")
-    else:
-        if not (math.isfinite(num_valid) and num_valid >= 0):
-            raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
-        # Written where it is needed: to copy it there, as `as_tensor` does, would make the host wait.
-        count = torch.full((), num_valid, device=logits.device)
-    return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)

@@ -1,15 +1,15 @@
-"""K/V that are not kept for the backward but fetched again.
+"""K/V that are not kept for the backward: fetched again.
 
-The kernel saves the pieces it read for its backward. `Again.forgetting` puts saved-tensor hooks around a kernel call,
-which keep a note instead of a piece; the backward fetches what the note asks for. Every rank fetches at the same places
-of its backward, in the same order, whether its kernel reads the piece or not: an autograd function behind each kernel
-call starts the fetch, and that of the piece which comes next, so that it travels beside the attention of this one.
-Where a piece is fetched from the one after it (`ring`), that one is waited for before the next can start.
+A kernel saves the chunks it read for its backward. `Refetch.not_saving` puts saved-tensor hooks around a kernel call;
+they keep a note in place of a chunk, and the backward fetches the chunk that the note names. Every rank fetches at the
+same places of its backward, in the same order, whether its kernel reads the chunk or not: an autograd function behind
+each kernel call starts the fetch. It also starts that of the chunk which comes next, so that it travels while the
+attention of this one is computed. A chained fetch (`ring`) takes a chunk from the one after it, which it awaits first.
 
 Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
 """
 
-# B batch, H heads, K keys of a piece, D head dim
+# B batch, H heads, K keys of a chunk, D head dim
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ import torch
 
 from spanwise.attention.exchange._gradients import check_first_order
 
-# Waits for a piece and gives its keys and values, [B, H, K, D] each, contiguous; or one tensor, if in the forward both
-# lay in one storage. Only storages count: what lies where in them is as in the forward.
+# Waits for a chunk and gives its keys and values, [B, H, K, D] each, contiguous; or one tensor, if in the forward both
+# lay in one storage. Only storages count: positions inside them are those of the forward.
 Fetched = Callable[[], tuple[torch.Tensor, ...]]
 
 
-class Again:
-    """The pieces of one attention call, to be fetched in its backward.
+class Refetch:
+    """The chunks of one attention call, to be fetched in its backward.
 
     Args:
-        fetches: for each piece, in forward order, what starts its collective.
-        chained: whether a piece is fetched from the one after it, which all but the last take as an argument.
-        saved: K and V of the ``i``-th piece as the kernel saved them, ``saved(i, *arrived)``, where that is not what
-            arrives.
+        fetches: for each chunk, in forward order, a function that starts its collective.
+        chained: whether a chunk is fetched from the one after it, which all but the last take as an argument.
+        saved: K and V of the ``i``-th chunk as the kernel saved them, ``saved(i, *arrived)``; default: as they arrive.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class Again:
         self._under_way: dict[int, Fetched] = {}
         self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def forgetting(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
-        """Within it, autograd keeps no tensor that lies in ``k`` or ``v``, which are contiguous: the ``i``-th piece.
+    def not_saving(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
+        """Within it, autograd keeps no tensor that lies in ``k`` or ``v``, which are contiguous: the ``i``-th chunk.
 
-        Other hooks for saved tensors (offloading, checkpointing) see nothing of what is saved within it.
+        Other hooks for saved tensors (offloading, checkpointing) do not see tensors that are saved within it.
         """
         storages = [x.untyped_storage().data_ptr() for x in (k, v)]
 
@@ -73,18 +72,18 @@ class Again:
                 return x
             which, *geometry = note
             with torch.no_grad():
-                piece = self._take(i) if self._saved is None else self._saved(i, *self._take(i))
-            return piece[which].as_strided(*geometry)
+                chunk = self._take(i) if self._saved is None else self._saved(i, *self._take(i))
+            return chunk[which].as_strided(*geometry)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def remind(self, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kernel's results; their backward, which comes before the kernel's, fetches piece ``i``; -1 is none."""
-        return _Remind.apply(self, i, *tensors)
+    def in_backward(self, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The kernel's results; their backward, which runs before the kernel's, fetches chunk ``i``; -1 is no chunk."""
+        return _RefetchInBackward.apply(self, i, *tensors)
 
     def start(self, i: int) -> None:
-        """Start fetching piece ``i`` and the one that the backward needs next."""
-        self._arrived.clear()  # the pieces before have been computed
+        """Start fetching chunk ``i`` and the one that the backward needs next."""
+        self._arrived.clear()  # earlier ones have been computed
         with torch.no_grad():
             for j in (i, i - 1):
                 if j >= 0 and j not in self._under_way:
@@ -98,16 +97,16 @@ class Again:
         return self._arrived[i]
 
     def finish(self, i: int) -> None:
-        """Wait for piece ``i`` where no kernel did: a rank without queries, say."""
+        """Wait for chunk ``i`` where no kernel did, for example on a rank without queries."""
         if i in self._under_way:
             with torch.no_grad():
                 self._under_way.pop(i)()
 
 
-class _Remind(torch.autograd.Function):
+class _RefetchInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: Again, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.again, ctx.i = again, i
+    def forward(ctx: Any, refetch: Refetch, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.refetch, ctx.i = refetch, i
         results = tuple(x.detach() for x in tensors)  # no view: selective checkpoints count those
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, results, strict=True) if not x.requires_grad))
         return results
@@ -115,6 +114,6 @@ class _Remind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         check_first_order()
-        ctx.again.finish(ctx.i + 1)
-        ctx.again.start(ctx.i)
+        ctx.refetch.finish(ctx.i + 1)
+        ctx.refetch.start(ctx.i)
         return None, None, *grads

@@ -1,0 +1,159 @@
+"""Exchange: how K/V travel between groups of ranks. One file a member, one line each in `table`.
+
+An exchange has two halves. Planning asks what it moves, holds and takes: numpy on a plan, for all ranks at once.
+Running asks for one rank's chunks and starts the collectives. "Add an exchange" in docs/ shows a complete one.
+
+Groups are the ranks that read K/V as one: single ranks, or the ranks that trade heads for tokens (Ulysses).
+"""
+
+# G groups, P ranks, n chunks; B batch, H heads of K/V, K keys of a chunk, D head dim
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from spanwise.attention.chunks import Chunk, ChunkBuilder
+from spanwise.attention.exchange.refetch import Fetched, Refetch
+from spanwise.planning.plan_data import Float64, Int64, PlanData
+from spanwise.planning.predict import over_ranks
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class Peers(NamedTuple):
+    """The process group of an exchange.
+
+    Attributes:
+        name: of the process group.
+        rank: this rank's group of ranks, its number in the process group.
+        size: number of groups.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Base of all exchanges. A member defines `name`, `moved`, `chunks` and `start`; the rest has defaults.
+
+    Tokens are K/V tokens between groups, summed over batch rows. ``mask`` is the name of one of the plan's masks.
+
+    Attributes:
+        name: in plans, reports and errors.
+        arrival: how K/V arrive, in words, where `stages` cannot be chosen.
+        baseline: moves all K/V whatever the mask; locality of a layout gains nothing.
+        exact: moves the K/V that are read and no others.
+        chained: a chunk is passed on from rank to rank; its collective starts when the ranks have the chunk before.
+        passes: copies of a chunk's K/V as it arrives, and of its gradients as they leave.
+        keeps_kv: default of ``keep_kv``.
+        saves_memory: considered by "auto" under a memory budget only.
+    """
+
+    name: ClassVar[str] = ""
+    arrival: ClassVar[str] = "in chunks of its own"
+    baseline: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    chained: ClassVar[bool] = False
+    passes: ClassVar[tuple[float, float]] = (2.0, 2.0)
+    keeps_kv: ClassVar[bool] = True
+    saves_memory: ClassVar[bool] = False
+
+    # ---------------------------------------------------------------- planning
+
+    def levels(self, num_ranks: int) -> tuple[int, int]:
+        """``(groups, ranks of a group)`` for so many ranks on a 1-D mesh."""
+        return num_ranks, 1
+
+    def chunk_counts(self, stages: int | None) -> tuple[int, ...]:
+        """Numbers of chunks that `make_plan` may choose from, simplest first; none where `stages` cannot be had."""
+        return (1,) if stages in (None, 1) else ()
+
+    def moved(self, plan: PlanData, mask: str) -> Int64:
+        """Tokens that travel in each chunk of a forward, padding included: int64 ``[n, G receivers, G senders]``."""
+        raise NotImplementedError
+
+    def num_chunks(self, plan: PlanData, mask: str) -> int:
+        """Chunks that arrive from elsewhere; every group has the same number."""
+        return len(self.moved(plan, mask))
+
+    def traffic(self, plan: PlanData, mask: str) -> Int64:
+        """Tokens that each group gets from each other one, without padding: int64 ``[G receivers, G senders]``."""
+        return self.moved(plan, mask).sum(axis=0)
+
+    def most_held(self, plan: PlanData, mask: str) -> Int64:
+        """Tokens that each group holds at most while K/V arrive, in addition to its shard: int64 ``[G]``.
+
+        Count buffers: packed to leave, as received, and in order. Called where at least one chunk travels.
+        """
+        return 2 * plan.kv_held + 2 * self.moved(plan, mask).sum(axis=(0, 2))
+
+    def packed(self, plan: PlanData, mask: str) -> Int64:
+        """Tokens that each group copies once more before they leave: int64 ``[G]``."""
+        return self.moved(plan, mask).sum(axis=(0, 1))
+
+    def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64:
+        """Seconds of each chunk's collective, ``[n]``; of the one that brings its gradients home with `gradients`.
+
+        Args:
+            token_bytes: ``[P]``, bytes of a token on each rank.
+        """
+        tables = (table.T if gradients else table for table in over_ranks(plan, self.moved(plan, mask)))
+        return np.array([plan.hardware.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
+
+    def chunk_work(self, plan: PlanData, mask: str) -> Float64:
+        """(query, key) pairs of each chunk, ``[P, n]``; here in proportion to its tokens."""
+        received = over_ranks(plan, self.moved(plan, mask)).sum(axis=2).T
+        remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
+        return remote[:, None] * received / np.maximum(received.sum(axis=1, keepdims=True), 1.0)
+
+    # ---------------------------------------------------------------- running
+
+    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
+        """One rank's chunks: its own keys first, then those that arrive, in order, each with a route.
+
+        A route is a pytree of tensors that `start` understands. Its sizes are shapes of empty tensors
+        (`chunks.size`), because numbers that differ between plans would make `torch.compile` compile again.
+        """
+        raise NotImplementedError
+
+    def start(
+        self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
+    ) -> Iterator[KV]:
+        """Start bringing `chunks`; iterate to wait for each and get its keys and values. Differentiable.
+
+        The gradients of what arrived go home in the backward. Collectives are in flight when this returns; between two
+        items the caller computes.
+
+        Args:
+            k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
+            chunks: those with a route.
+            label: names the transfer in errors.
+
+        Returns:
+            Iterator over ``[B, H, K, D]`` and ``[B, H, K, Dv]``; under ``chunk.flat`` B is 1 and rows follow one
+            another.
+
+        Raises:
+            spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
+        """
+        raise NotImplementedError
+
+    def refetch(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str) -> Refetch:
+        """Fetches chunks again in the backward, for ``keep_kv=False``; here each with a `start` of its own."""
+        k, v = k.detach(), v.detach()
+
+        def fetch(chunk: Chunk) -> Callable[[], Fetched]:
+            def started() -> Fetched:
+                arriving = self.start(k, v, (chunk,), peers, label)
+                return lambda: tuple(x.contiguous() for x in next(arriving))
+
+            return started
+
+        return Refetch([fetch(chunk) for chunk in chunks])

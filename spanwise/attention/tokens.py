@@ -1,0 +1,139 @@
+"""A rank's tokens cut out of whole tensors, and whole tensors gathered from all ranks' tokens.
+
+Under `batch`, which adds pytrees, labels and losses, and under `verify`.
+"""
+
+# B batch rows (1 where one layout serves all), T tokens of this rank, S tokens of the sequence, F features, R rows
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+from spanwise.attention.exchange import all_gather, failure
+from spanwise.attention.rank_plan import RankPlan, check_rank
+from spanwise.layouts.packing import Side
+from spanwise.layouts.thd_order import check_dim
+from spanwise.planning.plan_data import PlanData
+
+
+def check_side(side: Side) -> None:
+    """``ValueError`` unless `side` is "q" or "kv"."""
+    if side not in ("q", "kv"):
+        raise ValueError(f'side must be "q" or "kv", got {side!r}')
+
+
+def shard_for_rank(
+    plan: PlanData, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: Side = "q"
+) -> Any:
+    """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
+    check_side(side)
+    layout = plan.layout if side == "q" else plan.kv_layout
+    if not 0 <= rank < plan.num_ranks:
+        raise ValueError(f"rank must be in [0, {plan.num_ranks}), got {rank}")
+    tokens = torch.from_numpy(np.stack([layout.indices(rank, row) for row in range(layout.batch_size)]))
+    return _torch.tree_map(lambda t: take(t, tokens, layout.seq_len, dim, batch_dim), x)
+
+
+def take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_dim: int | None) -> torch.Tensor:
+    """Select tokens `index_BT` along `dim`; one index row serves every batch row."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"only tensors can be sharded, got a {type(x).__name__}; take it out of the batch")
+    dim = check_dim(x, dim)
+    if x.shape[dim] != length:
+        raise ValueError(f"dim {dim} must have {length} tokens, got a tensor of shape {tuple(x.shape)}")
+    index_BT = to_device_of(x, index_BT)
+    if index_BT.shape[0] == 1:
+        return x.index_select(dim, index_BT[0])
+    if batch_dim is None:
+        return torch.stack([x.index_select(dim, row) for row in index_BT])
+    batch_dim = check_dim(x, batch_dim)
+    if batch_dim == dim or x.shape[batch_dim] != index_BT.shape[0]:
+        raise ValueError(
+            f"the plan lays out {index_BT.shape[0]} batch rows differently, so batch_dim must be a dim of that size "
+            f"other than dim={dim}; got batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}. Pass "
+            f"batch_dim=None for a tensor without a batch dim"
+        )
+    shape = [1] * x.dim()
+    shape[batch_dim], shape[dim] = index_BT.shape
+    index = (index_BT if batch_dim < dim else index_BT.t()).reshape(shape)
+    expanded = list(x.shape)
+    expanded[dim] = index_BT.shape[1]
+    return x.gather(dim, index.expand(expanded))
+
+
+def to_device_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`index` on the device of `x`."""
+    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
+    return index.to(x.device, non_blocking=x.device.type != "cpu")
+
+
+def gather(
+    plan: PlanData | RankPlan,
+    local: RankPlan,
+    mesh: DeviceMesh | None,
+    x: torch.Tensor,
+    dim: int,
+    batch_dim: int | None,
+    side: Side,
+) -> torch.Tensor:
+    """The whole sequence of `x`, this rank's tokens along `dim`; see `spanwise.unshard`."""
+    dim = check_dim(x, dim)
+    tokens = (local.tokens if side == "q" else local.key_tokens).shape[1]
+    if x.shape[dim] != tokens:
+        kind = "tokens" if side == "q" else "keys"
+        raise ValueError(
+            f"dim {dim} must have rank {local.rank}'s {tokens} {kind}, got a tensor of shape {tuple(x.shape)}"
+        )
+    if x.is_complex():
+        raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
+    if local.num_ranks == 1:
+        return x
+    check_rank(local, mesh)
+    assert mesh is not None
+    restore, padded = local.restore, local.padded.shape[0]
+    if side == "kv" and local.kv_tokens is not None:
+        if not isinstance(plan, PlanData):
+            raise ValueError("a RankPlan does not know where other ranks' keys lie; pass the Plan")
+        restore = to_device_of(x, torch.from_numpy(plan.kv_layout.slots()))
+        padded = int(plan.kv_layout.tokens_per_rank.max())
+    if local.batched:
+        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
+            raise ValueError(
+                f"the plan lays out {local.tokens.shape[0]} batch rows differently; batch_dim={batch_dim} of a tensor "
+                f"of shape {tuple(x.shape)} is not a dim of that size other than dim={dim}"
+            )
+        x_BTx = x.movedim((batch_dim, dim), (0, 1))
+    else:
+        x_BTx = x.movedim(dim, 0).unsqueeze(0)
+    rest = x_BTx.shape[2:]
+    rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
+    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
+    if not rest:
+        full_BSx = full_BSx.squeeze(-1)
+    if local.batched:
+        assert batch_dim is not None
+        return full_BSx.movedim((0, 1), (batch_dim, dim))
+    return full_BSx.squeeze(0).movedim(0, dim)
+
+
+def _gather_rows(
+    x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, restore: torch.Tensor, padded: int
+) -> torch.Tensor:
+    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
+    label, batch = "shards (unshard, roll)", x_BTF.shape[0]
+    rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
+    for axis in reversed(range(mesh.ndim)):  # the last axis first: so ranks come in the order of their numbers
+        name, size = _torch.group_name(mesh.get_group(axis)), mesh.size(axis)
+        if x_BTF.is_floating_point():
+            rows_RF = all_gather.wait(all_gather.start(rows_RF, size, name, label), size, name, label)
+        else:
+            what = f"all-gather of {label}"
+            pending = failure.start(what, name, _torch.start_all_gather, rows_RF, size, name)
+            rows_RF = failure.wait(pending, what, name)
+    at = all_gather.spread_slots(restore, local.batched, padded, batch).flatten()
+    return rows_RF.index_select(0, at).unflatten(0, (batch, -1))

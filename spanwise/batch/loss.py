@@ -1,0 +1,68 @@
+"""The loss of a sharded batch: one mean over the valid tokens of all ranks.
+
+A mean of the ranks' means would weight tokens by the rank they are on, so the sum is divided by the number of valid
+tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise.attention.exchange import failure
+
+IGNORE_INDEX = -100
+
+
+class _GlobalMean(torch.autograd.Function):
+    """Sum over ranks divided by `count`; the backward scales by the mesh size, which an averaging reducer undoes."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+        ctx.scale = (1 if mesh is None else mesh.size()) / count
+        return (total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")) / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.scale, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None, *, num_valid: int | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean cross-entropy over the valid tokens of all ranks of `mesh`; the same value on every rank.
+
+    Its gradient is scaled so that averaging parameter gradients over `mesh`, as FSDP2 and DDP do, gives the gradient of
+    that mean. Call it on every rank.
+
+    Args:
+        logits: ``[…, vocab]``, any floating dtype; computed in float32 at least.
+        labels: int64 ``[…]``; −100 is ignored.
+        mesh: every axis over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
+        num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
+            micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
+
+    Returns:
+        A scalar; 0 with gradient 0 if no rank has a valid token.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+        )
+    scores = logits.flatten(0, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    if num_valid is None:
+        count = (labels != IGNORE_INDEX).sum()
+        count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
+    elif isinstance(num_valid, torch.Tensor):
+        count = num_valid.to(logits.device, non_blocking=logits.device.type != "cpu")
+    else:
+        if not (math.isfinite(num_valid) and num_valid >= 0):
+            raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
+        # Written where it is needed: to copy it there, as `as_tensor` does, would make the host wait.
+        count = torch.full((), num_valid, device=logits.device)
+    return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)

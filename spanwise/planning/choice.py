@@ -1,0 +1,110 @@
+"""The choice among plans that "auto" considers: by a memory budget, then by predicted seconds, with the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spanwise.planning import memory
+from spanwise.planning.plan import Plan
+from spanwise.planning.plan_data import Candidate
+
+_TOLERANCE = 0.05  # predictions are not finer
+_SAVED = 0.7  # a baseline is no simpler where as fast a plan receives at most this share of its tokens
+_EXPOSED = 0.5  # an exchange that takes more than this share of a balanced forward's compute bounds the step
+# "auto" prices with this shape where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
+_NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
+
+
+def within_budget(plans: list[Plan], budget: int) -> list[Plan]:
+    """The plans whose exchanges hold at most so many bytes on any rank."""
+    held = [memory.held(plan) for plan in plans]
+    fitting = [plan for plan, num_bytes in zip(plans, held, strict=True) if num_bytes <= budget]
+    if not fitting:
+        least = min(range(len(plans)), key=lambda i: held[i])
+        raise ValueError(
+            f"no plan of those considered holds at most memory_budget={budget:,} bytes for its exchange; the least is "
+            f"{_name(plans[least])} with {held[least]:,} bytes: allow more, use more ranks, or keep_kv=False"
+        )
+    return fitting
+
+
+def exchange_bound(plans: list[Plan]) -> bool:
+    """Whether little can be hidden: a layout of hardly any traffic, contiguous, still exchanges for too long."""
+    least = next((plan for plan in plans if plan.kv_exchange.exact), None)
+    if least is None:
+        return False
+    work, seconds = _weighted_work(least), _with_shape(least).predict()
+    balanced = seconds["compute_forward"] * (work.mean() / work.max() if work.any() else 1.0)
+    return bool(seconds["exchange_forward"] > _EXPOSED * balanced)
+
+
+def fastest(plans: list[Plan]) -> Plan:
+    """The simplest plan within the tolerance of the fastest, with the reason; plans are in order of simplicity."""
+    candidates = [_priced(plan) for plan in plans]
+    seconds = [candidate.seconds["total"] for candidate in candidates]
+    fast = [i for i, value in enumerate(seconds) if value <= min(seconds) * (1 + _TOLERANCE)]
+    # As fast, but far more bytes to hold and to send, is not simpler.
+    limit = min(candidates[i].recv_mean for i in fast) / _SAVED
+    simple = (i for i in fast if not plans[i].kv_exchange.baseline or candidates[i].recv_mean < limit)
+    chosen = next(simple, fast[0])
+    reason = _reason(plans, seconds, chosen)
+    return plans[chosen].replace(reason=reason, candidates=tuple(candidates))
+
+
+def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
+    """Why `chosen`, compared with the best of the plain plans: those that a user would have without a search."""
+    plan = plans[chosen]
+    plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.baseline]
+    usual = min(plain, key=lambda i: seconds[i], default=0)
+    others = [i for i in range(len(plans)) if i not in plain]
+    reason = f"{_name(plan)}: {_ms(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
+    if chosen in plain and others:
+        other = min(others, key=lambda i: seconds[i])
+        reason += f"; no gain from the other ways, {_name(plans[other])} is the fastest of them ({_ms(seconds[other])})"
+    elif plain and chosen not in plain:
+        gain = f"{seconds[usual] / seconds[chosen]:.2f} times as fast as" if seconds[chosen] else "against"
+        reason += f", {gain} {_name(plans[usual])} ({_ms(seconds[usual])})"
+    else:
+        reason += f", the least of all that was considered within {_TOLERANCE:.0%}"
+    if plan.num_q_heads is None or plan.head_dim is None:
+        heads, kv_heads, dim, _ = _nominal_shape(plan.inner).values()
+        reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, since num_q_heads and head_dim were "
+        reason += "not both given"
+    return reason
+
+
+def _nominal_shape(inner: int) -> dict[str, int]:
+    """The shape to price with where none is given: the assumed one, or the next that `inner` ranks can share."""
+    kv_heads, dim = _NOMINAL_KV_HEADS, _NOMINAL_DIM
+    if 4 * kv_heads % inner:
+        kv_heads = -(-kv_heads // inner) * inner
+    return {"num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
+
+
+def _with_shape(plan: Plan) -> Plan:
+    missing = plan.num_q_heads is None or plan.head_dim is None
+    return plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+
+
+def _weighted_work(plan: Plan) -> np.ndarray:
+    return np.sum([weight * plan.work(name) for name, weight in plan.weights.items()], axis=0)
+
+
+def _priced(plan: Plan) -> Candidate:
+    nominal, work = _with_shape(plan), _weighted_work(plan)
+    recv = np.sum([weight * plan.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)
+    imbalance = float(work.max() / work.mean()) if work.any() else 1.0
+    return Candidate(
+        plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()),
+        memory.held(nominal), nominal.predict(),
+    )  # fmt: skip
+
+
+def _name(plan: Plan) -> str:
+    chunks = f" in {plan.stages} chunks" if plan.stages > 1 else ""
+    inside = f", Ulysses inside {plan.inner}" if plan.inner > 1 and plan.num_groups > 1 else ""
+    return f"{plan.balancer} with {plan.exchange}{chunks}{inside}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

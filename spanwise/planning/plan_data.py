@@ -1,0 +1,370 @@
+"""PlanData: masks, a layout and how K/V travel, and what follows for every rank. Data; no rank reads anything here.
+
+`Plan` adds the methods that users call. What computes from a plan stands in functions that take it: `memory` (bytes),
+`predict` (seconds), `explain` (text), `files`, and `attention.rank_plan` (one rank's tensors).
+
+    mask -> balancer -> layout -> Plan -> plan.local(mesh, device) -> exchange, kernels
+"""
+
+# G groups: the ranks that trade heads among themselves (Ulysses); single ranks without it
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spanwise.hardware import Hardware
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.packing import Packing
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning import traffic
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+Of = TypeVar("Of", bound="PlanData")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One choice that "auto" considered.
+
+    Attributes:
+        balancer, exchange, stages: as the plan's.
+        imbalance: busiest over mean work, all masks by weight.
+        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight.
+        held: bytes that the busiest rank holds for exchanges, as `make_plan` compares them with a memory budget.
+        seconds: result of `Plan.predict`.
+    """
+
+    balancer: str
+    exchange: str
+    stages: int
+    imbalance: float
+    recv_mean: float
+    recv_max: float
+    held: int
+    seconds: Mapping[str, float]
+
+
+class KVExchange(Protocol):
+    """What planning asks of an exchange; `attention.exchange.base.Exchange` documents each member."""
+
+    name: ClassVar[str]
+    arrival: ClassVar[str]
+    baseline: ClassVar[bool]
+    exact: ClassVar[bool]
+    chained: ClassVar[bool]
+    passes: ClassVar[tuple[float, float]]
+    keeps_kv: ClassVar[bool]
+    saves_memory: ClassVar[bool]
+
+    def levels(self, num_ranks: int) -> tuple[int, int]: ...
+    def chunk_counts(self, stages: int | None) -> tuple[int, ...]: ...
+    def num_chunks(self, plan: PlanData, mask: str) -> int: ...
+    def moved(self, plan: PlanData, mask: str) -> Int64: ...
+    def traffic(self, plan: PlanData, mask: str) -> Int64: ...
+    def most_held(self, plan: PlanData, mask: str) -> Int64: ...
+    def packed(self, plan: PlanData, mask: str) -> Int64: ...
+    def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64: ...
+    def chunk_work(self, plan: PlanData, mask: str) -> Float64: ...
+    def chunks(self, builder: Any, mask: str) -> Any: ...
+
+
+class HeadExchange(Protocol):
+    """What planning asks of the trade of heads for tokens; see `attention.exchange.ulysses.Ulysses`."""
+
+    def received(self, plan: PlanData) -> Int64: ...
+    def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64: ...
+    def saved(self, plan: PlanData) -> Int64: ...
+    def copied(self, plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]: ...
+    def trade_seconds(self, plan: PlanData, *, backward: bool) -> tuple[float, float]: ...
+    def trade(self, plan: PlanData, layout: Layout, groups: Layout, rank: int, device: Any) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanData:
+    """The part of every rank. Immutable, picklable, equal when fingerprints are equal.
+
+    Attributes:
+        masks: mask by name, all over the same tokens.
+        layout: token runs of every rank.
+        kv_layout: K/V tokens of every rank; equals `layout`, except in cross attention.
+        num_ranks: ranks of the cp axis or axes.
+        inner: ranks that trade heads for tokens among themselves (Ulysses); 1 without it. Ranks ``[0, inner)`` are the
+            first such group.
+        block_size: tile in tokens.
+        balancer: name of the balancer.
+        kv_exchange: moves K/V between groups.
+        head_exchange: trades heads for tokens inside groups; None where `inner` is 1.
+        stages: chunks in which the K/V of other ranks shall arrive; `num_chunks` gives the number for each mask.
+        keep_kv: whether received K/V are kept for the backward; otherwise they are fetched again.
+        weights: layers that use each mask.
+        num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, or None if not given.
+        dtype: name of the K/V dtype.
+        itemsize: bytes of one K/V element.
+        hardware: rates that `predict` uses.
+        cu_seqlens: document offsets of each batch row, or None.
+        packing: where packed sequences lie in storage, or None.
+        reason: why this layout and this exchange were chosen.
+        candidates: choices that "auto" compared; empty if nothing was left to it.
+    """
+
+    masks: dict[str, SpanMask]
+    layout: Layout
+    kv_layout: Layout
+    num_ranks: int
+    inner: int
+    block_size: int
+    balancer: str
+    kv_exchange: KVExchange
+    head_exchange: HeadExchange | None
+    stages: int
+    keep_kv: bool
+    weights: dict[str, float]
+    num_q_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    v_head_dim: int | None
+    dtype: str
+    itemsize: int
+    hardware: Hardware
+    cu_seqlens: tuple[np.ndarray, ...] | None
+    packing: Packing | None
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange that moves K/V between groups."""
+        return self.kv_exchange.name
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the sequence."""
+        return self.layout.seq_len
+
+    @property
+    def kv_len(self) -> int:
+        """Keys of the sequence; `seq_len`, except in cross attention."""
+        return self.kv_layout.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows that the masks distinguish; 1 serves any batch. The layout has as many, or one for all."""
+        return max(mask.batch_size for mask in self.masks.values())
+
+    def mask(self, name: str = "default") -> SpanMask:
+        """The mask called ``name``; ``ValueError`` lists the names there are."""
+        if name not in self.masks:
+            raise ValueError(f"the plan has no mask named {name!r}; it has {sorted(self.masks)}")
+        return self.masks[name]
+
+    def runs(self, rank: int, row: int = 0) -> Int64:
+        """Token runs of ``rank`` in batch row ``row``, int64 ``[n, 2]``. One layout row serves every batch row."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
+        return self.layout.runs(rank, row if self.layout.batch_size > 1 else 0)
+
+    @functools.cached_property
+    def causal(self) -> tuple[str, ...]:
+        """Names of the masks that are the plain causal mask."""
+        if self.kv_len != self.seq_len:
+            return ()
+        causal = SpanMask.causal(self.seq_len)
+        return tuple(sorted(name for name, mask in self.masks.items() if mask == causal))
+
+    # ---------------------------------------------------------------- work and traffic of every rank
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of `inner` ranks; a group reads K/V as one."""
+        return self.num_ranks // self.inner
+
+    @functools.cached_property
+    def groups(self) -> Layout:
+        """Tokens of each group; `layout` itself without Ulysses."""
+        return self.layout.grouped(self.inner)
+
+    @functools.cached_property
+    def kv_groups(self) -> Layout:
+        """K/V tokens of each group."""
+        return self.kv_layout.grouped(self.inner)
+
+    @property
+    def kv_held(self) -> Int64:
+        """K/V tokens of each group, summed over batch rows; int64 ``[G]``."""
+        return self.batch_size * self.kv_groups.tokens_per_rank
+
+    def work(self, mask: str = "default") -> np.ndarray:
+        """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``.
+
+        Under Ulysses each rank of a group computes every pair of the group for its share of the heads: the area over
+        `inner`, float64.
+
+        >>> import spanwise
+        >>> spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="contiguous", block_size=1).work()
+        array([10, 26])
+        """
+        self.mask(mask)
+        return self._of_ranks(self._work[mask])
+
+    def _of_ranks(self, of_groups: np.ndarray) -> np.ndarray:
+        return of_groups if self.inner == 1 else np.repeat(of_groups / self.inner, self.inner)
+
+    @functools.cached_property
+    def _work(self) -> dict[str, Int64]:
+        return {name: traffic.area(mask, self.groups, self.batch_size) for name, mask in self.masks.items()}
+
+    def imbalance(self, mask: str = "default") -> float:
+        """Largest over mean work of the ranks; 1.0 is perfect, and the value for an empty mask."""
+        work = self.work(mask)
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def needs(self, rank: int, mask: str = "default", row: int = 0) -> Int64:
+        """K/V runs that ``rank`` reads and its group does not own, int64 ``[n, 2]``, ascending, disjoint."""
+        self.mask(mask)
+        return self._needs[mask][row][rank // self.inner]
+
+    @functools.cached_property
+    def _needs(self) -> dict[str, traffic.Needs]:
+        layouts = self.groups, self.kv_groups
+        return {name: traffic.needs(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+
+    def needed_tokens(self, mask: str = "default") -> Int64:
+        """K/V tokens that each rank reads and its group does not own, summed over batch rows; int64 ``[num_ranks]``.
+
+        No exchange can move less for this layout.
+        """
+        return np.repeat(self.needed_traffic(mask).sum(axis=1), self.inner)
+
+    def local_work(self, mask: str = "default") -> np.ndarray:
+        """The part of `work` whose keys the rank's group holds; the same dtype."""
+        self.mask(mask)
+        return self._of_ranks(self._local_work[mask])
+
+    @functools.cached_property
+    def _local_work(self) -> dict[str, Int64]:
+        layouts = self.groups, self.kv_groups
+        return {name: traffic.local_area(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+
+    def traffic(self, mask: str = "default") -> Int64:
+        """K/V tokens that each rank gets from each other one in a forward; int64 ``[receivers, senders]``.
+
+        Summed over batch rows. The exchange decides: all tokens of the others, whole shards from the rank that passes
+        them on, or only tokens that the receiver reads. Under Ulysses a token comes for the receiver's heads only:
+        those of the other ranks of its group, and from each other group through the rank of the same place in it.
+        """
+        self.mask(mask)
+        groups = self.kv_exchange.traffic(self, mask)
+        if self.inner == 1:
+            return groups
+        between = np.kron(groups, np.eye(self.inner, dtype=np.int64))
+        rank = np.arange(self.num_ranks)
+        inside = (rank[:, None] // self.inner == rank // self.inner) & (rank[:, None] != rank)
+        return between + inside * self.batch_size * self.kv_layout.tokens_per_rank
+
+    def needed_traffic(self, mask: str = "default") -> Int64:
+        """K/V tokens that each group reads of each other one; int64 ``[G receivers, G senders]``."""
+        self.mask(mask)
+        return self._needed_traffic[mask]
+
+    @functools.cached_property
+    def _needed_traffic(self) -> dict[str, Int64]:
+        return {name: traffic.needed_traffic(rows, self.kv_groups) for name, rows in self._needs.items()}
+
+    def num_chunks(self, mask: str = "default") -> int:
+        """Chunks in which the K/V of other groups arrive; 0 where nothing travels."""
+        self.mask(mask)
+        return self.kv_exchange.num_chunks(self, mask)
+
+    def recv_tokens(self, mask: str = "default") -> Int64:
+        """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
+
+        The sums of `traffic` by receiver.
+        """
+        return self.traffic(mask).sum(axis=1)
+
+    # ---------------------------------------------------------------- the attention's shape
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of one element of dK/dV on their way home: they travel in float32 at least."""
+        return max(self.itemsize, 4)
+
+    @property
+    def attention_shape(self) -> tuple[int, int, int, int]:
+        """num_q_heads, num_kv_heads, head_dim, v_head_dim."""
+        shape = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        assert None not in shape  # as require_shape made sure
+        return shape  # type: ignore[return-value]
+
+    def require_shape(self, what: str) -> None:
+        """``ValueError`` that `what` needs the shape of the attention, if the plan was made without it."""
+        missing = [n for n in ("num_q_heads", "num_kv_heads", "head_dim") if getattr(self, n) is None]
+        if missing:
+            raise ValueError(f"{what} needs {', '.join(missing)}: pass them to make_plan")
+
+    # ---------------------------------------------------------------- variants and identity
+
+    def count(self) -> None:
+        """Computes areas and traffic now; variants made by `replace` share them."""
+        _ = self._work, self._local_work, self._needed_traffic
+
+    def replace(self: Of, **changes: Any) -> Of:
+        """The plan with other fields; areas and traffic are kept unless masks, layout or ranks change."""
+        other = dataclasses.replace(self, **changes)
+        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
+            for name in ("groups", "kv_groups", "_work", "_needs", "_local_work", "_needed_traffic", "causal"):
+                if name in self.__dict__:
+                    other.__dict__[name] = self.__dict__[name]
+        return other
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that must agree across ranks."""
+        digest = hashlib.blake2b(digest_size=16)
+        header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
+        digest.update(json.dumps(header, sort_keys=True).encode())
+        digest.update(self.layout.digest())
+        digest.update(self.kv_layout.digest())
+        for name in sorted(self.masks):
+            digest.update(name.encode())
+            digest.update(self.masks[name].digest())
+        for cu in self.cu_seqlens or ():
+            digest.update(np.ascontiguousarray(cu, dtype=np.int64).tobytes())
+        if self.packing is not None:
+            digest.update(self.packing.digest())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanData) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def header(self) -> dict[str, Any]:
+        """All fields that JSON can hold: everything except arrays."""
+        plain = (
+            "num_ranks", "inner", "block_size", "balancer", "exchange", "stages", "keep_kv", "weights", "num_q_heads",
+            "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize", "reason",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in plain} | {
+            "hardware": self.hardware.to_dict(),
+            "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Cached values can be computed again, and a rank's tensors have no place in a message between processes.
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def built(self) -> dict[Any, Any]:
+        """Rank plans built from this object, so that each layer of a model gets the same one."""
+        return {}
