@@ -118,7 +118,7 @@ def test_timeline_of_a_plan(exchange: str, keep_kv: bool) -> None:
     flops = attention_flops(float(plan.work().max()), 8, 16, 24, backward=False)
     assert simulated.forward.compute >= flops / 1e6 > 0
     fetches = simulated.backward.exchange_names
-    assert any("again" in name for name in fetches) != keep_kv
+    assert any("refetched" in name for name in fetches) != keep_kv
     # Streams are in order, and nothing overlaps with itself.
     for rank, stream in itertools.product(range(4), ("compute", "exchange")):
         mine = [x for x in simulated.intervals if x.rank == rank and x.stream == stream]
