@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention import kernels
 from spanwise.attention.attention import merged
+from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import Piece
 from spanwise.attention.rank_plan import RankPlan, build
 
@@ -49,7 +50,7 @@ def documents(tokens: int, seed: int) -> np.ndarray:
 def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.dtype) -> tuple[Step, int]:
     """Forward and backward of the busiest rank, with its K/V pieces at hand; and that rank."""
     rank = int(np.argmax(plan.work()))
-    local: RankPlan = build(plan, rank, device, tables=kernel if kernel in ("flex", "varlen") else None)
+    local: RankPlan = build(plan, rank, device, kernel=KERNELS[kernel])
     stages = local.stages["default"]
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
@@ -57,13 +58,13 @@ def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.d
 
     q = draw(HEADS, local.tokens.shape[1])
     pieces = [(draw(KV_HEADS, stage.kv_pos.shape[1]), draw(KV_HEADS, stage.kv_pos.shape[1])) for stage in stages]
-    kernels.check(kernel, q, *pieces[0], stages[0], score_mod=None, softcap=None, max_logit=False)
+    KERNELS[kernel].check(q, *pieces[0], stages[0], AttentionOptions())
     cotangent = torch.randn_like(q)
     leaves = [q, *(x for pair in pieces for x in pair)]
 
     def step() -> None:
-        there, options = (Piece(k, v) for k, v in pieces), {"scale": HEAD_DIM**-0.5}
-        out, *_ = merged(kernel, q, there, stages, local.tokens, options, max_logit=False)
+        there, options = (Piece(k, v) for k, v in pieces), AttentionOptions(HEAD_DIM**-0.5)
+        out, *_ = merged(KERNELS[kernel], q, there, stages, local.tokens, options, max_logit=False)
         torch.autograd.grad(out, leaves, cotangent)
 
     return step, rank

@@ -19,10 +19,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spanwise.attention import kernels
 from spanwise.attention.chunks import Stage
 from spanwise.attention.exchange import failure, ulysses
+from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
+from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import Piece, kv_pieces
 from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
 from spanwise.planning.heads import check_heads, kv_heads_held
@@ -60,7 +61,7 @@ def context_parallel_attention(
     *,
     mask: str = "default",
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | Kernel = "auto",
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -78,7 +79,8 @@ def context_parallel_attention(
         mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
-        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA); see `spanwise.attention.kernels.resolve`.
+        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA), or a `Kernel` of your own; see
+            `spanwise.attention.kernels.table.resolve`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
             "reference" and "flex".
         softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
@@ -119,7 +121,7 @@ def _attend(
     *,
     mask: str,
     scale: float | None,
-    kernel: str,
+    kernel: str | Kernel,
     score_mod: Callable[..., Any] | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -128,10 +130,9 @@ def _attend(
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
         return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
-    local, kernel = _checked(q, k, v, plan, mesh, request, mask, kernel, score_mod, softcap, sinks)
+    local, chosen = _checked(q, k, v, plan, mesh, request, mask, scale, kernel, score_mod, softcap, sinks)
     stages, batch = local.stages[mask], q.shape[0]
     flat = stages[0].flat
-    options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
 
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
     num_heads, first = q.shape[1], 0
@@ -152,8 +153,8 @@ def _attend(
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # No name holds the pieces: the last one would live on while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens, {**options, "score_mod": score_mod},
-        max_logit=request.max_logit,
+        chosen, q, kv_pieces(k, v, stages, local, mesh, mask), stages, tokens,
+        AttentionOptions(scale, score_mod, softcap), max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
@@ -180,12 +181,13 @@ def _checked(
     mesh: DeviceMesh | None,
     request: AuxRequest,
     mask: str,
-    kernel: str,
+    scale: float | None,
+    kernel: str | Kernel,
     score_mod: Callable[..., Any] | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-) -> tuple[RankPlan, str]:
-    """The rank plan and the kernel's name; raises for whatever one rank can know to be wrong.
+) -> tuple[RankPlan, Kernel]:
+    """The rank plan and the kernel; raises for whatever one rank can know to be wrong.
 
     An error on one rank after an exchange has started would leave the others waiting.
     """
@@ -196,12 +198,12 @@ def _checked(
         )
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
-    kernel = kernels.resolve(kernel, q.device, score_mod)
+    chosen = resolve(kernel, q.device, score_mod)
     if softcap is not None and score_mod is not None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    local = plan.local(mesh, q.device, kernel=chosen) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1:
         check_rank(local, mesh)
     if mask not in local.stages:
@@ -211,17 +213,17 @@ def _checked(
     likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
     if stage.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
-    kernels.check(kernel, *likes, stage, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
-    return local, kernel
+    chosen.check(*likes, stage, AttentionOptions(scale, score_mod, softcap), max_logit=request.max_logit)
+    return local, chosen
 
 
 def merged(
-    kernel: str,
+    kernel: Kernel,
     q: torch.Tensor,
     pieces: Iterator[Piece],
     stages: tuple[Stage, ...],
     tokens: torch.Tensor,
-    options: dict[str, Any],
+    options: AttentionOptions,
     *,
     max_logit: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -232,19 +234,19 @@ def merged(
     Args:
         q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
         pieces: K/V of each of the stages, in order.
-        options: ``scale``, and ``score_mod`` and ``softcap`` where there are any.
+        options: as the kernel takes them.
     """
-    queries, merging = kernels.queries(kernel, q), Merging()
+    queries, merging = kernel.queries(q), Merging()
     top = None
     for stage in stages:
         piece = next(pieces)
 
         def attend(k: torch.Tensor, v: torch.Tensor, stage: Stage = stage) -> Part:
-            return kernels.attend_part(kernel, queries, k, v, stage, tokens, **options)
+            return kernel.attend_part(queries, k, v, stage, tokens, options)
 
         merging.add(piece.attended(attend))
         if max_logit:
-            largest = kernels.max_logit(kernel, q.detach(), piece.k.detach(), stage, tokens, **options)
+            largest = kernel.max_logit(q.detach(), piece.k.detach(), stage, tokens, options)
             top = largest if top is None else torch.maximum(top, largest)
         del piece  # or it would live until the one after next has arrived
     return *merging.result(), top

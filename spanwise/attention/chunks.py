@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from spanwise import _torch
 from spanwise.attention.exchange.needed import Route
 from spanwise.attention.exchange.ring import Hop
+from spanwise.attention.kernels.base import Kernel
 from spanwise.layouts.layout import (
     count_tokens,
     intersect_runs,
@@ -31,12 +32,6 @@ from spanwise.planning.chunking import piece_of
 from spanwise.planning.plan import Plan
 from spanwise.planning.traffic import row_of
 
-if TYPE_CHECKING:
-    from spanwise.attention.kernels.flex import FlexTables
-    from spanwise.attention.kernels.varlen import VarlenTables
-
-FLEX_BLOCK_SIZE = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -45,7 +40,7 @@ class Stage:
     Attributes:
         start, end: int32 ``[B or 1, n, T]``, spans as indices into the piece.
         kv_pos: int32 ``[B or 1, keys]``, global position of each key of the piece.
-        tables: block tables for the flex kernel, rounds for the varlen kernel, or None.
+        tables: those of the kernel that the rank plan was built for, or None.
         take: int64 ``[B, keys]``, where the keys lie in the gathered, padded shards, ordered ``[rank, row, token]`` and
             flattened; None unless an all-gather brings them.
         route: which rows travel, if only the needed ones do; None otherwise.
@@ -57,7 +52,7 @@ class Stage:
     start: torch.Tensor
     end: torch.Tensor
     kv_pos: torch.Tensor
-    tables: FlexTables | VarlenTables | None
+    tables: Any
     take: torch.Tensor | None
     route: Route | None
     hop: Hop | None
@@ -72,11 +67,11 @@ class Stages:
     """Builds the stages of one group of a plan.
 
     Args:
-        tables: the kernel whose tables are built too, "flex" or "varlen".
+        kernel: the kernel that will attend: its tables are built, and chunks get the sizes that it asks for.
     """
 
-    def __init__(self, plan: Plan, group: int, device: torch.device, tables: str | None) -> None:
-        self.plan, self.group, self.device, self.tables = plan, group, device, tables
+    def __init__(self, plan: Plan, group: int, device: torch.device, kernel: Kernel) -> None:
+        self.plan, self.group, self.device, self.kernel = plan, group, device, kernel
 
     def of(self, name: str) -> tuple[Stage, ...]:
         """Those of the mask called ``name``: the local one, and the others in the order of their arrival."""
@@ -149,7 +144,7 @@ class Stages:
         for distance in self.plan.hops(name):
             owner = (self.group - distance) % self.plan.num_groups
             tokens = rows * layout.num_tokens(owner)
-            hop = Hop(received=size(tokens, self.device), stride=distance - before, spare=self.tables == "flex")
+            hop = Hop(received=size(tokens, self.device), stride=distance - before, spare=self.kernel.pads_keys)
             stages.append(self._piece(name, self._held(owner, rows), self._spare(tokens), hop=hop))
             before = distance
         return tuple(stages)
@@ -189,8 +184,8 @@ class Stages:
             sent = [at[piece == i] for at, piece in zip(send, send_piece, strict=True)]
             spare = self._spare(len(order))
             places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
-            # Never 0 or 1 with spare keys; and the flex kernel has to know that there are some.
-            mark = _torch.mark_dynamic if self.tables == "flex" else _torch.mark_unbacked
+            # Never 0 or 1 with spare keys; and a kernel that asks for them has to know that there are some.
+            mark = _torch.mark_dynamic if self.kernel.pads_keys else _torch.mark_unbacked
             route = Route(
                 # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
                 send=_torch.mark_unbacked(on_device(np.concatenate(sent), device), 0),
@@ -199,40 +194,25 @@ class Stages:
                 recv_sizes=tuple(
                     size(n, device) for n in np.bincount(sender[mine], minlength=plan.num_groups).tolist()
                 ),
-                spare=self.tables == "flex",
+                spare=self.kernel.pads_keys,
             )
             stages.append(self._piece(name, keys, spare, route=route))
         return tuple(stages)
 
     def _spare(self, num_keys: int) -> int:
-        """Keys that no span reads, added so that one compiled flex kernel serves plans whose K/V lengths differ."""
-        if self.tables != "flex":
-            return 0
-        from spanwise.attention.kernels.flex import kv_capacity
-
-        return kv_capacity(num_keys, FLEX_BLOCK_SIZE) - num_keys
+        """Keys that no span reads, added so that one compiled kernel serves plans whose K/V lengths differ."""
+        return self.kernel.capacity(num_keys) - num_keys
 
     def _tensors(self, mask: SpanMask, num_spans: int, key_tokens: np.ndarray) -> dict[str, Any]:
-        built: Any = None
         # All stages get the same number of spans, and never one that alone would be a constant to torch.compile.
-        width = max(2, num_spans)
-        if self.tables == "varlen":
-            from spanwise.attention.kernels._segments import cut_rounds
-            from spanwise.attention.kernels.varlen import VarlenTables
-
-            built = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, key_tokens.shape[1]), self.device)
-        if self.tables == "flex":
-            from spanwise.attention.kernels.flex import FlexTables, pad_spans
-            from spanwise.masks.flex import block_tables
-
-            width = pad_spans(num_spans)
+        width, num_keys = self.kernel.num_spans(num_spans), key_tokens.shape[1]
+        if mask.kv_len != num_keys:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-            built = FlexTables.from_numpy(
-                block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), self.device
-            )
+            mask = SpanMask(mask.start, mask.end, num_keys)
+        built = self.kernel.tables(mask, self.device)
         spare = width - mask.num_spans
         start, end = (on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), self.device) for x in (mask.start, mask.end))
-        if self.tables != "flex":  # the flex kernel needs a constant number of queries
+        if self.kernel.dynamic_queries:
             for x in (start, end):
                 _torch.mark_dynamic(_torch.mark_dynamic(x, 1), 2)
         kv_pos = _torch.mark_dynamic(on_device(key_tokens.astype(np.int32), self.device), 1)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from spanwise.attention.kernels.base import Kernel
     from spanwise.attention.rank_plan import RankPlan
     from spanwise.planning.timeline import Timeline
 
@@ -469,7 +470,7 @@ class Plan:
         return {}
 
     def local(
-        self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
+        self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str | Kernel = "auto"
     ) -> RankPlan:
         """This rank's tensors, as a frozen pytree; see :func:`spanwise.attention.rank_plan.local_plan`."""
         from spanwise.attention import rank_plan

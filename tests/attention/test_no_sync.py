@@ -14,50 +14,60 @@ import pytest
 ROOT = Path(__file__).parents[2] / "spanwise"
 
 # What a step calls; everything else is reached from here.
-DOORS = ["attention.py", "batch.py", "packed.py", "parallel.py", "thd_order.py"]
+DOORS = [
+    "attention/attention.py",
+    "attention/context_parallel.py",
+    "attention/packed.py",
+    "batch/batch.py",
+    "layouts/thd_order.py",
+]
 HOT = [
     *DOORS,
     "_torch.py",
-    "kv_pieces.py",
-    "rank_plan.py",
-    "kernels/__init__.py",
-    "kernels/_checks.py",
-    "kernels/_flex_cpu.py",
-    "kernels/_rounds.py",
-    "kernels/flex.py",
-    "kernels/merge.py",
-    "kernels/reference.py",
-    "kernels/varlen.py",
-    "exchange/__init__.py",
-    "exchange/_gradients.py",
-    "exchange/again.py",
-    "exchange/all_gather.py",
-    "exchange/failure.py",
-    "exchange/needed.py",
-    "exchange/ring.py",
-    "exchange/ulysses.py",
+    "attention/kernels/__init__.py",
+    "attention/kernels/_checks.py",
+    "attention/kernels/_flex_cpu.py",
+    "attention/kernels/_flex_tables.py",
+    "attention/kernels/_rounds.py",
+    "attention/kernels/base.py",
+    "attention/kernels/flex.py",
+    "attention/kernels/merge.py",
+    "attention/kernels/reference.py",
+    "attention/kernels/table.py",
+    "attention/kernels/varlen.py",
+    "attention/kv.py",
+    "attention/rank_plan.py",
+    "attention/exchange/__init__.py",
+    "attention/exchange/_gradients.py",
+    "attention/exchange/again.py",
+    "attention/exchange/all_gather.py",
+    "attention/exchange/failure.py",
+    "attention/exchange/needed.py",
+    "attention/exchange/ring.py",
+    "attention/exchange/ulysses.py",
 ]
 NOT_HOT = {
-    "_flex_masks.py": "masks from and to torch, when a plan is made",
-    "layout.py": "numpy, when a plan is made; index tensors in host memory",
-    "stages.py": "numpy, when a rank plan is built",
-    "kernels/_flops.py": "asked by torch's FLOP counters alone",
-    "kernels/_segments.py": "numpy, when a plan is made",
-    "kernels/_tiles.py": "numpy, CPU",
-    "kernels/sdpa.py": "CPU",
+    "masks/flex.py": "masks from and to torch, when a plan is made",
+    "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
+    "attention/chunks.py": "numpy, when a rank plan is built",
+    "attention/kernels/_engine.py": "CPU",
+    "attention/kernels/_flops.py": "asked by torch's FLOP counters alone",
+    "attention/kernels/_segments.py": "numpy, when a plan is made",
+    "attention/kernels/_tiles.py": "numpy, CPU",
+    "attention/kernels/sdpa.py": "CPU",
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
     "_torch.py": {"assume_symbols"},
-    "rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
-    "parallel.py": {"_check_module", "_probe_mask"},
-    "kernels/flex.py": {"from_numpy"},
-    "kernels/varlen.py": {"from_segments", "parts"},
+    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
+    "attention/context_parallel.py": {"_check_module", "_probe_mask"},
+    "attention/kernels/_flex_tables.py": {"from_numpy"},
+    "attention/kernels/varlen.py": {"from_segments", "parts"},
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "batch.py": {"int(plan.kv_layout.tokens_per_rank.max())", "int(shifts)", "math.isfinite(num_valid)"},
-    "kernels/_rounds.py": {"calls.tolist()"},
+    "batch/batch.py": {"int(plan.kv_layout.tokens_per_rank.max())", "int(shifts)", "math.isfinite(num_valid)"},
+    "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 
 _READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "synchronize"}
@@ -145,7 +155,11 @@ def test_everything_that_a_step_may_run_is_on_a_list() -> None:
         name = open_doors.pop()
         reached.add(name)
         open_doors |= _imports(name)[0] - reached
-    found = {str(path.relative_to(ROOT)) for folder in ("kernels", "exchange") for path in (ROOT / folder).glob("*.py")}
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("attention/kernels", "attention/exchange")
+        for path in (ROOT / folder).glob("*.py")
+    }
     found |= {name for name in reached if _imports(name)[1]}
     assert found == {*HOT, *NOT_HOT}
     assert len(HOT) + len(NOT_HOT) == len(found)

@@ -18,17 +18,11 @@ Letters of shapes: see `_checks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-if TYPE_CHECKING:
-    from spanwise.attention.kernels.flex import FlexTables
-
-Mod = Callable[..., torch.Tensor]
+from spanwise.attention.kernels._flex_tables import FlexTables, Mod, block_mask
 
 _TEMPERATURE = 8.0
 _LARGEST = 80.0  # exp of it and of its negative are normal float32 numbers
@@ -112,16 +106,7 @@ def flex_cpu(
         return out[..., -2].log() - out[..., -1].log()
 
     if score_mod is None:
-        blocks = BlockMask(
-            (q.shape[2], kv_len),
-            kv_num_blocks=tables.kv_num_blocks,
-            kv_indices=tables.kv_indices,
-            full_kv_num_blocks=tables.full_kv_num_blocks,
-            full_kv_indices=tables.full_kv_indices,
-            q_num_blocks=None, q_indices=None, full_q_num_blocks=None, full_q_indices=None,
-            BLOCK_SIZE=(block_size, block_size),
-            mask_mod=mask_mod,
-        )  # fmt: skip
+        blocks = block_mask(q.shape[2], kv_len, tables, mask_mod, block_size, transposed=False)
         means = flex_attention(q, k, torch.cat((v, k), -1), block_mask=blocks, scale=scale, enable_gqa=gqa)
         out, mean_key = means.split((v_dim, k.shape[3]), -1)
         anchor = scale * (q * mean_key).sum(-1)

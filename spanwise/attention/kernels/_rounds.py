@@ -7,15 +7,14 @@ everything else stays on the device. Letters of shapes: see `varlen`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from spanwise.attention.kernels._checks import lse_dtype
+from spanwise.attention.kernels._segments import Window
 from spanwise.attention.kernels.merge import merge
-
-if TYPE_CHECKING:
-    from spanwise.attention.kernels._segments import Window
 
 
 class Flash(NamedTuple):
@@ -95,10 +94,6 @@ def _by_head(x: torch.Tensor, batch: int, dim: int) -> torch.Tensor:
 
 def empty_by_head(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dim).transpose(1, 2)
-
-
-def lse_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _width(q: torch.Tensor, v: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 Run = tuple[int, int]
 
 
-class Chunk(NamedTuple):
+class Strip(NamedTuple):
     """Columns of a tile that are multiplied at once, left to right."""
 
     runs: tuple[Run, ...]  # key intervals, ascending and disjoint; the columns are their concatenation
@@ -28,11 +28,11 @@ class Chunk(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Query rows ``[first, stop)`` and the chunks of keys that they read; never without a chunk."""
+    """Query rows ``[first, stop)`` and the strips of keys that they read, at least one."""
 
     first: int
     stop: int
-    chunks: tuple[Chunk, ...]
+    strips: tuple[Strip, ...]
 
 
 def plan_tiles(
@@ -44,7 +44,7 @@ def plan_tiles(
         start: First key of each span, integer ``[N, Q]``; the spans of a row are disjoint, in any order.
         end: One past the last key of each span, same shape; ``end <= start`` is an empty span.
         max_rows: Most rows of a tile.
-        max_columns: Most columns of a chunk.
+        max_columns: Most columns of a strip.
         min_saving: Pairs that a cut between two tiles must avoid computing to be worth its overhead.
 
     Yields:
@@ -57,7 +57,7 @@ def plan_tiles(
     rows = cuts.tolist()
     for i in range(len(rows) - 1):
         if bounds[i] < bounds[i + 1]:
-            yield Tile(rows[i], rows[i + 1], tuple(_chunks(pieces[bounds[i] : bounds[i + 1]], max_columns)))
+            yield Tile(rows[i], rows[i + 1], tuple(_strips(pieces[bounds[i] : bounds[i + 1]], max_columns)))
 
 
 def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int) -> np.ndarray:
@@ -107,8 +107,8 @@ def _pieces(
     return tile, left[is_first] - tile * stride, right[is_last] - tile * stride, is_full[is_first]
 
 
-def _chunks(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[Chunk]:
-    """The pieces of one tile, dealt into chunks of about the same width."""
+def _strips(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[Strip]:
+    """The pieces of one tile, cut into strips of about the same width."""
     total = sum(k1 - k0 for k0, k1, _ in pieces)
     width = -(-total // -(-total // max_columns))
     width = min(max_columns, -(-width // 16) * 16)
@@ -131,7 +131,7 @@ def _chunks(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[C
             column += last - first
             first = last
             if column == width:
-                yield Chunk(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
+                yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
                 runs, masked, column = [], [], 0
     if runs:
-        yield Chunk(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
+        yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))

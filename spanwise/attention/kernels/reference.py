@@ -1,4 +1,4 @@
-"""Dense span-masked attention in differentiable torch ops: the oracle every other kernel is held against.
+"""Dense span-masked attention in differentiable torch ops: kernel "reference", the oracle for every other kernel.
 
 Runs on any device and in any float dtype, materialises the full Q x T score matrix, takes every option
 (`score_mod`, `softcap`). Letters of shapes: see `_checks`.
@@ -6,14 +6,32 @@ Runs on any device and in any float dtype, materialises the full Q x T score mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem
+from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 
-ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Reference(Kernel):
+    """Dense attention on any device, with every option; see `reference`."""
+
+    name = "reference"
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: Chunk,
+        q_pos: torch.Tensor,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference(
+            q, k, v, chunk.start, chunk.end,
+            scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
+            q_pos=q_pos, kv_pos=chunk.kv_pos,
+        )  # fmt: skip
 
 
 def reference(
@@ -72,7 +90,7 @@ def _reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = lse_dtype(q)
 
     keys = torch.arange(kv_len, device=q.device)
     mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]

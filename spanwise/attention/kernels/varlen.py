@@ -10,19 +10,18 @@ of the kernel's call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem
+from spanwise.attention.kernels._checks import check_problem, lse_dtype
 from spanwise.attention.kernels._flops import count_flops
-from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward, lse_dtype
-
-if TYPE_CHECKING:
-    from spanwise.attention.kernels._segments import Round, Segments
+from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward
+from spanwise.attention.kernels._segments import Round, Segments, cut_rounds
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.masks.span_mask import SpanMask
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -111,6 +110,47 @@ class VarlenTables:
 _torch.register_pytree_dataclass(VarlenTables)
 
 
+class Varlen(Kernel):
+    """torch's variable-length flash kernel on CUDA; see `varlen`."""
+
+    name = "varlen"
+    table_type = VarlenTables
+
+    def check_device(self, device: torch.device, score_mod: ScoreMod | None) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"kernel 'varlen' runs on CUDA, the tensors are on {device}; use kernel='sdpa' on the CPU")
+        if score_mod is not None:
+            raise ValueError("kernel 'varlen' cannot apply a score_mod; use kernel='flex'")
+
+    def tables(self, mask: SpanMask, device: torch.device) -> VarlenTables:
+        return VarlenTables.from_segments(cut_rounds(mask.start, mask.end, mask.kv_len), device)
+
+    def check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: Chunk,
+        options: AttentionOptions,
+        *,
+        max_logit: bool = False,
+    ) -> None:
+        super().check(q, k, v, chunk, options, max_logit=max_logit)
+        check(q, v, softcap=options.softcap, score_mod=options.score_mod)
+        check_tables(q, k, chunk.tables)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: Chunk,
+        q_pos: torch.Tensor,
+        options: AttentionOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend_rounds(q, k, v, chunk.tables, scale=options.scale_for(q))
+
+
 def varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,7 +161,7 @@ def varlen(
     *,
     scale: float,
     softcap: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one local problem by variable-length flash calls, one a round.
 
@@ -146,26 +186,23 @@ def varlen(
     Raises:
         ValueError: Inputs that do not fit together, or a device, dtype, head dim or option that the kernel lacks.
     """
-    check(q, k, v, start, end, tables, softcap=softcap, score_mod=score_mod)
+    check(q, v, softcap=softcap, score_mod=score_mod)
+    check_problem(q, k, v, start, end)
+    check_tables(q, k, tables)
     return attend_rounds(q, k, v, tables, scale=scale)
 
 
 def check(
     q: torch.Tensor,
-    k: torch.Tensor,
     v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    tables: VarlenTables,
     *,
     softcap: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> None:
-    """Raises what `varlen` raises of these arguments; ``ValueError``."""
+    """Raise ``ValueError`` for an option, device, dtype or head dim that the kernel lacks."""
     if softcap is not None or score_mod is not None:
         what = "a softcap" if softcap is not None else "a score_mod"
         raise ValueError(f"kernel 'varlen' cannot apply {what}; use kernel='flex' on CUDA, or 'reference'")
-    check_problem(q, k, v, start, end)
     if q.device.type != "cuda":
         raise ValueError(
             f"kernel 'varlen' runs on CUDA, the tensors are on {q.device}; use kernel='sdpa' on the CPU, or 'reference'"
@@ -177,13 +214,12 @@ def check(
             f"kernel 'varlen' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[3]} (q, k) and {v.shape[3]} (v); use "
             f"kernel='reference'"
         )
-    if torch.compiler.is_compiling():
-        return  # the graph is traced once for many shapes: comparing them here would only add guards
-    check_tables(q, k, tables)
 
 
 def check_tables(q: torch.Tensor, k: torch.Tensor, tables: VarlenTables) -> None:
-    """Raises ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
+    """Raise ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
+    if torch.compiler.is_compiling():
+        return  # the graph is traced once for many shapes: comparing them here would only add guards
     batch, q_len, kv_len = *tables.rows.shape[1:], tables.keys.shape[2]
     if batch not in (1, q.shape[0]) or q_len != q.shape[2] or kv_len != k.shape[2]:
         raise ValueError(
