@@ -1,9 +1,9 @@
 """Buffers and steps that the forward and the backward of the CPU kernel share; the largest score of a mask.
 
-`sdpa` makes operators of them. They execute the plan of `_tiles`: per tile of query rows and strip of keys, all heads
-at once, scores go into buffers that are small enough for the last-level cache, and are worked on in place. Exponentials
-are base 2, for torch's exp2 on CPU takes a third of the time of its exp. Letters of shapes: see `_checks`; R rows of a
-tile, C columns of a strip.
+`sdpa` makes operators of them. They execute the plan of `_tiles`. The scores of a tile of query rows and a strip of
+keys, all heads at once, go into buffers that fit the last-level cache, and are changed in place. Exponentials are base
+2: torch's exp2 on CPU takes a third of the time of its exp. Letters of shapes: see `_checks`; R rows of a tile, C
+columns of a strip.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spanwise.attention.kernels._checks import check_problem, lse_dtype
 from spanwise.attention.kernels._tiles import Strip, Tile, plan_tiles
@@ -21,16 +22,14 @@ Spans = tuple[np.ndarray, np.ndarray]  # first key and last key + 1, [N, R, 1] e
 
 NO_KEY = float("-inf")
 
-# Rows of a tile; score elements of a buffer, for each thread; what a cut between two tiles must save to pay for the
-# calls it adds, as pairs x heads x head dim. Found by measuring; none changes results beyond rounding.
+# Rows of a tile; score elements of a buffer, for each thread; least saving of a cut between two tiles, which adds
+# calls, as pairs x heads x head dim. Found by measuring; none changes results beyond rounding.
 _MAX_ROWS = 128
 _BUFFER_ELEMENTS = 1 << 19
 _MIN_SAVING = 1_500_000
 
 
-def check_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, end: torch.Tensor, softcap: float | None
-) -> None:
+def check_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, softcap: float | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v), ("start", start), ("end", end)):
         if tensor.device.type != "cpu":
             raise ValueError(f'kernel="sdpa" runs on the CPU, got {name} on {tensor.device}; use kernel="flex"')
@@ -43,9 +42,7 @@ class Engine:
     Query heads of one key/value head are folded into rows: a tile's scores are ``[K, G * R, C]``.
     """
 
-    def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None, base: float
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, base: float) -> None:
         self.k, self.v = k, v
         self.dtype = lse_dtype(q)
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -58,9 +55,9 @@ class Engine:
         self.zero, self.no_key = torch.zeros((), dtype=self.dtype), torch.tensor(NO_KEY, dtype=self.dtype)
         self.max_columns = max(128, min(4096, torch.get_num_threads() * _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def tiles(self, start: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[int, Tile, Spans]]:
+    def tiles(self, start: Tensor, end: Tensor) -> Iterator[tuple[int, Tile, Spans]]:
         """Batch row, tile, and the spans of the tile's rows, over the whole problem."""
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
@@ -73,20 +70,20 @@ class Engine:
                 rows = slice(tile.first, tile.stop)
                 yield b, tile, (first[:, rows, None], last[:, rows, None])
 
-    def buffer(self, name: str, *shape: int) -> torch.Tensor:
+    def buffer(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=self.dtype)
         return self._buffers[name][:size].view(shape)
 
-    def load_rows(self, x: torch.Tensor, tile: Tile, name: str) -> torch.Tensor:
+    def load_rows(self, x: Tensor, tile: Tile, name: str) -> Tensor:
         """Copy of a tile's rows of x ``[H, Q, D]`` as ``[K, G * R, D]``."""
         rows = self.buffer(name, self.kv_heads, self.group, tile.stop - tile.first, x.shape[2])
         rows.copy_(x.unflatten(0, (self.kv_heads, self.group))[:, :, tile.first : tile.stop])
         return rows.flatten(1, 2)
 
-    def load_columns(self, x: torch.Tensor, strip: Strip, name: str) -> torch.Tensor:
+    def load_columns(self, x: Tensor, strip: Strip, name: str) -> Tensor:
         """A strip's rows of x ``[K, T, D]`` as ``[K, C, D]``; a view where possible."""
         if len(strip.runs) == 1 and x.dtype == self.dtype:
             k0, k1 = strip.runs[0]
@@ -98,7 +95,7 @@ class Engine:
             column += k1 - k0
         return columns
 
-    def scores(self, q_tile: torch.Tensor, keys: torch.Tensor, strip: Strip, spans: Spans) -> torch.Tensor:
+    def scores(self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans) -> Tensor:
         """Scores times base, -inf where masked: ``[K, G * R, C]``."""
         scores = torch.bmm(q_tile, keys.mT, out=self.buffer("scores", *q_tile.shape[:2], strip.width))
         if self.softcap is not None:
@@ -107,8 +104,8 @@ class Engine:
         return scores
 
     def transposed_scores(
-        self, q_tile: torch.Tensor, keys: torch.Tensor, strip: Strip, spans: Spans
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans
+    ) -> tuple[Tensor, Tensor | None]:
         """The same as ``[K, C, G * R]``, and the slope of the softcap at each."""
         scores = torch.bmm(keys, q_tile.mT, out=self.buffer("scores", q_tile.shape[0], strip.width, q_tile.shape[1]))
         slope = None
@@ -119,7 +116,7 @@ class Engine:
         self._mask(scores.mT, strip, spans)
         return scores, slope
 
-    def _mask(self, scores: torch.Tensor, strip: Strip, spans: Spans) -> None:
+    def _mask(self, scores: Tensor, strip: Strip, spans: Spans) -> None:
         by_row = scores.unflatten(1, (self.group, -1))
         for column, k0, k1 in strip.masked:
             key = np.arange(k0, k1, dtype=spans[0].dtype)
@@ -130,14 +127,8 @@ class Engine:
 
 @torch.no_grad()
 def max_logit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, start: Tensor, end: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """Largest score that the mask admits, per head: ``[H]``, dtype of the lse, -inf for a head without any.
 
     Arguments and errors as in `sdpa`; not differentiable.

@@ -10,23 +10,24 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from spanwise import _torch
 from spanwise.masks.blocks import BlockTables
 
-Mod = Callable[..., torch.Tensor]
+Mod = Callable[..., Tensor]
 
 #: Tokens of a block, in both directions.
 BLOCK_SIZE = 128
 
 
 def pad_spans(num_spans: int) -> int:
-    """Number of spans a row to pad to with empty spans, so that few different numbers are compiled: 1, 4, 8, 16, …
+    """Spans per row after padding with empty ones: 1, 4, 8, 16, …, so that few numbers are compiled.
 
-    The kernel unrolls its loop over spans, so each number is a graph of its own. One span is by far the most frequent
-    case (causal, documents, windows) and stays alone; up to four share a graph. Where one compiled region holds several
-    problems (local and remote keys), pad them all to the number of the whole mask, or their combinations are graphs.
+    The kernel unrolls its loop over spans, so each number needs another graph. One span is by far the most frequent
+    case (causal, documents, windows) and stays alone; two to four share a graph. Pad all problems of one compiled
+    region (local and remote keys) to the number of the whole mask. Otherwise every combination is a graph.
     """
     if num_spans <= 1:
         return 1
@@ -36,7 +37,7 @@ def pad_spans(num_spans: int) -> int:
 def kv_capacity(num_keys: int, block_size: int = BLOCK_SIZE) -> int:
     """Rows of a K/V buffer for ``num_keys`` keys: whole blocks, at least two.
 
-    Sizes 0 and 1 are constants to torch.compile, so that a buffer of a single block would be a graph of its own; whole
+    torch.compile treats sizes 0 and 1 as constants, so a buffer of a single block would need another graph. Whole
     blocks spare the CUDA kernel its bounds checks.
     """
     return max(2, -(-num_keys // block_size)) * block_size
@@ -59,14 +60,14 @@ class FlexTables:
         full_q_num_blocks, full_q_indices: the same for full blocks.
     """
 
-    kv_num_blocks: torch.Tensor
-    kv_indices: torch.Tensor
-    full_kv_num_blocks: torch.Tensor
-    full_kv_indices: torch.Tensor
-    q_num_blocks: torch.Tensor
-    q_indices: torch.Tensor
-    full_q_num_blocks: torch.Tensor
-    full_q_indices: torch.Tensor
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
 
     @classmethod
     def from_numpy(cls, tables: BlockTables, device: torch.device | str = "cpu") -> FlexTables:

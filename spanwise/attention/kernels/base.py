@@ -1,9 +1,9 @@
-"""What a local attention kernel is: the class that every kernel derives from, and the two things it is given.
+"""The class of all local attention kernels, and what a call gives them: a chunk of keys, and options.
 
     table.resolve ─► Kernel ─► tables, capacity, … (rank plan) ─► check ─► attend_part ─► merge
 
-A kernel knows nothing of ranks. It gets q, k, v and a `Chunk`, which says what keys each query may read, and returns
-the output and its logsumexp. "Add a kernel" in docs/ shows a complete one.
+A kernel knows nothing of ranks. It takes q, k, v and a `Chunk`, which holds the mask, and returns the output and its
+logsumexp. "Add a kernel" in docs/ shows a complete one.
 """
 
 # B batch, H query heads, K key/value heads, T queries, D query/key head dim, V value head dim, n spans of a row
@@ -16,28 +16,29 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from spanwise.attention.kernels import _engine
 from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels.merge import Part
 from spanwise.masks.span_mask import SpanMask
 
-ScoreMod = Callable[..., torch.Tensor]
+ScoreMod = Callable[..., Tensor]
 
 
 class Chunk(Protocol):
     """Keys that a kernel attends to in one call, and the mask of the queries over them."""
 
     @property
-    def start(self) -> torch.Tensor:
+    def start(self) -> Tensor:
         """int32 ``[B or 1, n, T]``: first key of each span, an index into k and v."""
 
     @property
-    def end(self) -> torch.Tensor:
+    def end(self) -> Tensor:
         """int32 ``[B or 1, n, T]``: one past the last key; ``end <= start`` is an empty span."""
 
     @property
-    def kv_pos(self) -> torch.Tensor:
+    def kv_pos(self) -> Tensor:
         """int32 ``[B or 1, keys]``: global position of each key."""
 
     @property
@@ -62,7 +63,7 @@ class AttentionOptions:
     score_mod: ScoreMod | None = None
     softcap: float | None = None
 
-    def scale_for(self, x: torch.Tensor) -> float:
+    def scale_for(self, x: Tensor) -> float:
         """`scale`, or its default for queries or keys ``[..., D]``.
 
         >>> AttentionOptions().scale_for(torch.zeros(1, 4, 10, 64))
@@ -81,7 +82,10 @@ class Kernel:
         name: the kernel's name in errors and reports.
         dynamic_queries: whether torch.compile may treat the number of queries as dynamic.
         needs_tokens: whether the kernel refuses a rank without tokens.
-        table_type: class of the tables that `attend` needs in a chunk; None if it needs none.
+        table_type: class of the tables that `attend` needs in a chunk, or None.
+
+    >>> Kernel().plain, Kernel().capacity(100), Kernel().num_spans(1)
+    (True, 100, 2)
     """
 
     name: str = "custom"
@@ -92,7 +96,7 @@ class Kernel:
     # --- when a rank plan is built ----------------------------------------------------------------------------------
 
     def tables(self, mask: SpanMask, device: torch.device) -> Any:
-        """Tables that the kernel wants beside the spans of ``mask``: a pytree of tensors on ``device``, or None.
+        """Tables that the kernel needs besides the spans of ``mask``: a pytree of tensors on ``device``, or None.
 
         Args:
             mask: mask of one chunk over all its keys, spare ones included.
@@ -135,14 +139,7 @@ class Kernel:
             )
 
     def check(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: Chunk,
-        options: AttentionOptions,
-        *,
-        max_logit: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
     ) -> None:
         """Raise ``ValueError`` where `attend`, or `max_logit` if asked for, would raise. Nothing has been sent yet.
 
@@ -161,14 +158,8 @@ class Kernel:
     # --- attention --------------------------------------------------------------------------------------------------
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: Chunk,
-        q_pos: torch.Tensor,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         """Attention of the queries over the keys of one chunk.
 
         Args:
@@ -182,18 +173,12 @@ class Kernel:
         """
         raise NotImplementedError(f"kernel {self.name!r} has no attend")
 
-    def queries(self, q: torch.Tensor) -> Any:
+    def queries(self, q: Tensor) -> Any:
         """``q`` ``[B, H, T, D]`` in the form that `attend_part` takes, made once for all chunks."""
         return q
 
     def attend_part(
-        self,
-        queries: Any,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: Chunk,
-        q_pos: torch.Tensor,
-        options: AttentionOptions,
+        self, queries: Any, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
         """`attend` over one of several chunks, for `merge.Merging` alone.
 
@@ -205,8 +190,6 @@ class Kernel:
         """
         return self.attend(queries, k, v, chunk, q_pos, options)
 
-    def max_logit(
-        self, q: torch.Tensor, k: torch.Tensor, chunk: Chunk, q_pos: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
         """Largest visible score of each query head, ``[H]``, −inf where nothing is visible. Not differentiable."""
         return _engine.max_logit(q, k, chunk.start, chunk.end, scale=options.scale_for(q), softcap=options.softcap)

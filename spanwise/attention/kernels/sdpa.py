@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._engine import NO_KEY, Engine, check_cpu
@@ -38,46 +39,34 @@ class Sdpa(Kernel):
             )
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: Chunk,
-        q_pos: torch.Tensor,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         return sdpa(q, k, v, chunk.start, chunk.end, scale=options.scale_for(q), softcap=options.softcap)
 
-    def queries(self, q: torch.Tensor) -> Queries:
+    def queries(self, q: Tensor) -> Queries:
         """`q` in a form whose gradient is summed over all chunks in float32, whatever q's dtype."""
         return queries(q)
 
     def attend_part(
-        self,
-        queries: Queries,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chunk: Chunk,
-        q_pos: torch.Tensor,
-        options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, queries: Queries, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return sdpa_part(queries, k, v, chunk.start, chunk.end, scale=options.scale_for(k), softcap=options.softcap)
 
 
 def sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    score_mod: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one local problem on the CPU.
 
-    float64 is computed in float64, every other dtype in float32. Memory beside inputs and outputs is a few tiles.
+    float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles.
 
     Args:
         q: Queries ``[B, H, Q, D]``.
@@ -95,6 +84,12 @@ def sdpa(
 
     Raises:
         ValueError: If a tensor is not on the CPU, the shapes do not fit together, or ``score_mod`` is given.
+
+    >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
+    >>> out, lse = sdpa(q, k, k, start, end, scale=8**-0.5)  # causal
+    >>> tuple(out.shape), tuple(lse.shape)
+    ((1, 4, 6, 8), (1, 4, 6))
     """
     if score_mod is not None:
         raise ValueError('kernel="sdpa" does not support score_mod; use kernel="reference" or kernel="flex"')
@@ -105,14 +100,8 @@ def sdpa(
 
 @torch.library.custom_op("spanwise::sdpa", mutates_args=())
 def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     totals, tops = torch.ones(q.shape[:3], dtype=engine.dtype), torch.full(q.shape[:3], NO_KEY, dtype=engine.dtype)
@@ -141,28 +130,28 @@ def _sdpa(
 
 @_sdpa.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
 
 
 @torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())
 def _sdpa_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    start: Tensor,
+    end: Tensor,
     scale: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq in the dtype of lse; dk, dv in that of k, v. ``out`` None: grad_lse is already less rowsum(grad_out * out).
 
-    What `out` and `lse` are results over, these keys or these and others, is what the gradients are those of.
+    The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     heads = (engine.kv_heads, engine.group)
@@ -197,7 +186,7 @@ def _sdpa_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _add_columns(total: torch.Tensor, strip: Strip, weights: torch.Tensor, rows: torch.Tensor) -> None:
+def _add_columns(total: Tensor, strip: Strip, weights: Tensor, rows: Tensor) -> None:
     """Adds weights ``[K, C, G * R]`` times rows ``[K, G * R, D]`` to the keys of a strip in total ``[K, T, D]``."""
     column = 0
     for k0, k1 in strip.runs:
@@ -209,25 +198,25 @@ def _add_columns(total: torch.Tensor, strip: Strip, weights: torch.Tensor, rows:
 def _(
     grad_out: Any,
     grad_lse: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     out: Any,
     lse: Any,
     start: Any,
     end: Any,
     scale: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=lse_dtype(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, start, end, ctx.scale, ctx.softcap = inputs
     ctx.save_for_backward(q, k, v, *output, start, end)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.softcap)
     return dq.to(dk.dtype), dk, dv, None, None, None, None
 
@@ -240,37 +229,30 @@ class Queries(NamedTuple):
     """Queries that several calls of `sdpa_part` share.
 
     Attributes:
-        values: ``[B, H, Q, D]``, cut off from autograd.
-        anchor: ``[B, H, Q, D]``, float32 at least: what the gradients of all calls are added up for. Never read, and
-            without memory where the queries have fewer bits.
+        values: ``[B, H, Q, D]``, detached from autograd.
+        anchor: ``[B, H, Q, D]``, float32 at least: autograd adds up the gradients of all calls here. Its values are
+            never read. It has no memory where the queries have fewer bits.
     """
 
-    values: torch.Tensor
-    anchor: torch.Tensor
+    values: Tensor
+    anchor: Tensor
 
 
-def queries(q: torch.Tensor) -> Queries:
+def queries(q: Tensor) -> Queries:
     """``q`` ``[B, H, Q, D]`` for `sdpa_part`; its gradient is summed over the parts in float32 and rounded once."""
     return Queries(q.detach(), q if q.dtype == lse_dtype(q) else _Anchor.apply(q))
 
 
 def sdpa_part(
-    q: Queries,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sdpa` over some of the keys, as a part for `merge`, which gives the parts their gradients.
+    q: Queries, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sdpa` over some of the keys, as a partial result for `merge`.
 
-    Arguments and errors as of `sdpa`. Nothing but q, k, v and the spans is kept for the backward.
+    Arguments and errors as of `sdpa`. It keeps only q, k, v and the spans for the backward.
 
     Returns:
-        out and lse as of `sdpa`, and a token ``[B, H, Q]`` without memory. The three are for the merge alone: what it
-        sends back in the place of their gradients is not their gradients; see there.
+        out and lse as of `sdpa`, and a token ``[B, H, Q]`` without memory. Only `merge` may use the
+        three: it sends back other tensors than their gradients.
     """
     check_cpu(q.values, k, v, start, end, softcap)
     return _Part.apply(*q, k, v, start, end, scale, softcap)
@@ -278,12 +260,12 @@ def sdpa_part(
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor) -> Tensor:
         ctx.dtype = q.dtype
         return torch.zeros((), dtype=lse_dtype(q), device=q.device).expand(q.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.to(ctx.dtype)
 
 
@@ -291,22 +273,22 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        anchor: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        start: torch.Tensor,
-        end: torch.Tensor,
+        q: Tensor,
+        anchor: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        end: Tensor,
         scale: float,
         softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, start, end)
         ctx.scale, ctx.softcap = scale, softcap
         out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
         return out, lse, lse.new_zeros(()).expand(lse.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor, rows: Tensor, lse: Tensor) -> tuple[Any, ...]:
         q, k, v, start, end = ctx.saved_tensors
         grads = torch.ops.spanwise.sdpa_backward(grad_out, rows, q, k, v, None, lse, start, end, ctx.scale, ctx.softcap)
         return None, *grads, None, None, None, None

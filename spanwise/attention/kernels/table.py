@@ -10,12 +10,7 @@ from spanwise.attention.kernels.reference import Reference
 from spanwise.attention.kernels.sdpa import Sdpa
 from spanwise.attention.kernels.varlen import Varlen
 
-KERNELS: dict[str, Kernel] = {
-    "reference": Reference(),
-    "sdpa": Sdpa(),
-    "flex": Flex(),
-    "varlen": Varlen(),
-}
+KERNELS: dict[str, Kernel] = {"reference": Reference(), "sdpa": Sdpa(), "flex": Flex(), "varlen": Varlen()}
 
 
 def resolve(kernel: str | Kernel, device: torch.device, score_mod: ScoreMod | None = None) -> Kernel:
@@ -50,6 +45,11 @@ def for_plan(kernel: str | Kernel, device: torch.device) -> Kernel | None:
 
     Raises:
         ValueError: unknown name.
+
+    >>> for_plan("auto", torch.device("cpu")) is None
+    True
+    >>> for_plan("auto", torch.device("cuda")).name
+    'flex'
     """
     chosen = _find(kernel, device)
     return None if chosen.plain else chosen
