@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise.attention.attention import merged
 from spanwise.attention.exchange import ulysses
+from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, inner_group
 from spanwise.calibrate import calibrate
@@ -159,13 +161,13 @@ def compute_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankP
     """Forward and backward of the kernels and merges of a step whose queries and K/V are already there."""
     q, kvs = exchanged(q, k, v, local, mesh)
     inputs = [q, *(x.detach() for kv in kvs for x in (kv.k, kv.v))]
-    chunks, scale = local.chunks["default"], q.shape[-1] ** -0.5
+    chunks, kernel, options = local.chunks["default"], KERNELS["sdpa"], AttentionOptions()
     grad = torch.randn(q.shape[:3] + v.shape[3:])
 
     def call() -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]
         there = map(ChunkKV, leaves[1::2], leaves[2::2])
-        out, *_ = merged("sdpa", leaves[0], there, chunks, local.query_tokens, {"scale": scale}, max_logit=False)
+        out, *_ = merged(kernel, leaves[0], there, chunks, local.query_tokens, options, max_logit=False)
         torch.autograd.grad(out, leaves, grad)
 
     return call

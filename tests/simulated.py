@@ -7,8 +7,9 @@ from torch.nn.functional import pad
 
 from spanwise import Plan
 from spanwise.attention.exchange.all_gather import Gathered
-from spanwise.attention.kernels import attend
+from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.merge import merge
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 
 
@@ -19,7 +20,7 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
         q, k, v: ``[1, H, seq_len, D]``; a plan of one layout row.
     """
     ranks = range(plan.num_ranks)
-    locals_ = [build(plan, rank, q.device, tables=kernel if kernel in ("flex", "varlen") else None) for rank in ranks]
+    locals_ = [build(plan, rank, q.device, kernel=KERNELS[kernel]) for rank in ranks]
     kv_shards = [[plan.shard(x, rank, dim=2) for rank in ranks] for x in (k, v)]
     outs = []
     for rank, local in enumerate(locals_):
@@ -40,7 +41,9 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
                 ]
                 piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in arrived]
             parts.append(
-                attend(kernel, plan.shard(q, rank, dim=2), *piece, chunk, local.tokens, scale=q.shape[-1] ** -0.5)
+                KERNELS[kernel].attend(
+                    plan.shard(q, rank, dim=2), *piece, chunk, local.tokens, AttentionOptions(q.shape[-1] ** -0.5)
+                )
             )
         outs.append(merge(parts)[0])
     return torch.cat(outs, 2).index_select(2, plan.layout.restore_indices()[0].to(q.device))

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spanwise.attention.kernels.flex import FlexTables, flex, pad_spans
+from spanwise.attention.kernels._flex_tables import FlexTables, pad_spans
+from spanwise.attention.kernels.flex import flex
 from spanwise.masks.flex import block_tables
 from spanwise.masks.span_mask import SpanMask
 

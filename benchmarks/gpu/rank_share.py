@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention import kernels
 from spanwise.attention.attention import merged
+from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
 
@@ -49,21 +50,21 @@ def documents(tokens: int, seed: int) -> np.ndarray:
 def share(plan: spanwise.Plan, kernel: str, device: torch.device, dtype: torch.dtype) -> tuple[Step, int]:
     """Forward and backward of the busiest rank, with its K/V pieces at hand; and that rank."""
     rank = int(np.argmax(plan.work()))
-    local: RankPlan = build(plan, rank, device, tables=kernel if kernel in ("flex", "varlen") else None)
-    stages = local.chunks["default"]
+    local: RankPlan = build(plan, rank, device, kernel=KERNELS[kernel])
+    chunks = local.chunks["default"]
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype).requires_grad_()
 
     q = draw(HEADS, local.tokens.shape[1])
-    pieces = [(draw(KV_HEADS, stage.kv_pos.shape[1]), draw(KV_HEADS, stage.kv_pos.shape[1])) for stage in stages]
-    kernels.check(kernel, q, *pieces[0], stages[0], score_mod=None, softcap=None, max_logit=False)
+    kvs = [(draw(KV_HEADS, chunk.kv_pos.shape[1]), draw(KV_HEADS, chunk.kv_pos.shape[1])) for chunk in chunks]
+    KERNELS[kernel].check(q, *kvs[0], chunks[0], AttentionOptions())
     cotangent = torch.randn_like(q)
-    leaves = [q, *(x for pair in pieces for x in pair)]
+    leaves = [q, *(x for pair in kvs for x in pair)]
 
     def step() -> None:
-        there, options = (ChunkKV(k, v) for k, v in pieces), {"scale": HEAD_DIM**-0.5}
-        out, *_ = merged(kernel, q, there, stages, local.tokens, options, max_logit=False)
+        there, options = (ChunkKV(k, v) for k, v in kvs), AttentionOptions(HEAD_DIM**-0.5)
+        out, *_ = merged(KERNELS[kernel], q, there, chunks, local.tokens, options, max_logit=False)
         torch.autograd.grad(out, leaves, cotangent)
 
     return step, rank

@@ -13,16 +13,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spanwise.attention import kernels
 from spanwise.attention.chunks import Chunk
 from spanwise.attention.exchange import failure, ulysses
+from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
+from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
 from spanwise.planning.heads import check_heads, kv_heads_held
@@ -60,7 +61,7 @@ def context_parallel_attention(
     *,
     mask: str = "default",
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | Kernel = "auto",
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -78,7 +79,8 @@ def context_parallel_attention(
         mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
-        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA); see `spanwise.attention.kernels.resolve`.
+        kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA), or a `Kernel` of your own; see
+            `spanwise.attention.kernels.table.resolve`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
             "reference" and "flex".
         softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
@@ -102,36 +104,32 @@ def context_parallel_attention(
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
             ranks. In compiled code torch's own error surfaces.
     """
-    out, aux = _attend(
-        q, k, v, plan, mesh, AuxRequest() if return_aux is None else return_aux,
-        mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    request = AuxRequest() if return_aux is None else return_aux
+    call = _Call(plan, mesh, mask, kernel, AttentionOptions(scale, score_mod, softcap), sinks, request)
+    out, aux = _attend(q, k, v, call)
     return out if return_aux is None else (out, aux)
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
-    request: AuxRequest,
-    *,
-    mask: str,
-    scale: float | None,
-    kernel: str,
-    score_mod: Callable[..., Any] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, Aux]:
+class _Call(NamedTuple):
+    """The arguments of `context_parallel_attention` beside q, k and v."""
+
+    plan: Plan | RankPlan
+    mesh: DeviceMesh | None
+    mask: str
+    kernel: str | Kernel
+    options: AttentionOptions
+    sinks: Any
+    request: AuxRequest
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[torch.Tensor, Aux]:
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
-        given = dict(mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap)
-        return _with_dtensors(q, k, v, plan, mesh, request, sinks, given)
-    local, kernel = _checked(q, k, v, plan, mesh, request, mask, kernel, score_mod, softcap, sinks)
+        return _with_dtensors(q, k, v, call)
+    local, kernel = _checked(q, k, v, call)
+    mesh, mask, sinks, request, score_mod = call.mesh, call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
-    options = dict(scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap=softcap)
 
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
     num_heads, first = q.shape[1], 0
@@ -152,8 +150,8 @@ def _attend(
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # No name holds the K/V: those of the last chunk would live on while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask), chunks, tokens, {**options, "score_mod": score_mod},
-        max_logit=request.max_logit,
+        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask), chunks, tokens,
+        AttentionOptions(call.options.scale, score_mod, call.options.softcap), max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
@@ -172,56 +170,45 @@ def _attend(
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
-def _checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
-    request: AuxRequest,
-    mask: str,
-    kernel: str,
-    score_mod: Callable[..., Any] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[RankPlan, str]:
-    """The rank plan and the kernel's name; raises for whatever one rank can know to be wrong.
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[RankPlan, Kernel]:
+    """The rank plan and the kernel; raises for all that one rank can know to be wrong.
 
     An error on one rank after an exchange has started would leave the others waiting.
     """
+    plan, options, request = call.plan, call.options, call.request
     if not isinstance(plan, (Plan, RankPlan)):
         raise ValueError(
             f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
-            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say how the tokens were dealt out"
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
         )
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
-    kernel = kernels.resolve(kernel, q.device, score_mod)
-    if softcap is not None and score_mod is not None:
+    kernel = resolve(call.kernel, q.device, options.score_mod)
+    if options.softcap is not None and options.score_mod is not None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    local = plan.local(mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {options.softcap}")
+    local = plan.local(call.mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1:
-        check_rank(local, mesh)
-    if mask not in local.chunks:
-        raise ValueError(f"the plan has no mask named {mask!r}; it has {sorted(local.chunks)}")
-    own = local.chunks[mask][0]
-    _check_shapes(q, k, v, local, own.rows, sinks)
+        check_rank(local, call.mesh)
+    if call.mask not in local.chunks:
+        raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
+    own = local.chunks[call.mask][0]
+    _check_shapes(q, k, v, local, own.rows, call.sinks)
     likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
-    kernels.check(kernel, *likes, own, score_mod=score_mod, softcap=softcap, max_logit=request.max_logit)
+    kernel.check(*likes, own, options, max_logit=request.max_logit)
     return local, kernel
 
 
 def merged(
-    kernel: str,
+    kernel: Kernel,
     q: torch.Tensor,
     arriving: Iterator[ChunkKV],
     chunks: tuple[Chunk, ...],
     tokens: torch.Tensor,
-    options: dict[str, Any],
+    options: AttentionOptions,
     *,
     max_logit: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -232,19 +219,19 @@ def merged(
     Args:
         q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
         arriving: K/V of each of the chunks, in order.
-        options: ``scale``, and ``score_mod`` and ``softcap`` where there are any.
+        options: as the kernel takes them.
     """
-    queries, merging = kernels.queries(kernel, q), Merging()
+    queries, merging = kernel.queries(q), Merging()
     top = None
     for chunk in chunks:
         kv = next(arriving)
 
         def attend(k: torch.Tensor, v: torch.Tensor, chunk: Chunk = chunk) -> Part:
-            return kernels.attend_part(kernel, queries, k, v, chunk, tokens, **options)
+            return kernel.attend_part(queries, k, v, chunk, tokens, options)
 
         merging.add(kv.attended(attend))
         if max_logit:
-            largest = kernels.max_logit(kernel, q.detach(), kv.k.detach(), chunk, tokens, **options)
+            largest = kernel.max_logit(q.detach(), kv.k.detach(), chunk, tokens, options)
             top = largest if top is None else torch.maximum(top, largest)
         del kv  # or it would live until the one after next has arrived
     return *merging.result(), top
@@ -334,9 +321,7 @@ def _check_shapes(
         raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {tuple(sinks.shape)}")
 
 
-def _with_dtensors(
-    q: Any, k: Any, v: Any, plan: Any, mesh: Any, request: AuxRequest, sinks: Any, options: dict[str, Any]
-) -> tuple[torch.Tensor, Aux]:
+def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, Aux]:
     """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
     tensors = {"q": q, "k": k, "v": v}
     plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
@@ -362,14 +347,14 @@ def _with_dtensors(
                 f"{x.shape[1]} heads of {name} do not divide over {num_slices} ranks of the axes they are sharded on"
             )
     per_head = [Shard(0) if p == Shard(1) else p for p in placements]
+    sinks, options = call.sinks, call.options
     if isinstance(sinks, DTensor):
         sinks = sinks.redistribute(placements=per_head).to_local(grad_placements=per_head)
-    score_mod = options["score_mod"]
-    if score_mod is not None and num_slices > 1:
-        first_head = head_slice * (q.shape[1] // num_slices)
-        options["score_mod"] = lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first_head, q_idx, kv_idx)
+    if options.score_mod is not None and num_slices > 1:
+        later = _for_later_heads(options.score_mod, head_slice * (q.shape[1] // num_slices))
+        options = AttentionOptions(options.scale, later, options.softcap)
     q_local, k_local, v_local = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
-    out, extra = _attend(q_local, k_local, v_local, plan, mesh, request, **options, sinks=sinks)
+    out, extra = _attend(q_local, k_local, v_local, call._replace(options=options, sinks=sinks))
 
     def wrap(x: torch.Tensor, to: Any) -> DTensor:
         return DTensor.from_local(x, q.device_mesh, to, run_check=False)

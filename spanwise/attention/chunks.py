@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.kernels.base import Kernel
 from spanwise.layouts.layout import ragged_arange
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import Int64, PlanData
@@ -30,7 +31,7 @@ class Chunk:
     Attributes:
         start, end: int32 ``[B or 1, n, T]``, spans as indices into the chunk.
         kv_pos: int32 ``[B or 1, keys]``, global position of each key of the chunk.
-        tables: the kernel's tables for this mask, or None.
+        tables: tables of the kernel that the rank plan was built for, or None.
         route: how the exchange brings the keys; None for the rank's own.
         rows: batch rows that have a mask or layout of their own; 1 serves any batch.
         flat: whether these rows follow one another on one axis, queries and keys alike.
@@ -52,11 +53,11 @@ class ChunkBuilder:
     """Builds the chunks of one group of a plan, for an exchange to combine.
 
     Args:
-        kernel: the kernel whose tables are built too; None: for kernels without tables.
+        kernel: the kernel that will attend: its tables are built, and chunks get the sizes that it asks for.
     """
 
-    def __init__(self, plan: PlanData, group: int, device: torch.device, tables: str | None) -> None:
-        self.plan, self.group, self.device, self.tables = plan, group, device, tables
+    def __init__(self, plan: PlanData, group: int, device: torch.device, kernel: Kernel) -> None:
+        self.plan, self.group, self.device, self.kernel = plan, group, device, kernel
 
     @functools.cached_property
     def kv_slots(self) -> Int64:
@@ -115,45 +116,27 @@ class ChunkBuilder:
 
     def spare(self, num_keys: int) -> int:
         """Keys to add so that one compiled kernel serves plans whose K/V lengths differ; no span reads them."""
-        if self.tables != "flex":
-            return 0
-        from spanwise.attention.kernels.flex import kv_capacity
-
-        return kv_capacity(num_keys, FLEX_BLOCK_SIZE) - num_keys
+        return self.kernel.capacity(num_keys) - num_keys
 
     @property
     def has_spare(self) -> bool:
         """Whether chunks have spare keys."""
-        return self.tables == "flex"
+        return self.kernel.pads_keys
 
     def _tensors(self, mask: SpanMask, num_spans: int, key_tokens: np.ndarray) -> dict[str, Any]:
-        built: Any = None
         # All chunks get the same number of spans, and never one that alone would be a constant to torch.compile.
-        width = max(2, num_spans)
-        if self.tables == "varlen":
-            from spanwise.attention.kernels._segments import cut_rounds
-            from spanwise.attention.kernels.varlen import VarlenTables
-
-            built = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, key_tokens.shape[1]), self.device)
-        if self.tables == "flex":
-            from spanwise.attention.kernels.flex import FlexTables, pad_spans
-            from spanwise.masks.flex import block_tables
-
-            width = pad_spans(num_spans)
+        width, num_keys = self.kernel.num_spans(num_spans), key_tokens.shape[1]
+        if mask.kv_len != num_keys:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-            built = FlexTables.from_numpy(
-                block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), self.device
-            )
+            mask = SpanMask(mask.start, mask.end, num_keys)
+        built = self.kernel.tables(mask, self.device)
         spare = width - mask.num_spans
         start, end = (on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), self.device) for x in (mask.start, mask.end))
-        if self.tables != "flex":  # the flex kernel needs a constant number of queries
+        if self.kernel.dynamic_queries:
             for x in (start, end):
                 _torch.mark_dynamic(_torch.mark_dynamic(x, 1), 2)
         kv_pos = _torch.mark_dynamic(on_device(key_tokens.astype(np.int32), self.device), 1)
         return {"start": start, "end": end, "kv_pos": kv_pos, "tables": built}
-
-
-FLEX_BLOCK_SIZE = 128
 
 
 def _one_after_another(masks: list[SpanMask]) -> SpanMask:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from spanwise.attention.attention import context_parallel_attention
+from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan, build
 from spanwise.layouts.packing import Packing
@@ -82,7 +83,7 @@ class ContextParallel(ParallelStyle):
         attention_type: str = "flex",
         plan: Plan | RankPlan | None = None,
         mask: str = "default",
-        kernel: str = "auto",
+        kernel: str | Kernel = "auto",
         scale: float | None = None,
         score_mod: Callable[..., Any] | None = None,
         probe: tuple[int, int, int] = (2, 2, 16),

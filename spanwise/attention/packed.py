@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.rank_plan import RankPlan, rank_on
 from spanwise.planning.plan import Plan
 
@@ -29,7 +30,7 @@ def packed_attention(
     *,
     mask: str = "default",
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | Kernel = "auto",
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,

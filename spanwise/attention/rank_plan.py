@@ -22,6 +22,8 @@ from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.base import Exchange, Peers
 from spanwise.attention.exchange.ulysses import Trade
+from spanwise.attention.kernels.base import Kernel
+from spanwise.attention.kernels.table import for_plan
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan_data import PlanData
 
@@ -106,18 +108,18 @@ _torch.register_pytree_dataclass(
 )
 
 
-def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, tables: str | None = None) -> RankPlan:
+def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kernel: Kernel | None = None) -> RankPlan:
     """The tensors of ``rank`` on ``device``; pure, no process group.
 
     Args:
-        tables: the kernel whose tables are built too, "flex" or "varlen".
+        kernel: the kernel that will use the plan; None for any that needs no tables.
     """
-    device = torch.device(device)
-    if tables == "flex" and plan.layout.tokens_per_rank.min() == 0:
+    device, kernel = torch.device(device), kernel or Kernel()
+    if kernel.needs_tokens and plan.layout.tokens_per_rank.min() == 0:
         # Every rank knows, so that every rank raises; the kernel would on the empty rank alone.
         raise ValueError(
-            f"kernel 'flex' needs at least one token on every rank, got {plan.layout.tokens_per_rank.tolist()}; use "
-            f"fewer ranks, smaller blocks or another balancer"
+            f"kernel {kernel.name!r} needs at least one token on every rank, got "
+            f"{plan.layout.tokens_per_rank.tolist()}; use fewer ranks, smaller blocks or another balancer"
         )
     layout, same = plan.layout, plan.kv_layout == plan.layout
     rows = range(layout.batch_size)
@@ -125,7 +127,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, tabl
 
     def tokens_of(of: Layout, index: int) -> torch.Tensor:
         tokens = on_device(np.stack([of.indices(index, row) for row in rows]), device)
-        return tokens if tables == "flex" else _torch.mark_dynamic(tokens, 1)
+        return _torch.mark_dynamic(tokens, 1) if kernel.dynamic_queries else tokens
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
@@ -137,7 +139,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, tabl
         group_tokens = tokens_of(plan.groups, group)
         trade = plan.head_exchange.trade(plan, layout, plan.groups, rank, device)
         kv_trade = None if same else plan.head_exchange.trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
-    builder = ChunkBuilder(plan, group, device, tables)
+    builder = ChunkBuilder(plan, group, device, kernel)
     return RankPlan(
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
@@ -163,7 +165,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, tabl
 
 
 def local_plan(
-    plan: PlanData, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str = "auto"
+    plan: PlanData, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str | Kernel = "auto"
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
@@ -173,10 +175,11 @@ def local_plan(
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
         device: where the tensors live; default: the mesh's device type.
-        kernel: the kernel that will use them: "flex" (the default on CUDA) needs block tables.
+        kernel: the kernel that will use them, as in `context_parallel_attention`; some need tables of their own.
 
     Raises:
-        ValueError: mesh of another size, or ranks that hold different plans (all fingerprints are in the text).
+        ValueError: mesh of another size, an unknown kernel, or ranks that hold different plans (all fingerprints are
+            in the text).
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -188,10 +191,10 @@ def local_plan(
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    tables = kernel if kernel in ("flex", "varlen") else "flex" if kernel == "auto" and device.type == "cuda" else None
-    key = (rank, device, tables)
+    chosen = for_plan(kernel, device)
+    key = (rank, device, chosen)
     if key not in plan.built:
-        plan.built[key] = build(plan, rank, device, tables=tables)
+        plan.built[key] = build(plan, rank, device, kernel=chosen)
     return plan.built[key]
 
 

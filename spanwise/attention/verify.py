@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.all_gather import AllGather
-from spanwise.attention.rank_plan import RankPlan, build
+from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
@@ -132,7 +132,7 @@ def verify(
     tokens = _probe_tokens(plan, num_probes)
     must, may = _reach(plan, mask, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    local = plan.local(mesh, where, kernel="flex" if where.type == "cuda" else "auto")
+    local = plan.local(mesh, where)
     generator = torch.Generator("cpu").manual_seed(seed)
     sequence_dim = (2 if attention else 1) if dim is None else dim
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
@@ -223,7 +223,7 @@ def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
     whole = plan.replace(
         layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, kv_exchange=AllGather(), head_exchange=None
     )
-    return build(whole, 0, device, tables="flex" if device.type == "cuda" else None)
+    return whole.local(None, device)
 
 
 def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention import kernels
+from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import Sample, fit_attention
 from spanwise.calibrate.links import SMALLEST, measure_links
@@ -93,16 +93,16 @@ def measure(
             f"repeats={repeats}, largest={largest}, problems={problems}"
         )
     hosts = ranks.host_size(host_size)
-    kernel = kernels.resolve(kernel, ranks.device)
+    chosen = resolve(kernel, ranks.device)
     heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
     matmul, copy = matmul_rate(ranks, dtype, repeats), copy_rate(ranks, repeats)
-    calls, seconds = time_attention(ranks, kernel, heads, dtype, problems, repeats)
+    calls, seconds = time_attention(ranks, chosen, heads, dtype, problems, repeats)
     matmul, copy, memory = ranks.agree([matmul, copy, _memory(ranks, hosts)], largest=False)
     rates, attention = fit_attention(calls, seconds)
     links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
     source = (
         f"measured by spanwise calibrate, torch {torch.__version__}, {ranks.size} ranks of "
-        f"{torch.get_num_threads()} threads: kernel {kernel}, {heads[0]} and {heads[1]} heads of {heads[2]} and "
+        f"{torch.get_num_threads()} threads: kernel {chosen.name}, {heads[0]} and {heads[1]} heads of {heads[2]} and "
         f"{heads[3]}, {str(dtype).removeprefix('torch.')}"
     )
     hardware = Hardware(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from spanwise.attention import kernels, rank_plan
+from spanwise.attention import rank_plan
 from spanwise.attention.chunks import Chunk
+from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.calibrate.fit import AttentionCall
 from spanwise.calibrate.ranks import Ranks
 from spanwise.hardware import attention_flops
@@ -35,7 +36,7 @@ def copy_rate(ranks: Ranks, repeats: int) -> float:
 
 def time_attention(
     ranks: Ranks,
-    kernel: str,
+    kernel: Kernel,
     heads: tuple[int, int, int, int],
     dtype: torch.dtype,
     problems: Sequence[tuple[int, int]],
@@ -47,7 +48,7 @@ def time_attention(
     to read elsewhere. Every rank measures the same one.
 
     Args:
-        kernel: a name that `kernels.resolve` returned.
+        kernel: the kernel to time.
         heads: query heads, key/value heads, head dim, value head dim.
         problems: ``(tokens, median document)``; lengths are log-normal, as those of texts are.
     """
@@ -71,14 +72,14 @@ def time_attention(
 
 
 def _chunks(
-    ranks: Ranks, kernel: str, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
+    ranks: Ranks, kernel: Kernel, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
 ) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
     """Chunks of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
     num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
     plan = make_plan(
         SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
     )
-    local = rank_plan.build(plan, 0, ranks.device, tables=kernel if kernel in ("flex", "varlen") else None)
+    local = rank_plan.build(plan, 0, ranks.device, kernel=kernel)
     num_tokens = local.tokens.shape[1]
     for own, chunk in zip((True, False), local.chunks["default"], strict=False):
         area = int((chunk.end - chunk.start).clamp(min=0).sum())
@@ -92,7 +93,7 @@ def _chunks(
         )
         q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
         if own:
-            kernels.check(kernel, q, k, v, chunk, score_mod=None, softcap=None, max_logit=False)
+            kernel.check(q, k, v, chunk, AttentionOptions())
         what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
         yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, chunk, local.tokens)
 
@@ -106,7 +107,7 @@ def _documents(tokens: int, median: int) -> np.ndarray:
 
 def _step(
     ranks: Ranks,
-    kernel: str,
+    kernel: Kernel,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -114,10 +115,10 @@ def _step(
     q_pos: torch.Tensor,
 ) -> Callable[[], tuple[float, float]]:
     """What times one forward and its backward."""
-    scale = 1 / math.sqrt(q.shape[-1])
+    options = AttentionOptions()
 
     def step() -> tuple[float, float]:
-        forward, results = ranks.timed(lambda: kernels.attend(kernel, q, k, v, chunk, q_pos, scale=scale))
+        forward, results = ranks.timed(lambda: kernel.attend(q, k, v, chunk, q_pos, options))
         cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks sends one to the lse, too
         backward, _ = ranks.timed(lambda: torch.autograd.grad(results, (q, k, v), cotangents))
         return forward, backward

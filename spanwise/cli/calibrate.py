@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
 from spanwise import calibrate
-from spanwise.attention import kernels
+from spanwise.attention.kernels.table import resolve
 from spanwise.cli.report.terminal import console
 from spanwise.train.launch import Rank, cores, launch
 
@@ -53,7 +53,7 @@ class CalibrateOptions:
             raise ValueError(f"{self.ranks} ranks are not hosts of {self.host_size}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda needs a GPU for each local rank, found none; use --device cpu")
-        kernels.resolve(self.kernel, torch.device(self.device))
+        resolve(self.kernel, torch.device(self.device))
         if self.out is not None and (Path(self.out).is_dir() or not Path(self.out).absolute().parent.is_dir()):
             raise ValueError(f"--out must be a file in a folder that exists, got {self.out}")
 

@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 
 from spanwise import _torch
 from spanwise.attention.kernels import flex as flex_module
-from spanwise.attention.kernels.flex import FlexTables, flex, kv_capacity, max_logit, pad_spans
+from spanwise.attention.kernels._flex_tables import FlexTables, block_mask, kv_capacity, pad_spans
+from spanwise.attention.kernels.flex import flex, max_logit
 from spanwise.masks.flex import block_tables
 from spanwise.masks.span_mask import SpanMask
 
@@ -300,7 +301,7 @@ def test_a_process_may_use_more_settings_than_dynamo_allows_graphs() -> None:
 def native(x: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask_mod = flex_module._mask_mod(x.start, x.end)
-        blocks = flex_module._block_mask(q, k, x.tables, mask_mod, 128)
+        blocks = block_mask(q.shape[2], k.shape[2], x.tables, mask_mod, 128)
         return flex_module._with_lse(q, k, v, (x.end - x.start).sum(1), blocks, None, scale=SCALE)
 
     return torch.compile(run, backend=backend, fullgraph=True)(x.q, x.k, x.v)

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spanwise.attention.kernels._engine import max_logit
 from spanwise.attention.kernels._tiles import plan_tiles
 from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.sdpa import max_logit, sdpa
+from spanwise.attention.kernels.sdpa import sdpa
 
 Spans = tuple[torch.Tensor, torch.Tensor]
 KERNELS = [pytest.param(reference, id="reference"), pytest.param(sdpa, id="sdpa")]
@@ -247,8 +248,8 @@ def test_head_shapes(kernel: Callable, mask: str, heads: int, kv_heads: int, dim
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_long_keys_are_dealt_into_several_chunks(kernel: Callable) -> None:
-    """More keys than one chunk holds, with rows whose first chunks are fully masked."""
+def test_long_keys_are_cut_into_several_strips(kernel: Callable) -> None:
+    """More keys than one strip holds, with rows whose first strips are fully masked."""
     rows = [[(0, 10), (6000 + i, 9000)] if i % 2 else [(8000 - i, 9000)] for i in range(140)]
     case = make_case(spans(*rows), heads=2, kv_heads=1, dim=8, v_dim=8)
     assert_exact(run(kernel, case), oracle(case))
@@ -463,12 +464,12 @@ def computed(mask: Spans, kv_len: int, **sizes: int) -> tuple[np.ndarray, np.nda
     sizes = {"max_rows": 16, "max_columns": 48, "min_saving": 200, **sizes}
     for tile in plan_tiles(start, end, **sizes):
         assert 0 < tile.stop - tile.first <= sizes["max_rows"]
-        for chunk in tile.chunks:
-            assert 0 < chunk.width <= sizes["max_columns"]
-            keys = np.concatenate([np.arange(*run) for run in chunk.runs])
+        for strip in tile.strips:
+            assert 0 < strip.width <= sizes["max_columns"]
+            keys = np.concatenate([np.arange(*run) for run in strip.runs])
             assert (np.diff(keys) > 0).all()
             count[tile.first : tile.stop, keys] += 1
-            for column, k0, k1 in chunk.masked:
+            for column, k0, k1 in strip.masked:
                 assert (keys[column : column + k1 - k0] == np.arange(k0, k1)).all()
                 is_masked[tile.first : tile.stop, k0:k1] = True
     return count, is_masked

@@ -28,6 +28,9 @@ HOT = [
     "attention/kv.py",
     "attention/rank_plan.py",
     "attention/kernels/__init__.py",
+    "attention/kernels/_flex_tables.py",
+    "attention/kernels/base.py",
+    "attention/kernels/table.py",
     "attention/kernels/_checks.py",
     "attention/kernels/_flex_cpu.py",
     "attention/kernels/_rounds.py",
@@ -53,6 +56,7 @@ NOT_HOT = {
     "masks/flex.py": "masks from and to torch, when a plan is made",
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
+    "attention/kernels/_engine.py": "CPU",
     "attention/kernels/_flops.py": "asked by torch's FLOP counters alone",
     "attention/kernels/_segments.py": "numpy, when a plan is made",
     "attention/kernels/_tiles.py": "numpy, CPU",
@@ -68,7 +72,7 @@ PLAN_TIME = {
     "attention/exchange/needed.py": {"_lists", "moved", "most_held", "chunks", "_receives", "_sends", "_route"},
     "attention/exchange/ring.py": {"hops", "moved", "most_held", "chunk_work", "chunks"},
     "attention/exchange/ulysses.py": {"traded", "resident", "trade", "_traded", "_over_ranks"},
-    "attention/kernels/flex.py": {"from_numpy"},
+    "attention/kernels/_flex_tables.py": {"from_numpy"},
     "attention/kernels/varlen.py": {"from_segments", "parts"},
 }
 # What lies in host memory: tensors, numpy arrays and numbers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from spanwise import SpanMask
 from spanwise.attention.kernels import varlen as module
 from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.attention.kernels._segments import cut_rounds
+from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.varlen import FLASH, VarlenTables, attend_rounds, check, check_tables, parts, varlen
+from spanwise.attention.kernels.table import KERNELS
+from spanwise.attention.kernels.varlen import FLASH, VarlenTables, attend_rounds, check_tables, parts, varlen
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
 from tests.simulated import all_ranks
@@ -320,11 +323,12 @@ def test_refusals_of_cuda_tensors() -> None:
         rows = torch.zeros(0, 1, 9, dtype=torch.bool)
         offsets = torch.zeros(0, dtype=torch.int32)
         tables = VarlenTables(torch.zeros(0, 5, dtype=torch.int64), offsets, offsets, rows, rows)
-        check(*on_cuda(torch.bfloat16, 192, 128), *spans, tables)
+        kernel, chunk = KERNELS["varlen"], SimpleNamespace(start=spans[0], end=spans[1], tables=tables)
+        kernel.check(*on_cuda(torch.bfloat16, 192, 128), chunk, AttentionOptions())
         with pytest.raises(ValueError, match="takes bfloat16 or float16, got torch.float32"):
-            check(*on_cuda(torch.float32, 64, 64), *spans, tables)
+            kernel.check(*on_cuda(torch.float32, 64, 64), chunk, AttentionOptions())
         with pytest.raises(ValueError, match=r"head dims up to 256, got 64 \(q, k\) and 288 \(v\)"):
-            check(*on_cuda(torch.bfloat16, 64, 288), *spans, tables)
+            kernel.check(*on_cuda(torch.bfloat16, 64, 288), chunk, AttentionOptions())
 
 
 def test_tables_of_another_mask() -> None:
@@ -359,7 +363,7 @@ def test_tables_of_any_plan_fit_a_launch() -> None:
     own = row // 2 * 2
     start = np.sort(np.stack([own, (own + half) % (2 * half)]), axis=0)
     plan = spanwise.make_plan(SpanMask(start, start + 2, 2 * half), 2, balancer="contiguous", exchange="all_gather")
-    stages = build(plan, 0, tables="varlen").chunks["default"]
+    stages = build(plan, 0, kernel=KERNELS["varlen"]).chunks["default"]
     assert len(stages) == 2
     for stage in stages:
         assert all(call[-1] <= 65535 for call in stage.tables.calls.tolist())

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from spanwise.attention.kernels.flex import FlexTables, flex, kv_capacity, max_logit, pad_spans
+from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
+from spanwise.attention.kernels.flex import flex, max_logit
 from spanwise.attention.kernels.reference import reference
 from spanwise.masks.flex import block_tables
 from spanwise.masks.span_mask import SpanMask

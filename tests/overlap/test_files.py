@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import spanwise
 from spanwise.__main__ import app
 from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
 
@@ -39,6 +40,12 @@ def test_another_process_loads_our_own_operators(saved: Path) -> None:
 
 
 UNREGISTERED = """
+import sys, types
+
+package = types.ModuleType("spanwise")  # without the imports of its __init__
+package.__path__ = [{package!r}]
+sys.modules["spanwise"] = package
+
 from spanwise.overlap.fx.files import load_graphs
 
 try:
@@ -52,7 +59,7 @@ print(*load_graphs({path!r}).graphs)
 
 def test_operators_that_are_not_registered(saved: Path) -> None:
     """Alone, this half of the package does not have the other's; the error says what does."""
-    done = python("-c", UNREGISTERED.format(path=str(saved)))
+    done = python("-c", UNREGISTERED.format(path=str(saved), package=str(Path(spanwise.__file__).parent)))
     assert done.returncode == 0, done.stderr
     error, graphs = done.stdout.splitlines()
     assert "'spanwise' is registered in this process: import spanwise.attention.kernels.sdpa before" in error

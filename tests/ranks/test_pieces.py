@@ -11,8 +11,9 @@ import torch
 
 import spanwise
 from spanwise import SpanMask, _torch
-from spanwise.attention import kernels, rank_plan
+from spanwise.attention import rank_plan
 from spanwise.attention.exchange import needed
+from spanwise.attention.kernels.sdpa import Sdpa
 from spanwise.planning.chunking import chunk_of, chunk_tokens
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
@@ -121,15 +122,15 @@ def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exch
     """Bytes that live between forward and backward, for a kernel that makes its keys contiguous as flex does."""
     plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange=exchange, block_size=8, keep_kv=keep_kv)
     received = plan.recv_tokens()
-    kernel, saved = kernels.attend_part, {0: [], 1: []}
+    attend_part, saved = Sdpa.attend_part, {0: [], 1: []}
 
-    def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def attend(kernel: Sdpa, queries: Any, k: torch.Tensor, v: torch.Tensor, *args: Any) -> Any:
         mine = saved[torch.distributed.get_rank()]
         k, v = k.contiguous(), v.contiguous()
         mine.append([weakref.ref(x.untyped_storage()) for x in (k, v)])
-        return kernel(name, q, k, v, *args, **options)
+        return attend_part(kernel, queries, k, v, *args)
 
-    monkeypatch.setattr(kernels, "attend_part", attend)
+    monkeypatch.setattr(Sdpa, "attend_part", attend)
     alive: dict[int, list[bool]] = {}
 
     def look(rank: int) -> None:

@@ -1,6 +1,6 @@
-"""Shape checks of one local attention problem, shared by the kernels that own no checks of their own framework.
+"""Shape checks of one local attention problem, shared by all kernels.
 
-Letters in shape comments, here and in the kernels beside this file:
+Letters in the shape comments of this folder:
 B batch, H query heads, K key/value heads, G = H / K, Q query rows, T keys, N spans a row, D query/key head dim,
 V value head dim.
 """
@@ -8,19 +8,13 @@ V value head dim.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    softcap: float | None = None,
-) -> None:
-    """Raises `ValueError` unless the arguments describe one attention problem.
+def check_problem(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, softcap: float | None = None) -> None:
+    """Raise ``ValueError`` unless the arguments describe one attention problem.
 
     Args:
         q: Queries ``[B, H, Q, D]``.
@@ -60,3 +54,8 @@ def check_problem(
         raise ValueError(f"the spans have batch size {start.shape[0]}, q has {q.shape[0]}; it must be that or 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; None turns it off")
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of the lse for queries ``q``: float32, float64 for float64."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,61 +1,56 @@
-"""Execution of the varlen kernel's rounds, forward and backward, around a flash kernel that is handed in.
+"""Run the rounds of the varlen kernel, forward and backward, with a flash kernel given as an argument.
 
-`varlen` makes operators of them with torch's kernel. Only the numbers in `calls`, which lie in host memory, are read;
+`varlen` makes operators of them with torch's kernel. The host reads only `calls`, which lies in its memory;
 everything else stays on the device. Letters of shapes: see `varlen`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from spanwise.attention.kernels._checks import lse_dtype
+from spanwise.attention.kernels._segments import Window
 from spanwise.attention.kernels.merge import merge
-
-if TYPE_CHECKING:
-    from spanwise.attention.kernels._segments import Window
 
 
 class Flash(NamedTuple):
     """A variable-length attention kernel. Shapes as in `torch.nn.attention.varlen`: ``[tokens, heads, W]``.
 
     Attributes:
-        forward: ``(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (out, lse [H, tokens])``. What it says
-            of rows without keys does not matter.
+        forward: ``(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (out, lse [H, tokens])``. Its
+            results for rows without keys are not used.
         backward: ``(grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (dq, dk, dv)``. It
-            reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. What it says of rows
-            without keys and of keys without queries does not matter.
+            reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. Its results for rows
+            without keys and for keys without queries are not used.
         max_sequences: the most sequences that a call takes.
     """
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     max_sequences: int = 65535  # CUDA: they are the second axis of the launch grid
 
 
 class _Call(NamedTuple):
     """One round on flattened batch rows."""
 
-    sequences: tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seq_q, cu_seq_k, max_q, max_k
+    sequences: tuple[Tensor, Tensor, int, int]  # cu_seq_q, cu_seq_k, max_q, max_k
     window: Window
-    rows: torch.Tensor  # [B * Q, 1]
-    keys: torch.Tensor  # [B * T, 1, 1]
+    rows: Tensor  # [B * Q, 1]
+    keys: Tensor  # [B * T, 1, 1]
 
 
 def _calls(
-    batch: int,
-    calls: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
+    batch: int, calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor
 ) -> Iterator[_Call]:
-    """The rounds of `VarlenTables`, repeated for every batch row where they are one row's."""
+    """The rounds of `VarlenTables`; those of a single row are repeated for every batch row."""
     repeats = batch // rows.shape[1]
 
-    def offsets(cu_seq: torch.Tensor, tokens: int) -> torch.Tensor:
+    def offsets(cu_seq: Tensor, tokens: int) -> Tensor:
         if repeats == 1:
             return cu_seq
         shifts = tokens * torch.arange(repeats, dtype=cu_seq.dtype, device=cu_seq.device)
@@ -70,8 +65,8 @@ def _calls(
         yield _Call((cu_q, cu_k, max_q, max_k), (left, right), row_mask, key_mask.unsqueeze(2))
 
 
-def _groups(flash: Flash, batch: int, calls: torch.Tensor, rows: torch.Tensor) -> list[slice]:
-    """Batch rows that a call takes together; all of them unless one row's rounds serve more rows than a call takes."""
+def _groups(flash: Flash, batch: int, calls: Tensor, rows: Tensor) -> list[slice]:
+    """Slices of batch rows, one per call; a single slice unless repeated rounds exceed `max_sequences`."""
     table_rows = rows.shape[1]
     most = max((call[-1] for call in calls.tolist()), default=0)  # host memory
     if batch == table_rows or batch // table_rows * most <= flash.max_sequences:
@@ -80,7 +75,7 @@ def _groups(flash: Flash, batch: int, calls: torch.Tensor, rows: torch.Tensor) -
     return [slice(first, first + step) for first in range(0, batch, step)]
 
 
-def _flat(x: torch.Tensor, width: int) -> torch.Tensor:
+def _flat(x: Tensor, width: int) -> Tensor:
     """``[B, H, T, D]`` as ``[B * T, H, width]``, in strides that flash can read; a view where possible."""
     x = F.pad(x.transpose(1, 2).flatten(0, 1), (0, width - x.shape[3]))
     # The kernel loads 16 bytes at a time.
@@ -88,36 +83,32 @@ def _flat(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if aligned and x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _by_head(x: torch.Tensor, batch: int, dim: int) -> torch.Tensor:
+def _by_head(x: Tensor, batch: int, dim: int) -> Tensor:
     """``[B * T, H, W]`` as ``[B, H, T, dim]``; token-major in memory."""
     return x[..., :dim].contiguous().unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def empty_by_head(x: torch.Tensor, dim: int) -> torch.Tensor:
+def empty_by_head(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dim).transpose(1, 2)
 
 
-def lse_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _width(q: torch.Tensor, v: torch.Tensor) -> int:
+def _width(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[3], v.shape[3]) // 8) * 8
 
 
 def forward(
     flash: Flash,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    calls: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    rows: Tensor,
+    keys: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The custom op's forward by the given kernel: (out, lse) of `varlen`."""
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of `varlen`, computed by ``flash``."""
     batch, heads, q_len, _ = q.shape
     groups = _groups(flash, batch, calls, rows)
     if len(groups) > 1:
@@ -127,7 +118,7 @@ def forward(
         return out, lse
     width = _width(q, v)
     q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
-    total: tuple[torch.Tensor, torch.Tensor] | None = None
+    total: tuple[Tensor, Tensor] | None = None
     for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
         out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
         out.masked_fill_(~call.rows.unsqueeze(2), 0)
@@ -139,32 +130,29 @@ def forward(
         lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=lse_dtype(q))
         return empty_by_head(q, v.shape[3]).zero_(), lse
     out, lse = total
-    return (
-        _by_head(out.to(q.dtype), batch, v.shape[3]),
-        lse.unflatten(0, (batch, q_len)).transpose(1, 2).contiguous(),
-    )
+    return (_by_head(out.to(q.dtype), batch, v.shape[3]), lse.unflatten(0, (batch, q_len)).transpose(1, 2).contiguous())
 
 
 def backward(
     flash: Flash,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    calls: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    calls: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    rows: Tensor,
+    keys: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v by the given kernel.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, computed by ``flash``.
 
-    Every round takes the lse and the out of all rounds together: then it recomputes the softmax over the whole row, as
-    ring attention does (Liu et al., 2023), and the merge needs no gradient of its own.
+    Every round gets the lse and the out of all rounds together. So it recomputes the softmax over the whole row, as
+    ring attention does (Liu et al., 2023), and the merge needs no gradient.
     """
     batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
     groups = _groups(flash, batch, calls, rows)
@@ -172,8 +160,8 @@ def backward(
         dq, dk, dv = (empty_by_head(x, x.shape[3]) for x in (q, k, v))
         for g in groups:
             of_out, of_lse = (None if x is None else x[g] for x in (grad_out, grad_lse))
-            mine = (q[g], k[g], v[g], out[g], lse[g])
-            grads = backward(flash, of_out, of_lse, *mine, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+            sliced = (q[g], k[g], v[g], out[g], lse[g])
+            grads = backward(flash, of_out, of_lse, *sliced, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
             dq[g], dk[g], dv[g] = grads
         return dq, dk, dv
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -183,7 +171,7 @@ def backward(
         grad_out, out = with_lse_gradient(grad_out, out, grad_lse.masked_fill(is_empty, 0))
     q_flat, k_flat, v_flat, grad_flat, out_flat = (_flat(x, width) for x in (q, k, v, grad_out, out))
     lse_flat = lse.masked_fill(is_empty, 0).transpose(0, 1).flatten(1).contiguous()
-    total: list[torch.Tensor] | None = None
+    total: list[Tensor] | None = None
     for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
         grads = flash.backward(
             grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
@@ -197,23 +185,21 @@ def backward(
         dq, dk, dv = (empty_by_head(x, x.shape[3]).zero_() for x in (q, k, v))
     else:
         dq, dk, dv = (_by_head(x.to(y.dtype), batch, y.shape[3]) for x, y in zip(total, (q, k, v), strict=True))
-    return dq, dk, dv.zero_() if only_lse else dv  # what was added to grad_out is no gradient of v
+    return dq, dk, dv.zero_() if only_lse else dv  # with_lse_gradient changed grad_out: none of it belongs to v
 
 
-def with_lse_gradient(
-    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_lse_gradient(grad_out: Tensor, out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
     """A grad_out and an out that make flash's backward account for a gradient of the lse.
 
     The backward is ``ds = p * (dp - delta)`` with ``delta = (grad_out * out).sum(-1)``, and a gradient of the lse
-    enters as ``delta - grad_lse``. The kernel computes delta itself, and reads out for nothing else: so it gets, in the
-    place of out, the multiple of grad_out whose product with grad_out is that difference. All its terms have one sign,
-    so that rounding it costs the difference no more than its own relative precision.
+    enters as ``delta - grad_lse``. The kernel computes delta itself and reads out for nothing else. So instead of out
+    it gets the multiple of grad_out whose product with grad_out is that difference. All terms of the product have one
+    sign, so rounding costs the difference no more than its relative precision.
 
-    A row whose grad_out is zero, or very small beside the difference, has no such multiple within the dtype's range:
-    its first element is raised, to 2**-56 of the difference (2**-14 in float16, whose range ends at 2**16). That adds
-    to the row's gradient of v, by less than rounding changes its other gradients. Rows without a gradient stay as they
-    are.
+    If a row's grad_out is zero, or very small compared to the difference, the dtype cannot represent the multiple. Then
+    the row's first element is raised to 2**-56 of the difference (2**-14 in float16, whose range ends at 2**16). That
+    changes the row's gradient of v by less than rounding changes its other gradients. Rows without a gradient stay
+    unchanged.
 
     Args:
         grad_out, out: ``[B, H, Q, V]``.

@@ -1,15 +1,15 @@
 """Plan of the varlen kernel: a span mask cut into *rounds*, each of which one variable-length flash call computes.
 
-Pure numpy on the spans of one local problem; `varlen` executes the plan. Such a call takes sequences: consecutive
-queries with consecutive keys, in ascending order on both sides, and one sliding window for all of them, aligned at the
-bottom right corner. Consecutive rows whose spans move like such a window form a *band*, which is one sequence:
+Pure numpy on the spans of one local problem; `varlen` executes the plan. A call takes sequences: consecutive queries
+with consecutive keys, ascending on both sides. One sliding window applies to all, aligned at the bottom right corner.
+Consecutive rows whose spans move like such a window form a *band*, which is one sequence:
 
 - full: start and end stay (window −1, −1); causal: the end grows by one a row (−1, 0);
 - sliding window: both grow, the start perhaps later than the end (width − 1, 0), and the end may stop first (left,
   right), as it does in the last rows of a two-sided window;
-- what fits none of them becomes shorter bands, down to one row.
+- all other rows become shorter bands, down to one row.
 
-Bands that share keys or rows, as those of the two chunks of a document do, go into different rounds.
+Bands that share keys or rows go into different rounds, as do those of the head and the tail of a document.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Window = tuple[int, int]  # keys to the left and to the right of the diagonal; -
 
 _FULL: Window = (-1, -1)
 _MOST_ROUNDS = 256
-_MOST_KEPT = 3  # windows that are kept when others are cut up
-_MOST_WINDOWS = 16  # windows that bands of another shape are tried in
+_MOST_KEPT = 3  # windows that stay when the bands of others are split
+_MOST_WINDOWS = 16  # windows tried for bands of another shape
 
 
 class Band(NamedTuple):
@@ -83,9 +83,9 @@ def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
         end: one past the last key, same shape; ``end <= start`` is an empty span.
         kv_len: number of keys.
 
-    Bands as long as possible need a round for every window that occurs, and where windows are clipped, as they are at
-    the ends of chunks, each document has its own. Cut up further (`_split`), three windows serve all of them. Of
-    several ways, which keep none, some or all of the windows, the one with the fewest rounds is taken.
+    The longest bands need a round for every window that occurs. Where windows are clipped, as at the ends of runs, each
+    document has another one. Split further (`_split`), all bands need three windows. The cut tries several ways, which
+    keep none, some or all of the windows, and takes the one with the fewest rounds.
 
     Raises:
         ValueError: more than 256 rounds.
@@ -105,8 +105,8 @@ def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
     ways = [_pack(bands)]
     for num_kept in range(min(len(by_rows), _MOST_KEPT + 1)):
         kept = by_rows[:num_kept]
-        pieces = [piece for band in bands for piece in ([band] if band.window in kept else _split(band))]
-        ways.append(_pack(_join(pieces)))
+        split = [part for band in bands for part in ([band] if band.window in kept else _split(band))]
+        ways.append(_pack(_join(split)))
     chosen = min(ways, key=len)
     if len(chosen) > _MOST_ROUNDS:
         raise ValueError(
@@ -142,7 +142,7 @@ def _bands(start: np.ndarray, end: np.ndarray) -> list[Band]:
 
 
 def _split(band: Band) -> list[Band]:
-    """The band as pieces under the windows full, (−1, 0) and (0, −1), which vary no more; long windows stay."""
+    """The band as bands under the windows full, (−1, 0) and (0, −1), the same for all; long windows stay."""
     row, row_stop, key, key_stop, (left, right) = band
     if left == -1 and right <= 0:
         return [band]
@@ -155,7 +155,7 @@ def _split(band: Band) -> list[Band]:
         return [*_split(upper), *_split(Band(middle, row_stop, first, key_stop, (left, -1)))]
     if right == 0 and row_stop - row > left + 1:
         return [band]
-    # The last row's first key divides them: what rows read before it is a triangle, and from it on, full or causal.
+    # Divide at the last row's first key: rows read a triangle before it, and a full or causal part from it on.
     corner = key_stop - left - 1
     rest = Band(row, row_stop, corner, key_stop, (-1, right))
     if key == corner:
@@ -164,7 +164,7 @@ def _split(band: Band) -> list[Band]:
 
 
 def _join(bands: Sequence[Band]) -> list[Band]:
-    """Full and causal bands that continue one another, as pieces of different bands may, made one."""
+    """Join full and causal bands that continue one another; parts of different bands may."""
     joined: list[Band] = []
     last: dict[tuple[int, int, int], int] = {}  # (next row, first key, end of the last row) -> where in `joined`
     for band in sorted(bands):
@@ -211,7 +211,7 @@ def _choose_windows(bands: Sequence[Band]) -> list[Window]:
 
 
 def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:
-    """Deal the bands into rounds: ascending and disjoint rows and keys, one window. Stops at one round too many."""
+    """Put the bands into rounds: ascending and disjoint rows and keys, one window. Stops at one round too many."""
     if not bands:
         return []
     bands = sorted(bands)
@@ -248,9 +248,9 @@ def _round(bands: Sequence[Band], window: Window, num_rows: int, num_keys: int) 
         keys[band.key : band.key_stop] = True
     add(num_rows, cu_k[-1])
     add(cu_q[-1], num_keys)
-    # Sequences without keys, or without queries, compute nothing: they need no place in the bounds. Flash takes
-    # max_q == 1 for decoding, one query in every sequence; and where one side of a window has no bound, or one beyond
-    # max_k, it puts max_k in its place, which reaches the far corner only if max_k >= max_q.
+    # Sequences without keys or queries compute nothing, so the bounds leave them out. Flash takes max_q == 1 for
+    # decoding, one query in every sequence. It replaces a window side without a bound, or beyond max_k, by max_k, which
+    # reaches the far corner only if max_k >= max_q.
     max_q = max(2, *(band.row_stop - band.row for band in bands))
     max_k = max(max_q, *(band.key_stop - band.key for band in bands))
     return Round(window, np.array(cu_q, np.int32), np.array(cu_k, np.int32), max_q, max_k, rows, keys)

@@ -1,8 +1,8 @@
 """Plan of the CPU kernel: which keys each tile of query rows multiplies with, and where a mask is needed.
 
 Pure numpy on the spans of one batch row; `sdpa` executes the plan. A tile is a few consecutive query rows. Its
-columns are exactly the keys that some row of it reads, so that no empty block is computed and no unread key touched;
-only the columns that some, but not all rows read are masked.
+columns are exactly the keys that some row reads, so no empty block is computed and no unread key is touched. Columns
+that all rows read need no mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 Run = tuple[int, int]
 
 
-class Chunk(NamedTuple):
+class Strip(NamedTuple):
     """Columns of a tile that are multiplied at once, left to right."""
 
     runs: tuple[Run, ...]  # key intervals, ascending and disjoint; the columns are their concatenation
@@ -28,11 +28,11 @@ class Chunk(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Query rows ``[first, stop)`` and the chunks of keys that they read; never without a chunk."""
+    """Query rows ``[first, stop)`` and the strips of keys that they read, at least one."""
 
     first: int
     stop: int
-    chunks: tuple[Chunk, ...]
+    strips: tuple[Strip, ...]
 
 
 def plan_tiles(
@@ -44,20 +44,20 @@ def plan_tiles(
         start: First key of each span, integer ``[N, Q]``; the spans of a row are disjoint, in any order.
         end: One past the last key of each span, same shape; ``end <= start`` is an empty span.
         max_rows: Most rows of a tile.
-        max_columns: Most columns of a chunk.
+        max_columns: Most columns of a strip.
         min_saving: Pairs that a cut between two tiles must avoid computing to be worth its overhead.
 
     Yields:
         Tiles in ascending order; rows without keys may be missing.
     """
     cuts = _cut_rows(start, end, max_rows, min_saving)
-    tiles, k0, k1, is_full = _pieces(start, end, cuts)
+    tiles, k0, k1, is_full = _intervals(start, end, cuts)
     bounds = np.searchsorted(tiles, np.arange(len(cuts))).tolist()
-    pieces = list(zip(k0.tolist(), k1.tolist(), is_full.tolist(), strict=True))
+    intervals = list(zip(k0.tolist(), k1.tolist(), is_full.tolist(), strict=True))
     rows = cuts.tolist()
     for i in range(len(rows) - 1):
         if bounds[i] < bounds[i + 1]:
-            yield Tile(rows[i], rows[i + 1], tuple(_chunks(pieces[bounds[i] : bounds[i + 1]], max_columns)))
+            yield Tile(rows[i], rows[i + 1], tuple(_strips(intervals[bounds[i] : bounds[i + 1]], max_columns)))
 
 
 def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int) -> np.ndarray:
@@ -80,7 +80,7 @@ def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int
     return np.append(np.concatenate(cuts), q_len)
 
 
-def _pieces(
+def _intervals(
     start: np.ndarray, end: np.ndarray, cuts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Key intervals read by each tile: tile index, first key, last key + 1, whether every row reads all of it.
@@ -107,15 +107,15 @@ def _pieces(
     return tile, left[is_first] - tile * stride, right[is_last] - tile * stride, is_full[is_first]
 
 
-def _chunks(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[Chunk]:
-    """The pieces of one tile, dealt into chunks of about the same width."""
-    total = sum(k1 - k0 for k0, k1, _ in pieces)
+def _strips(intervals: list[tuple[int, int, bool]], max_columns: int) -> Iterator[Strip]:
+    """The intervals of one tile, cut into strips of about the same width."""
+    total = sum(k1 - k0 for k0, k1, _ in intervals)
     width = -(-total // -(-total // max_columns))
     width = min(max_columns, -(-width // 16) * 16)
     runs: list[list[int]] = []
     masked: list[list[int]] = []
     column = 0
-    for first, stop, is_full in pieces:
+    for first, stop, is_full in intervals:
         while first < stop:
             last = min(stop, first + width - column)
             if runs and runs[-1][1] == first:
@@ -123,7 +123,7 @@ def _chunks(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[C
             else:
                 runs.append([first, last])
             if not is_full:
-                # A short unmasked stretch between two masked ones costs less masked than as a call of its own.
+                # A short unmasked stretch between two masked ones costs less as part of one masked call.
                 if masked and masked[-1][1] >= runs[-1][0] and first - masked[-1][2] < 64:
                     masked[-1][2] = last
                 else:
@@ -131,7 +131,7 @@ def _chunks(pieces: list[tuple[int, int, bool]], max_columns: int) -> Iterator[C
             column += last - first
             first = last
             if column == width:
-                yield Chunk(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
+                yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
                 runs, masked, column = [], [], 0
     if runs:
-        yield Chunk(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
+        yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))

@@ -1,136 +1,112 @@
 """Span-masked attention on torch's FlexAttention: CUDA forward and backward, CPU inference.
 
-The spans reach the kernel as tensors that its mask_mod reads, and the non-empty blocks as `FlexTables`; so one
-compiled kernel serves every mask of the same shapes. Takes one local problem (see `attend` in this package), knows
-nothing of ranks. Letters of shapes: see `_checks`; A is the number of query blocks, C the number of key blocks.
+The spans reach the kernel as tensors that its mask_mod reads, and the non-empty blocks as `FlexTables`. So one
+compiled kernel serves every mask of the same shapes. Letters of shapes: see `_checks`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem
-
-if TYPE_CHECKING:
-    from spanwise.masks.flex import BlockTables
-
-Mod = Callable[..., torch.Tensor]
+from spanwise.attention.kernels._flex_cpu import flex_cpu, padded_positions
+from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask, kv_capacity, pad_spans
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.masks.flex import block_tables
+from spanwise.masks.span_mask import SpanMask
 
 _MIN_CUDA_HEAD_DIM = 16
 _HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def pad_spans(num_spans: int) -> int:
-    """Number of spans a row to pad to with empty spans, so that few different numbers are compiled: 1, 4, 8, 16, …
+class Flex(Kernel):
+    """FlexAttention on CUDA, and on the CPU for inference; see `flex`.
 
-    The kernel unrolls its loop over spans, so each number is a graph of its own. One span is by far the most frequent
-    case (causal, documents, windows) and stays alone; up to four share a graph. Where one compiled region holds several
-    problems (local and remote keys), pad them all to the number of the whole mask, or their combinations are graphs.
-    """
-    if num_spans <= 1:
-        return 1
-    return max(4, 1 << (num_spans - 1).bit_length())
-
-
-def kv_capacity(num_keys: int, block_size: int = 128) -> int:
-    """Rows of a K/V buffer for ``num_keys`` keys: whole blocks, at least two.
-
-    Sizes 0 and 1 are constants to torch.compile, so that a buffer of a single block would be a graph of its own; whole
-    blocks spare the CUDA kernel its bounds checks.
-    """
-    return max(2, -(-num_keys // block_size)) * block_size
-
-
-@dataclasses.dataclass(frozen=True)
-class FlexTables:
-    """Non-empty blocks of a span mask, as FlexAttention's ``BlockMask`` lists them; a pytree of int32 tensors.
-
-    A *full* block is read in every cell that exists, so the kernel skips the mask there; *partial* blocks are the
-    other non-empty ones. Build them for the length of the K/V buffer (``kv_capacity``), not for a shorter mask:
-    the last block of a shorter mask may be full although its spare rows must not be read.
-
-    Attributes:
-        kv_num_blocks: ``[B or 1, 1, A]``, partial key blocks of each query block.
-        kv_indices: ``[B or 1, 1, A, C]``, which ones; the first ``kv_num_blocks`` entries count.
-        full_kv_num_blocks, full_kv_indices: the same for full blocks.
-        q_num_blocks: ``[B or 1, 1, C]``, partial query blocks of each key block, for the backward.
-        q_indices: ``[B or 1, 1, C, A]``.
-        full_q_num_blocks, full_q_indices: the same for full blocks.
+    Its graphs need a constant number of queries and at least one token per rank. Spare keys and few numbers of spans
+    let one graph serve many plans.
     """
 
-    kv_num_blocks: torch.Tensor
-    kv_indices: torch.Tensor
-    full_kv_num_blocks: torch.Tensor
-    full_kv_indices: torch.Tensor
-    q_num_blocks: torch.Tensor
-    q_indices: torch.Tensor
-    full_q_num_blocks: torch.Tensor
-    full_q_indices: torch.Tensor
+    name = "flex"
+    dynamic_queries = False
+    needs_tokens = True
+    table_type = FlexTables
 
-    @classmethod
-    def from_numpy(cls, tables: BlockTables, device: torch.device | str = "cpu") -> FlexTables:
-        """Copies of the arrays on ``device``, marked for torch.compile as varying in the number of key blocks."""
-        copied = cls(
-            **{f.name: torch.tensor(getattr(tables, f.name), dtype=torch.int32) for f in dataclasses.fields(cls)}
-        )
-        return copied.to(device)
+    def tables(self, mask: SpanMask, device: torch.device) -> FlexTables:
+        return FlexTables.from_numpy(block_tables(mask, BLOCK_SIZE), device)
 
-    def to(self, device: torch.device | str) -> FlexTables:
-        """Copies on ``device``, marked like those of :meth:`from_numpy`."""
-        moved = FlexTables(*(getattr(self, f.name).to(device) for f in dataclasses.fields(self)))
-        for x, dim in (
-            (moved.kv_indices, 3),
-            (moved.full_kv_indices, 3),
-            (moved.q_num_blocks, 2),
-            (moved.q_indices, 2),
-            (moved.full_q_num_blocks, 2),
-            (moved.full_q_indices, 2),
-        ):
-            _torch.mark_dynamic(x, dim)
-        return moved
+    def capacity(self, num_keys: int) -> int:
+        return kv_capacity(num_keys)
 
+    def num_spans(self, num_spans: int) -> int:
+        return pad_spans(num_spans)
 
-_torch.register_pytree_dataclass(FlexTables)
+    def check_max_logit(self, device: torch.device, score_mod: ScoreMod | None) -> None:
+        if device.type != "cuda":
+            super().check_max_logit(device, score_mod)
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
+    ) -> None:
+        super().check(q, k, v, chunk, options, max_logit=max_logit)
+        _check(q, k, v, chunk.tables)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        return flex(
+            q, k, v, chunk.start, chunk.end, chunk.tables,
+            scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
+            q_pos=q_pos, kv_pos=chunk.kv_pos,
+        )  # fmt: skip
+
+    def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
+        if q.device.type != "cuda":
+            return super().max_logit(q, k, chunk, q_pos, options)
+        return max_logit(
+            q, k, chunk.start, chunk.end, chunk.tables,
+            scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
+            q_pos=q_pos, kv_pos=chunk.kv_pos,
+        )  # fmt: skip
 
 
 def flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     tables: FlexTables,
     *,
     scale: float,
     score_mod: Mod | None = None,
     softcap: float | None = None,
-    q_pos: torch.Tensor | None = None,
-    kv_pos: torch.Tensor | None = None,
-    block_size: int = 128,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_pos: Tensor | None = None,
+    kv_pos: Tensor | None = None,
+    block_size: int = BLOCK_SIZE,
+) -> tuple[Tensor, Tensor]:
     """Attention of one local problem by a compiled FlexAttention kernel.
 
-    Inside ``torch.compile`` the operator joins the surrounding graph; there all T share a graph if the tensor that
-    T comes from is marked as dynamic (`_torch.mark_dynamic`). Called eagerly it runs a graph of its own, compiled at
-    the first call of its setting (shapes but for T, dtypes, options), that serves every later mask and T.
+    Inside ``torch.compile`` the operator joins the surrounding graph. There all T share a graph if the tensor that T
+    comes from is marked as dynamic (`_torch.mark_dynamic`). An eager call runs a separate graph. It is compiled at the
+    first call of a setting (shapes without T, dtypes, options) and serves every later mask and T.
 
-    On the CPU only inference is possible, and torch's kernel returns no lse there; it is found as `_flex_cpu` tells,
-    at the price of a second pass. With a `score_mod` or a softcap that is exact while the modified scores of a row lie
-    within ±600; a row beyond gets an infinite lse.
+    On the CPU only inference is possible, and torch's kernel returns no lse. `_flex_cpu` finds it in a second pass.
+    With a `score_mod` or a softcap it is exact while the modified scores of a row lie within ±600; beyond, the row
+    gets an infinite lse.
 
     Args:
-        q: Queries ``[B, H, Q, D]``, float32, bfloat16 or float16. Any strides; what is not contiguous is copied.
+        q: Queries ``[B, H, Q, D]``, float32, bfloat16 or float16. Any strides; other than contiguous are copied.
         k: Keys ``[B, K, T, D]``, ``H % K == 0``. Rows that no span reads may hold any finite number.
         v: Values ``[B, K, T, V]``.
-        start: First key of each span, int32 ``[B or 1, N, Q]``, padded with empty spans as `pad_spans` says.
+        start: First key of each span, int32 ``[B or 1, N, Q]``, padded with empty spans to `pad_spans`.
         end: One past the last key of each span, same shape.
         tables: Non-empty blocks of the same mask over T keys.
         scale: Factor on ``q @ k^T``.
@@ -149,7 +125,8 @@ def flex(
         ValueError: Inputs that do not fit together, a dtype or head dim that the device's kernel lacks, or gradients on
             the CPU.
     """
-    check(q, k, v, start, end, tables, q_pos, kv_pos, block_size)
+    check_problem(q, k, v, start, end)
+    _check(q, k, v, tables, q_pos, kv_pos, block_size)
     if not _wants_grad(q, k, v):
         q, k, v = q.detach(), k.detach(), v.detach()  # torch's CPU kernel refuses requires_grad even under no_grad
     if score_mod is None:
@@ -179,80 +156,71 @@ def flex(
 
 
 @functools.cache
-def _compiled(setting: tuple[Any, ...]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _compiled(setting: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`_attend` compiled for one setting, kept for the life of the process as Dynamo keeps its own caches.
 
-    Dynamo allows eight graphs for a code object, over all settings a process uses; a copy of the code for each setting
-    keeps them from using up each other's. `setting` is that key and nothing else.
+    Dynamo allows eight graphs for a code object, over all settings of a process. A copy of the code for each setting
+    gives each its own eight. `setting` is only the key.
     """
     copy = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, _attend.__name__, None, None)
     return torch.compile(copy, fullgraph=True, dynamic=False)
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     tables: FlexTables,
-    q_pos: torch.Tensor | None,
-    kv_pos: torch.Tensor | None,
+    q_pos: Tensor | None,
+    kv_pos: Tensor | None,
     scale: float,
     score_mod: Mod | None,
     softcap: float | None,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gets compiled: options become FlexAttention's two functions, and the device's form is called."""
+) -> tuple[Tensor, Tensor]:
+    """The compiled part: turn the options into FlexAttention's two functions and call the device's form."""
     _torch.mark_static(q, 2)  # a dynamic number of queries fails to compile
     mask_mod = _mask_mod(start, end)
     visible_BQ = (end - start).sum(1)
     if q.device.type == "cpu":
-        from spanwise.attention.kernels._flex_cpu import flex_cpu, roomy
-
-        kv_pos = None if kv_pos is None else roomy(kv_pos)
+        kv_pos = None if kv_pos is None else padded_positions(kv_pos)
         mod = _score_mod(score_mod, softcap, q_pos, kv_pos)
         return flex_cpu(q, k, v, visible_BQ, tables, mask_mod, mod, scale=scale, block_size=block_size)
-    block_mask = _block_mask(q, k, tables, mask_mod, block_size)
-    return _with_lse(q, k, v, visible_BQ, block_mask, _score_mod(score_mod, softcap, q_pos, kv_pos), scale=scale)
+    blocks = block_mask(q.shape[2], k.shape[2], tables, mask_mod, block_size)
+    return _with_lse(q, k, v, visible_BQ, blocks, _score_mod(score_mod, softcap, q_pos, kv_pos), scale=scale)
 
 
 def _with_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible_BQ: torch.Tensor,
-    block_mask: BlockMask,
-    score_mod: Mod | None,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The form of devices whose kernel returns the lse. Its backward takes cotangents of out and lse both."""
+    q: Tensor, k: Tensor, v: Tensor, visible_BQ: Tensor, blocks: BlockMask, score_mod: Mod | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The form for devices whose kernel returns the lse. Its backward takes cotangents of out and lse."""
     if k.shape[2] % 128 == 0:
-        torch._check(k.shape[2] % 128 == 0)  # known of a dynamic size, it spares the kernel its bounds checks
+        torch._check(k.shape[2] % 128 == 0)  # spares the kernel its bounds checks, for a dynamic size too
     out, aux = flex_attention(
-        q, k, v, score_mod, block_mask, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
+        q, k, v, score_mod, blocks, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
-    # flex_attention returns the natural logarithm. What it says of an empty row differs between its kernels.
+    # flex_attention returns the natural logarithm. Its kernels differ in the lse of an empty row.
     assert aux.lse is not None  # it was requested
     return out, aux.lse.masked_fill((visible_BQ == 0)[:, None], float("-inf"))
 
 
 def max_logit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
     tables: FlexTables,
     *,
     scale: float,
     score_mod: Mod | None = None,
     softcap: float | None = None,
-    q_pos: torch.Tensor | None = None,
-    kv_pos: torch.Tensor | None = None,
-    block_size: int = 128,
-) -> torch.Tensor:
-    """Largest visible score of each query head, float32 ``[H]``, -inf where there is none. CUDA only, no gradient.
+    q_pos: Tensor | None = None,
+    kv_pos: Tensor | None = None,
+    block_size: int = BLOCK_SIZE,
+) -> Tensor:
+    """Largest visible score of each query head, float32 ``[H]``, -inf without any. CUDA only, no gradient.
 
     Arguments as for `flex`. Scores are those that enter the softmax: scaled, modified, capped.
 
@@ -262,7 +230,8 @@ def max_logit(
     if q.device.type == "cpu":
         raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
     q, k = q.detach().contiguous(), k.detach().contiguous()
-    check(q, k, k, start, end, tables, q_pos, kv_pos, block_size)
+    check_problem(q, k, k, start, end)
+    _check(q, k, k, tables, q_pos, kv_pos, block_size)
     if score_mod is None:
         q_pos = kv_pos = None
     run = _largest if torch.compiler.is_compiling() else _compiled_largest()
@@ -270,28 +239,28 @@ def max_logit(
 
 
 @functools.cache
-def _compiled_largest() -> Callable[..., torch.Tensor]:
+def _compiled_largest() -> Callable[..., Tensor]:
     return torch.compile(_largest, fullgraph=True)
 
 
 def _largest(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
     tables: FlexTables,
-    q_pos: torch.Tensor | None,
-    kv_pos: torch.Tensor | None,
+    q_pos: Tensor | None,
+    kv_pos: Tensor | None,
     scale: float,
     score_mod: Mod | None,
     softcap: float | None,
     block_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     _torch.mark_static(q, 2)
     _, aux = flex_attention(
         q, k, k[..., :_MIN_CUDA_HEAD_DIM].contiguous(),  # values are not looked at; this is the narrowest kernel
         score_mod=_score_mod(score_mod, softcap, q_pos, kv_pos),
-        block_mask=_block_mask(q, k, tables, _mask_mod(start, end), block_size),
+        block_mask=block_mask(q.shape[2], k.shape[2], tables, _mask_mod(start, end), block_size),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(max_scores=True),
@@ -301,18 +270,18 @@ def _largest(
     return aux.max_scores.masked_fill(empty, float("-inf")).amax((0, 2))
 
 
-def _wants_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _mask_mod(start: torch.Tensor, end: torch.Tensor) -> Mod:
+def _mask_mod(start: Tensor, end: Tensor) -> Mod:
     """FlexAttention's ``(b, h, q_idx, kv_idx) -> bool`` for spans ``[B or 1, N, Q]``."""
-    # Split outside of the function: a captured tensor with a size that torch.compile holds for dynamic (N, after it has
-    # seen two) trips the CPU kernel's code generation.
+    # Split outside of the function: torch.compile takes N for dynamic after it has seen two values, and a captured
+    # tensor of dynamic size breaks the CPU kernel's code generation.
     pairs = tuple(zip(start.unbind(1), end.unbind(1), strict=True))
     batched = start.shape[0] > 1
 
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         row = b if batched else 0
         first, last = pairs[0]
         inside = (kv_idx >= first[row, q_idx]) & (kv_idx < last[row, q_idx])
@@ -323,21 +292,17 @@ def _mask_mod(start: torch.Tensor, end: torch.Tensor) -> Mod:
     return mask_mod
 
 
-def _score_mod(
-    score_mod: Mod | None, softcap: float | None, q_pos: torch.Tensor | None, kv_pos: torch.Tensor | None
-) -> Mod | None:
-    """The user's function with global positions for local ones, then softcap; None if there is neither."""
+def _score_mod(score_mod: Mod | None, softcap: float | None, q_pos: Tensor | None, kv_pos: Tensor | None) -> Mod | None:
+    """The user's function on global positions, then softcap; None without both."""
     if score_mod is None and softcap is None:
         return None
 
-    def position(table: torch.Tensor | None, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def position(table: Tensor | None, b: Tensor, index: Tensor) -> Tensor:
         if table is None:
             return index
         return table[b if table.shape[0] > 1 else 0, index]
 
-    def mod(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
-    ) -> torch.Tensor:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
             score = score_mod(score, b, h, position(q_pos, b, q_idx), position(kv_pos, b, kv_idx))
         if softcap is not None:
@@ -347,41 +312,21 @@ def _score_mod(
     return mod
 
 
-def _block_mask(q: torch.Tensor, k: torch.Tensor, tables: FlexTables, mask_mod: Mod, block_size: int) -> BlockMask:
-    # The constructor, not from_kv_blocks: that derives the transposed tables, densely.
-    return BlockMask(
-        (q.shape[2], k.shape[2]),
-        kv_num_blocks=tables.kv_num_blocks,
-        kv_indices=tables.kv_indices,
-        full_kv_num_blocks=tables.full_kv_num_blocks,
-        full_kv_indices=tables.full_kv_indices,
-        q_num_blocks=tables.q_num_blocks,
-        q_indices=tables.q_indices,
-        full_q_num_blocks=tables.full_q_num_blocks,
-        full_q_indices=tables.full_q_indices,
-        BLOCK_SIZE=(block_size, block_size),
-        mask_mod=mask_mod,
-    )
-
-
-def check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     tables: FlexTables,
-    q_pos: torch.Tensor | None = None,
-    kv_pos: torch.Tensor | None = None,
-    block_size: int = 128,
+    q_pos: Tensor | None = None,
+    kv_pos: Tensor | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> None:
-    """Raises what `flex` raises of these arguments; ``ValueError``."""
+    """Raise ``ValueError`` for a problem of sound shapes that this kernel cannot take, or tables of another one."""
     if q.device.type == "cpu" and _wants_grad(q, k, v):
         raise ValueError(
             "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on "
             "the CPU, or torch.no_grad() for inference"
         )
-    check_problem(q, k, v, start, end)
     if q.dtype not in _HALVES_AND_FLOAT:
         raise ValueError(f"kernel 'flex' takes float32, bfloat16 or float16, got {q.dtype}; use kernel='reference'")
     if q.device.type == "cuda" and min(q.shape[3], v.shape[3]) < _MIN_CUDA_HEAD_DIM:

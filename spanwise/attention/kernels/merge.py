@@ -3,15 +3,15 @@
 Each part is ``(out, lse)`` over its own keys; the union's result is the average of the parts weighted by
 ``exp(lse_i - lse)``, the numerics of ring attention (Liu et al., 2023) and FlashAttention-2's split-K.
 
-Parts that are pairs are merged by plain torch operations whose gradient is autograd's, which keeps every out_i. The
-backward of a kernel that recomputes its scores needs none of them: with P_i = exp(scores_i - lse), lse of the *union*,
+A part that is a pair is merged by plain torch operations. Their gradient is autograd's, which keeps every out_i. A
+kernel that recomputes its scores in the backward needs no out_i: with P_i = exp(scores_i - lse), lse of the *union*,
 
     dv_i = P_i^T grad_out,    dscores_i = P_i * (grad_out v_i^T + rows),    rows = grad_lse - rowsum(grad_out * out),
 
-the backward of ring attention: out_i and lse_i cancel. So a part may be a triple, out, lse and a token of lse's shape
-that has no memory, and then what goes back along the three is not their gradients but, in this order, what the kernel
-needs: **grad_out, rows and lse of the union**. It passes through every merge unchanged, and nothing is kept but the
-union's out and lse.
+the backward of ring attention: out_i and lse_i cancel. So a part may also be a triple: out, lse, and a token of lse's
+shape without memory. Then the tensors sent back along the three are not their gradients. They are, in this order, the
+**grad_out, rows and lse of the union**, which the kernel needs. They pass through every merge unchanged, and only the
+union's out and lse are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # (out, lse) with their gradients, or (out, lse, token): see the module docstring.
-Part = tuple[torch.Tensor, ...]
+Part = tuple[Tensor, ...]
 
 
 class Merging:
-    """A merge under way. Of parts with a token, two outputs live at a time, whatever the number of parts."""
+    """A merge of parts as they come. Of parts with a token, at most two outputs live at a time."""
 
     def __init__(self) -> None:
         self._pairs: list[Part] = []
@@ -42,7 +43,7 @@ class Merging:
         else:
             self._union = _Union.apply(*self._union, *part)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """out ``[B, H, T, Dv]`` in the dtype of the first part and lse ``[B, H, T]``, differentiable; see `merge`."""
         if self._union is None:
             return _merge_pairs(self._pairs)
@@ -50,7 +51,7 @@ class Merging:
         return _Result.apply(*self._union, self._dtype)
 
 
-def merge(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     """Merge partial results; exact up to rounding, in float32 (float64 stays float64).
 
     Args:
@@ -60,6 +61,12 @@ def merge(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         out ``[B, H, T, Dv]`` in the dtype of the first part, lse ``[B, H, T]``. A row without a key in any part keeps
         out 0 and lse −inf, and passes no gradient on.
+
+    >>> scores, values = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 8, 2)
+    >>> halves = zip(scores.split(4, -1), values.split(4, 2))
+    >>> out, lse = merge([(s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in halves])
+    >>> torch.allclose(out, scores.softmax(-1) @ values, atol=1e-6)
+    True
     """
     merging = Merging()
     for part in parts:
@@ -67,12 +74,12 @@ def merge(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
     return merging.result()
 
 
-def _merge_pairs(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_pairs(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0][0], parts[0][1]
     lses = torch.stack([lse for _, lse in parts])
     top = lses.detach().amax(dim=0)
-    # Rows without any key: exp(-inf - -inf) would be nan, in the value and in the gradient.
+    # In rows without a key exp(-inf - -inf) would be nan, in the value and in the gradient.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = torch.exp(lses - top)
     total = weights.sum(dim=0)
@@ -91,41 +98,33 @@ class _Union(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        token: torch.Tensor,
-        new_out: torch.Tensor,
-        new_lse: torch.Tensor,
-        new_token: torch.Tensor,
+        ctx: Any, out: Tensor, lse: Tensor, token: Tensor, new_out: Tensor, new_lse: Tensor, new_token: Tensor
     ) -> Part:
         ctx.dtypes = out.dtype, new_out.dtype
-        # Where neither has a key the difference would be nan; a nan that is in an lse stays.
+        # Where neither has a key, the difference would be nan. A nan in an lse stays.
         weight = torch.where(new_lse == -torch.inf, 0, torch.sigmoid(new_lse - lse)).unsqueeze(-1)
         merged = torch.lerp(out.to(lse.dtype), new_out.to(lse.dtype), weight)
         return merged, torch.logaddexp(lse, new_lse), lse.new_zeros(()).expand(lse.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor) -> Part:
+    def backward(ctx: Any, grad_out: Tensor, rows: Tensor, lse: Tensor) -> Part:
         before, new = (grad_out.to(dtype) for dtype in ctx.dtypes)
         return before, rows, lse, new, rows, lse
 
 
 class _Result(torch.autograd.Function):
-    """Out and lse of the last union, whose true gradients are turned into what the parts are sent."""
+    """Out and lse of the last union; turns their gradients into grad_out, rows and lse for the parts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor, lse: torch.Tensor, token: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, out: Tensor, lse: Tensor, token: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         ctx.dtype = out.dtype
-        # What is returned must not be what was given. detach is the one alias that selective checkpoints do not count.
+        # Do not return the inputs themselves. Selective checkpoints do not count detach, unlike other aliases.
         out, lse = out.detach().to(dtype), lse.detach()
         ctx.save_for_backward(out, lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
         out, lse = ctx.saved_tensors
         rows = torch.where(lse == -torch.inf, 0, grad_lse)
         rows = rows - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)

@@ -1,4 +1,4 @@
-"""Dense span-masked attention in differentiable torch ops: the oracle every other kernel is held against.
+"""Dense span-masked attention in differentiable torch ops: kernel "reference", the oracle for every other kernel.
 
 Runs on any device and in any float dtype, materialises the full Q x T score matrix, takes every option
 (`score_mod`, `softcap`). Letters of shapes: see `_checks`.
@@ -6,29 +6,42 @@ Runs on any device and in any float dtype, materialises the full Q x T score mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem
+from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 
-ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Reference(Kernel):
+    """Dense attention on any device, with every option; see `reference`."""
+
+    name = "reference"
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        return reference(
+            q, k, v, chunk.start, chunk.end,
+            scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
+            q_pos=q_pos, kv_pos=chunk.kv_pos,
+        )  # fmt: skip
 
 
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     *,
     scale: float,
     score_mod: ScoreMod | None = None,
-    q_pos: torch.Tensor | None = None,
-    kv_pos: torch.Tensor | None = None,
+    q_pos: Tensor | None = None,
+    kv_pos: Tensor | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention of one local problem, dense.
 
     float64 is computed in float64, every other dtype in float32.
@@ -52,6 +65,12 @@ def reference(
 
     Raises:
         ValueError: If the shapes do not fit together.
+
+    >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
+    >>> out, lse = reference(q, k, k, start, end, scale=8**-0.5)  # causal
+    >>> tuple(out.shape), tuple(lse.shape)
+    ((1, 4, 6, 8), (1, 4, 6))
     """
     check_problem(q, k, v, start, end, softcap)
     with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
@@ -59,20 +78,20 @@ def reference(
 
 
 def _reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     scale: float,
     score_mod: ScoreMod | None,
-    q_pos: torch.Tensor | None,
-    kv_pos: torch.Tensor | None,
+    q_pos: Tensor | None,
+    kv_pos: Tensor | None,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = lse_dtype(q)
 
     keys = torch.arange(kv_len, device=q.device)
     mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
@@ -103,10 +122,8 @@ def _reference(
     return out.to(q.dtype), lse
 
 
-def _apply_score_mod(
-    scores: torch.Tensor, score_mod: ScoreMod, q_pos: torch.Tensor | None, kv_pos: torch.Tensor | None
-) -> torch.Tensor:
-    """``score_mod`` on every element of scores ``[B, H, Q, T]``, as FlexAttention's eager form does it."""
+def _apply_score_mod(scores: Tensor, score_mod: ScoreMod, q_pos: Tensor | None, kv_pos: Tensor | None) -> Tensor:
+    """``score_mod`` on every element of scores ``[B, H, Q, T]``, vmapped as in FlexAttention's eager form."""
     batch, num_heads, q_len, kv_len = scores.shape
     device = scores.device
     q_idx = torch.arange(q_len, device=device)[None] if q_pos is None else q_pos

@@ -1,28 +1,27 @@
 """Span-masked attention on torch's variable-length flash kernel, CUDA forward and backward.
 
-`_segments` cuts the mask into rounds; each is one call of the kernel under `torch.nn.attention.varlen`, on q, k and v
-as they lie: rows and keys outside a round are sequences of their own that compute nothing, so that nothing is gathered.
-Two custom ops, as in `sdpa`: the rounds are contents of tensors, hence no plan costs a compilation. Takes one local
-problem (see `attend` in this package), knows nothing of ranks. Letters of shapes: see `_checks`; R rounds, W head dim
-of the kernel's call.
+`_segments` cuts the mask into rounds. Each is one call of the kernel under `torch.nn.attention.varlen`, on q, k and v
+where they are: rows and keys outside a round are further sequences that compute nothing, so nothing is gathered. Two
+custom ops, as in `sdpa`. The rounds are contents of tensors, so a new plan needs no compilation. Letters of shapes: see
+`_checks`; R rounds, W head dim of the kernel's call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem
+from spanwise.attention.kernels._checks import check_problem, lse_dtype
 from spanwise.attention.kernels._flops import count_flops
-from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward, lse_dtype
-
-if TYPE_CHECKING:
-    from spanwise.attention.kernels._segments import Round, Segments
+from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward
+from spanwise.attention.kernels._segments import Round, Segments, cut_rounds
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.masks.span_mask import SpanMask
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -30,14 +29,14 @@ FLASH = Flash(_torch.flash_forward, _torch.flash_backward)
 
 
 def parts(whole: Round, most: int) -> list[Round]:
-    """The round as rounds of at most `most` sequences, at least 5, which together read what it reads."""
+    """Split a round into rounds of at most `most` (5 or more) sequences that together read the same keys."""
     count = len(whole.cu_seq_q) - 1
     if count <= most:
         return [whole]
     found = []
     for first in range(0, count, most - 4):
         stop = min(first + most - 4, count)
-        # What lies before and after are two sequences each, of queries alone and of keys alone; none if it is nothing.
+        # Before and after come two sequences each, one of queries alone and one of keys alone, unless empty.
         (q, q_stop, num_q), (k, k_stop, num_k) = (cu[[first, stop, -1]] for cu in (whole.cu_seq_q, whole.cu_seq_k))
         cu_q = np.concatenate([[0, q], whole.cu_seq_q[first : stop + 1], [num_q, num_q]])
         cu_k = np.concatenate([[0, 0], whole.cu_seq_k[first : stop + 1], [k_stop, num_k]])
@@ -56,33 +55,33 @@ class VarlenTables:
     Batch 1 serves every row of a batch.
 
     Attributes:
-        calls: int64 ``[R, 5]`` in host memory, for it is read before each launch: window left and right, bounds of the
+        calls: int64 ``[R, 5]`` in host memory, where each launch reads it: window left and right, bounds of the
             lengths of sequences of queries and of keys, number of sequences.
         cu_seq_q, cu_seq_k: int32, offsets of the sequences of all rounds, one round after the other.
         rows: bool ``[R, batch, Q]``, rows that read a key in the round.
         keys: bool ``[R, batch, T]``, keys that are read in the round.
     """
 
-    calls: torch.Tensor
-    cu_seq_q: torch.Tensor
-    cu_seq_k: torch.Tensor
-    rows: torch.Tensor
-    keys: torch.Tensor
+    calls: Tensor
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    rows: Tensor
+    keys: Tensor
 
     @classmethod
     def from_segments(cls, segments: Segments, device: torch.device | str = "cpu") -> VarlenTables:
-        """Copies of the rounds on ``device``, marked for torch.compile as varying in all that differs between masks.
+        """Copies of the rounds on ``device``, marked for torch.compile as varying wherever masks differ.
 
         A round of more sequences than one call takes becomes several.
         """
         rounds, batch = [part for r in segments.rounds for part in parts(r, FLASH.max_sequences)], segments.batch
         calls = [(*r.window, r.max_q, r.max_k, len(r.cu_seq_q) - 1) for r in rounds]
 
-        def joined(name: str) -> torch.Tensor:
+        def joined(name: str) -> Tensor:
             offsets = [torch.from_numpy(getattr(r, name)) for r in rounds]
             return torch.cat([torch.empty(0, dtype=torch.int32), *offsets])
 
-        def stacked(name: str, length: int) -> torch.Tensor:
+        def stacked(name: str, length: int) -> Tensor:
             masks = torch.empty(len(rounds), batch, length, dtype=torch.bool)
             for i, r in enumerate(rounds):
                 masks[i] = torch.from_numpy(getattr(r, name)).view(batch, length)
@@ -97,7 +96,7 @@ class VarlenTables:
         ).to(device)
 
     def to(self, device: torch.device | str) -> VarlenTables:
-        """Copies on ``device``, but for `calls`; marked like those of :meth:`from_segments`."""
+        """Copies on ``device``, `calls` in host memory; marked like those of :meth:`from_segments`."""
         moved = VarlenTables(
             self.calls.clone(), *(x.to(device, copy=True) for x in (self.cu_seq_q, self.cu_seq_k, self.rows, self.keys))
         )
@@ -111,23 +110,51 @@ class VarlenTables:
 _torch.register_pytree_dataclass(VarlenTables)
 
 
+class Varlen(Kernel):
+    """torch's variable-length flash kernel on CUDA; see `varlen`."""
+
+    name = "varlen"
+    table_type = VarlenTables
+
+    def check_device(self, device: torch.device, score_mod: ScoreMod | None) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"kernel 'varlen' runs on CUDA, the tensors are on {device}; use kernel='sdpa' on the CPU")
+        if score_mod is not None:
+            raise ValueError("kernel 'varlen' cannot apply a score_mod; use kernel='flex'")
+
+    def tables(self, mask: SpanMask, device: torch.device) -> VarlenTables:
+        return VarlenTables.from_segments(cut_rounds(mask.start, mask.end, mask.kv_len), device)
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
+    ) -> None:
+        super().check(q, k, v, chunk, options, max_logit=max_logit)
+        check(q, v, softcap=options.softcap, score_mod=options.score_mod)
+        check_tables(q, k, chunk.tables)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        return attend_rounds(q, k, v, chunk.tables, scale=options.scale_for(q))
+
+
 def varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
     tables: VarlenTables,
     *,
     scale: float,
     softcap: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    score_mod: ScoreMod | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one local problem by variable-length flash calls, one a round.
 
     The calls run one after the other and are merged in float32. Where V differs from D, or D is no multiple of 8, zeros
-    fill up both. ``torch.use_deterministic_algorithms(True)`` makes the backward deterministic, as torch's kernel does
-    it; with ``warn_only=True`` the kernel warns and stays as it is.
+    fill up both. ``torch.use_deterministic_algorithms(True)`` makes the backward deterministic, as in
+    torch's kernel; with ``warn_only=True`` the kernel only warns.
 
     Args:
         q: Queries ``[B, H, Q, D]`` on CUDA, bfloat16 or float16. Any strides.
@@ -146,26 +173,17 @@ def varlen(
     Raises:
         ValueError: Inputs that do not fit together, or a device, dtype, head dim or option that the kernel lacks.
     """
-    check(q, k, v, start, end, tables, softcap=softcap, score_mod=score_mod)
+    check(q, v, softcap=softcap, score_mod=score_mod)
+    check_problem(q, k, v, start, end)
+    check_tables(q, k, tables)
     return attend_rounds(q, k, v, tables, scale=scale)
 
 
-def check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    tables: VarlenTables,
-    *,
-    softcap: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-) -> None:
-    """Raises what `varlen` raises of these arguments; ``ValueError``."""
+def check(q: Tensor, v: Tensor, *, softcap: float | None = None, score_mod: ScoreMod | None = None) -> None:
+    """Raise ``ValueError`` for an option, device, dtype or head dim that the kernel lacks."""
     if softcap is not None or score_mod is not None:
-        what = "a softcap" if softcap is not None else "a score_mod"
-        raise ValueError(f"kernel 'varlen' cannot apply {what}; use kernel='flex' on CUDA, or 'reference'")
-    check_problem(q, k, v, start, end)
+        option = "a softcap" if softcap is not None else "a score_mod"
+        raise ValueError(f"kernel 'varlen' cannot apply {option}; use kernel='flex' on CUDA, or 'reference'")
     if q.device.type != "cuda":
         raise ValueError(
             f"kernel 'varlen' runs on CUDA, the tensors are on {q.device}; use kernel='sdpa' on the CPU, or 'reference'"
@@ -177,13 +195,12 @@ def check(
             f"kernel 'varlen' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[3]} (q, k) and {v.shape[3]} (v); use "
             f"kernel='reference'"
         )
+
+
+def check_tables(q: Tensor, k: Tensor, tables: VarlenTables) -> None:
+    """Raise ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
     if torch.compiler.is_compiling():
         return  # the graph is traced once for many shapes: comparing them here would only add guards
-    check_tables(q, k, tables)
-
-
-def check_tables(q: torch.Tensor, k: torch.Tensor, tables: VarlenTables) -> None:
-    """Raises ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
     batch, q_len, kv_len = *tables.rows.shape[1:], tables.keys.shape[2]
     if batch not in (1, q.shape[0]) or q_len != q.shape[2] or kv_len != k.shape[2]:
         raise ValueError(
@@ -192,9 +209,7 @@ def check_tables(q: torch.Tensor, k: torch.Tensor, tables: VarlenTables) -> None
         )
 
 
-def attend_rounds(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: VarlenTables, *, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_rounds(q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, *, scale: float) -> tuple[Tensor, Tensor]:
     """`varlen` without its checks: the custom op, on any device for which it has a kernel."""
     fields = (getattr(tables, f.name) for f in dataclasses.fields(tables))
     out, lse = torch.ops.spanwise.varlen(q, k, v, *fields, scale)
@@ -206,58 +221,56 @@ def attend_rounds(
 
 @torch.library.custom_op("spanwise::varlen", mutates_args=(), device_types="cuda")
 def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    calls: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    rows: Tensor,
+    keys: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     return forward(FLASH, q, k, v, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
 
 
 @_varlen.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
 
 
 @torch.library.custom_op("spanwise::varlen_backward", mutates_args=(), device_types="cuda")
 def _varlen_backward(
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    calls: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    calls: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    rows: Tensor,
+    keys: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     tables = (calls, cu_seq_q, cu_seq_k, rows, keys)
     return backward(FLASH, grad_out, grad_lse, q, k, v, out, lse, *tables, scale)
 
 
 @_varlen_backward.register_fake
-def _(
-    grad_out: Any, grad_lse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_by_head(q, q.shape[3]), empty_by_head(k, k.shape[3]), empty_by_head(v, v.shape[3])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *tables, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, *tables)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None and grad_lse is None:
         return (None,) * 9
     grads = torch.ops.spanwise.varlen_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale)

@@ -23,6 +23,8 @@ import torch
 from rich.table import Table
 
 from spanwise.attention.attention import merged, zero_in_padding
+from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
 from spanwise.cli import bench
@@ -152,8 +154,7 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
         there = iter([ChunkKV(own_k, own_v), *map(ChunkKV, leaves[3::2], leaves[4::2])])
         rows = zero_in_padding(leaves[0], local.valid)
-        options = {"scale": HEAD_DIM**-0.5}
-        result = merged("sdpa", rows, there, chunks, local.tokens, options, max_logit=False)[0]
+        result = merged(KERNELS["sdpa"], rows, there, chunks, local.tokens, AttentionOptions(), max_logit=False)[0]
         out = zero_in_padding(result, local.valid)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 

@@ -21,6 +21,7 @@ import torch
 from rich.table import Table
 
 from spanwise.attention import rank_plan
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.cli import bench
 from spanwise.cli.report.terminal import console
 from spanwise.masks.span_mask import SpanMask
@@ -77,7 +78,7 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
             ),
             "traffic": lambda plan: (plan.needed_tokens(), plan)[1],
             "fingerprint": lambda plan: (plan.fingerprint, plan)[1],
-            "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, tables="flex"), plan)[1],
+            "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, kernel=KERNELS["flex"]), plan)[1],
         }
         value: Any = None
         for part, step in steps.items():
