@@ -132,64 +132,111 @@ def verify(
     tokens = _probe_tokens(plan, num_probes)
     must, may = _reach(plan, mask, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    local = plan.local(mesh, where)
     generator = torch.Generator("cpu").manual_seed(seed)
-    sequence_dim = (2 if attention else 1) if dim is None else dim
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
-    whole = tuple(x.detach().to(where) for x in whole)
-    names = ("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole)))
     sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
+    problem = _Problem(
+        fn=fn_or_model,
+        plan=plan,
+        local=plan.local(mesh, where),
+        mesh=mesh,
+        mask=mask,
+        dim=(2 if attention else 1) if dim is None else dim,
+        whole=tuple(x.detach().to(where) for x in whole),
+        names=("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole))),
+        sides=tuple(sides),
+        attention=attention,
+    )
+    errors, dtype_out = _parity(problem, generator)
+    leaks, blind = _leaks(problem, tokens, must, may)
+    limit = tolerance if tolerance is not None else _TOLERANCES[dtype_out]
+    return VerifyReport(errors, limit, tuple(tokens), leaks, blind)
 
-    def cut(x: torch.Tensor, side: Side = "q") -> torch.Tensor:
-        return shard_for_rank(plan, local.rank, x, dim=sequence_dim, side=side)
 
-    def run(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _call(fn_or_model, values, local, mesh)
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """A call to verify: the function, its whole inputs, and this rank's part of the plan."""
 
-    # Parity.
-    shards = [_leaf(cut(x, side)) for x, side in zip(whole, sides, strict=True)]
-    out = run(shards)
-    reference_inputs = [_leaf(x.double() if attention else x) for x in whole]
-    if attention:
-        q, k, v = reference_inputs
-        # Dense while it fits; beyond, the CPU kernel in float64, which is tested against the dense one.
-        kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
-        reference = context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=mask, kernel=kernel)
-    else:
-        reference = _call(fn_or_model, reference_inputs, _one_rank(plan, where), mesh)
+    fn: Callable[..., torch.Tensor]
+    plan: Plan
+    local: RankPlan
+    mesh: DeviceMesh | None
+    mask: str
+    dim: int
+    whole: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    sides: tuple[Side, ...]
+    attention: bool
+
+    def cut(self, x: torch.Tensor, side: Side = "q") -> torch.Tensor:
+        """This rank's tokens of `x`."""
+        return shard_for_rank(self.plan, self.local.rank, x, dim=self.dim, side=side)
+
+    def gathered(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole output for this rank's inputs."""
+        out = _call(self.fn, values, self.local, self.mesh)
+        return gather(self.plan, self.local, self.mesh, out, self.dim, 0, "q")
+
+
+def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype]:
+    """Errors of the output and of all gradients against one device, and the dtype of the output."""
+    mesh, cut = problem.mesh, problem.cut
+    shards = [_leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
+    out = _call(problem.fn, shards, problem.local, mesh)
+    references = [_leaf(x.double() if problem.attention else x) for x in problem.whole]
+    reference = _reference(problem, references)
+    where = reference.device
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
-    parameters = _plain_parameters(fn_or_model)
-    named = [one for one in zip(names, sides, shards, reference_inputs, strict=True) if one[2].requires_grad]
-    if named or parameters:
-        grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
-        wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
-        for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
-            errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
-        for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
-            total = (
-                grad.double()
-                if mesh is None
-                else failure.all_reduce(grad.double(), "sum", mesh, "a parameter's gradient")
-            )
-            errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
+    parameters = _plain_parameters(problem.fn)
+    inputs = zip(problem.names, problem.sides, shards, references, strict=True)
+    named = [one for one in inputs if one[2].requires_grad]
+    if not named and not parameters:
+        return errors, out.dtype
+    grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
+    wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
+    for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
+        errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
+    for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
+        total = grad.double()
+        if mesh is not None:
+            total = failure.all_reduce(total, "sum", mesh, "a parameter's gradient")
+        errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
+    return errors, out.dtype
 
-    # Leaks.
+
+def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The output of one device, for attention in float64."""
+    plan, where = problem.plan, inputs[0].device
+    if not problem.attention:
+        return _call(problem.fn, inputs, _one_rank(plan, where), problem.mesh)
+    # Dense while it fits; beyond, the CPU kernel in float64, which is tested against the dense one.
+    kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
+    q, k, v = inputs
+    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=problem.mask, kernel=kernel)
+
+
+Cells = tuple[tuple[int, int], ...]
+
+
+def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarray) -> tuple[Cells, Cells]:
+    """(row, token) pairs that change though the mask forbids it, and that do not change though it demands it."""
+    cross = problem.plan.kv_layout != problem.plan.layout
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
+    whole = list(zip(problem.whole, problem.sides, strict=True))
+
+    def changed(x: torch.Tensor, side: Side, token: int) -> torch.Tensor:
+        return problem.cut(x if cross and side == "q" else _perturbed(x, token, problem.dim), side)
+
     with torch.no_grad():
-        base = gather(plan, local, mesh, run([x.detach() for x in shards]), sequence_dim, 0, "q")
+        base = problem.gathered([problem.cut(x, side) for x, side in whole])
         for column, token in enumerate(tokens):
-            changed = [
-                cut(x if cross and side == "q" else _perturbed(x, token, sequence_dim), side)
-                for x, side in zip(whole, sides, strict=True)
-            ]
-            diff = gather(plan, local, mesh, run(changed), sequence_dim, 0, "q") != base
-            rows = diff.movedim((0, sequence_dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
+            diff = problem.gathered([changed(x, side, token) for x, side in whole]) != base
+            rows = diff.movedim((0, problem.dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
             leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
             blind += [(int(row), token) for row in np.nonzero((~rows & must[:, :, column]).any(0))[0]]
-    limit = tolerance if tolerance is not None else _TOLERANCES[out.dtype]
-    return VerifyReport(errors, limit, tuple(tokens), tuple(leaks), tuple(blind))
+    return tuple(leaks), tuple(blind)
 
 
 def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

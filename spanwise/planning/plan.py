@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from spanwise.attention.kernels.base import Kernel
     from spanwise.attention.rank_plan import RankPlan
 
 
@@ -94,7 +93,7 @@ class Plan(PlanData):
         return files.load(cls, path, requests.known_exchanges(exchange))
 
     def local(
-        self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: str | Kernel = "auto"
+        self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: Any = "auto"
     ) -> RankPlan:
         """This rank's tensors, as a frozen pytree; see :func:`spanwise.attention.rank_plan.local_plan`."""
         from spanwise.attention import rank_plan

@@ -43,7 +43,7 @@ HOT = [
     "attention/exchange/table.py",
     "attention/exchange/_gradients.py",
     "attention/exchange/_heads.py",
-    "attention/exchange/_tokens.py",
+    "attention/exchange/rows.py",
     "attention/exchange/refetch.py",
     "attention/tokens.py",
     "attention/exchange/all_gather.py",

@@ -223,7 +223,7 @@ def test_tables_and_spare_keys(kernel: Kernel, exchange: dict[str, Any]) -> None
     problem, blockwise = make_problem(mask.dense()), Blockwise(kernel)
     assert not blockwise.plain and blockwise.pads_keys
     check(problem, run(problem, plan, blockwise), mask)
-    for chunk in build(plan, 0, kernel=blockwise).stages["default"][1:]:
+    for chunk in build(plan, 0, kernel=blockwise).chunks["default"][1:]:
         assert chunk.kv_pos.shape[1] in (32, 48)
 
 

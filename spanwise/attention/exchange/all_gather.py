@@ -24,12 +24,13 @@ from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
-from spanwise.attention.exchange._tokens import by_head, side_by_side
-from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.attention.exchange.base import KV, Exchange, Peers, route
+from spanwise.attention.exchange.rows import by_head, side_by_side
 from spanwise.layouts.layout import count_tokens, ragged_arange, subtract_runs
 from spanwise.planning.plan_data import Float64, Int64, PlanData
 
 
+@route(static=("batched",))
 @dataclasses.dataclass(frozen=True)
 class Gathered:
     """Where the keys of a chunk lie among the gathered shards; a pytree of tensors.
@@ -43,9 +44,6 @@ class Gathered:
     take: torch.Tensor
     padded: torch.Tensor
     batched: bool
-
-
-_torch.register_pytree_dataclass(Gathered, static=("batched",))
 
 
 @dataclasses.dataclass(frozen=True)

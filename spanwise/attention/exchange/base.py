@@ -12,17 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder
 from spanwise.attention.exchange.refetch import Fetched, Refetch
 from spanwise.planning.plan_data import Float64, Int64, PlanData
 from spanwise.planning.predict import over_ranks
 
 KV = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
+
+
+def route(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+    """Class decorator of a frozen dataclass that is the route of a chunk: registers it as a pytree.
+
+    Args:
+        static: fields that are not tensors. Plans that differ in one are different graphs to `torch.compile`.
+    """
+    return lambda cls: _torch.register_pytree_dataclass(cls, static=static)
 
 
 class Peers(NamedTuple):

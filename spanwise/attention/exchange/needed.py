@@ -25,13 +25,14 @@ from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
-from spanwise.attention.exchange._tokens import by_head, side_by_side
-from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.attention.exchange.base import KV, Exchange, Peers, route
+from spanwise.attention.exchange.rows import by_head, side_by_side
 from spanwise.layouts.layout import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
 from spanwise.planning import chunking
 from spanwise.planning.plan_data import Int64, PlanData
 
 
+@route(static=("spare",))
 @dataclasses.dataclass(frozen=True)
 class Route:
     """Which rows one rank sends and receives in one chunk; a pytree of tensors.
@@ -53,9 +54,6 @@ class Route:
     def sizes(self) -> list[int]:
         """Rows sent to rank 0, 1, …, then rows received from them."""
         return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
-
-
-_torch.register_pytree_dataclass(Route, static=("spare",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
-from spanwise.attention.exchange.base import KV, Exchange, Peers
+from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.refetch import Fetched, Refetch
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan_data import Float64, Int64, PlanData
@@ -43,6 +43,7 @@ from spanwise.planning.traffic import local_area
 Dims = tuple[int, int, int, int]  # B, H, D, Dv
 
 
+@route(static=("stride", "spare"))
 @dataclasses.dataclass(frozen=True)
 class Hop:
     """What one rank receives in one hop; a pytree of a tensor.
@@ -57,9 +58,6 @@ class Hop:
     received: torch.Tensor
     stride: int
     spare: bool = False
-
-
-_torch.register_pytree_dataclass(Hop, static=("stride", "spare"))
 
 
 @dataclasses.dataclass(frozen=True)

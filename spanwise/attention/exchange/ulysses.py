@@ -15,7 +15,7 @@ both transfers are under way before one of them is waited for, forward and backw
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ from spanwise.attention.exchange._heads import (
 )
 from spanwise.attention.exchange.base import Exchange
 from spanwise.layouts.layout import Layout, positions_in
-from spanwise.planning.heads import kv_heads_held, kv_heads_of, kv_heads_read
+from spanwise.planning.head_bytes import own_bytes, traded_bytes
+from spanwise.planning.heads import kv_heads_of, kv_heads_read
 from spanwise.planning.plan_data import Float64, Int64, PlanData
 
 
@@ -64,36 +65,6 @@ class Trade:
 
 
 _torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks"))
-
-
-class _Traded(NamedTuple):
-    """Bytes of the tensors that each rank computes with: its share of the heads, over the tokens of its group.
-
-    Attributes:
-        q, out: of the queries.
-        kv: as K/V are kept.
-        window: K/V as they came.
-        repeated: K/V heads that had to be repeated, or 0.
-    """
-
-    q: Int64
-    out: Int64
-    kv: Int64
-    window: Int64
-    repeated: Int64
-
-
-class _Own(NamedTuple):
-    """Bytes of each rank's own tokens, all heads: q and K/V as they leave, the output as it comes back.
-
-    Attributes:
-        copies: of K/V while they are split; two where the ranks' windows of heads overlap in part.
-    """
-
-    q: Int64
-    kv: Int64
-    out: Int64
-    copies: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +120,7 @@ class Ulysses(Exchange):
         Args:
             exchanging, after: held for the exchange between groups, at most and after it.
         """
-        trade, own = _traded(plan), _own(plan)
+        trade, own = traded_bytes(plan), own_bytes(plan)
         came = trade.q + trade.window
         moments = [
             own.q + own.kv * own.copies + trade.q,
@@ -163,7 +134,7 @@ class Ulysses(Exchange):
 
     def saved(self, plan: PlanData) -> Int64:
         """Bytes that each rank keeps for the backward; int64 ``[num_ranks]``."""
-        trade = _traded(plan)
+        trade = traded_bytes(plan)
         return trade.q + trade.kv + trade.out
 
     def copied(self, plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]:
@@ -206,28 +177,6 @@ class Ulysses(Exchange):
             rank=rank - members[0],
             num_ranks=inner,
         )
-
-
-def _traded(plan: PlanData) -> _Traded:
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
-    # The heads that are read lie in the window that was received, unless they had to be repeated.
-    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
-    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
-    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
-    repeated = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
-    head = kv * (qk_dim + v_dim) * plan.itemsize
-    window = head * kv_heads_of(heads, kv_heads, plan.inner)[0]
-    copies = head * np.tile(np.array(repeated, np.int64), plan.num_groups)
-    return _Traded(q * share * qk_dim, q * share * v_dim, np.where(copies > 0, copies, window), window, copies)
-
-
-def _own(plan: PlanData) -> _Own:
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    q, kv = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
-    sent = plan.inner * kv_heads_of(heads, kv_heads, plan.inner)[0]
-    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2
-    return _Own(q * heads * qk_dim, kv * sent * (qk_dim + v_dim), q * heads * v_dim, copies)
 
 
 def _over_ranks(of_groups: np.ndarray) -> np.ndarray:
