@@ -18,7 +18,7 @@ import torch
 from spanwise import _torch
 from spanwise.attention.exchange.needed import Route
 from spanwise.attention.exchange.ring import Hop
-from spanwise.layouts.layout import (
+from spanwise.layouts.runs import (
     count_tokens,
     intersect_runs,
     merge_tokens,
@@ -223,12 +223,12 @@ class Stages:
             built = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, key_tokens.shape[1]), self.device)
         if self.tables == "flex":
             from spanwise.attention.kernels.flex import FlexTables, pad_spans
-            from spanwise.masks.flex import block_tables
+            from spanwise.masks.blocks import block_tables
 
             width = pad_spans(num_spans)
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
             built = FlexTables.from_numpy(
-                block_tables(SpanMask(mask.start, mask.end, key_tokens.shape[1]), FLEX_BLOCK_SIZE), self.device
+                block_tables(mask.start, mask.end, key_tokens.shape[1], FLEX_BLOCK_SIZE), self.device
             )
         spare = width - mask.num_spans
         start, end = (on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), self.device) for x in (mask.start, mask.end))

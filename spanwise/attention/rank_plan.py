@@ -20,7 +20,8 @@ from spanwise import _torch
 from spanwise.attention.chunks import Stage, Stages, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.ulysses import Trade
-from spanwise.layouts.layout import Layout, positions_in
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import positions_in
 from spanwise.planning.plan import Plan
 
 

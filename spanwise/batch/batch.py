@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.exchange import all_gather, failure
 from spanwise.attention.rank_plan import RankPlan, check_rank, rank_on, spread_slots
+from spanwise.batch import documents
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
-from spanwise.masks import documents
-from spanwise.masks.patterns import check_offset_rows
+from spanwise.masks.checks import check_offset_rows
 from spanwise.planning.plan import Plan
 
 IGNORE_INDEX = -100

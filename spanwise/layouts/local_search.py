@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit  # type: ignore[import-untyped, unused-ignore]
-from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
-Float64Array = NDArray[np.float64]
+from spanwise.masks.arrays import Float64, Int32, Int64
 
 _PRIME = 2**31 - 1  # the generator is x <- 48271 x mod this (S. K. Park, K. W. Miller, P. K. Stockmeyer, CACM 36, 1993)
 _FACTOR = 48271
@@ -55,19 +53,19 @@ class Task(NamedTuple):
         busiest: whether the rank that receives most is what counts, instead of all together.
     """
 
-    offsets: Int64Array
-    low: Int64Array
-    high: Int64Array
-    price: Float64Array
-    total: Float64Array
-    limit: Float64Array
-    penalty: Float64Array
-    left: Int64Array
-    right: Int64Array
-    host_start: Int64Array
-    host_stop: Int64Array
+    offsets: Int64
+    low: Int64
+    high: Int64
+    price: Float64
+    total: Float64
+    limit: Float64
+    penalty: Float64
+    left: Int64
+    right: Int64
+    host_start: Int64
+    host_stop: Int64
     host_price: float
-    kind: Int64Array
+    kind: Int64
     fixed: int
     busiest: bool
 
@@ -78,17 +76,17 @@ def _hand_over(
     stop: int,
     giver: int,
     taker: int,
-    owner: Int64Array,
-    offsets: Int64Array,
-    low: Int64Array,
-    high: Int64Array,
-    readers: NDArray[np.int32],
-    price: Float64Array,
-    host_start: Int64Array,
-    host_stop: Int64Array,
+    owner: Int64,
+    offsets: Int64,
+    low: Int64,
+    high: Int64,
+    readers: Int32,
+    price: Float64,
+    host_start: Int64,
+    host_stop: Int64,
     near: float,
-    recv: Float64Array,
-    delta: Int64Array,
+    recv: Float64,
+    delta: Int64,
 ) -> int:
     """Gives the blocks ``[begin, stop)`` to another rank and updates ``owner``, ``readers`` and ``recv``.
 
@@ -152,7 +150,7 @@ def _hand_over(
 
 
 @_compiled
-def _felt(recv: Float64Array, start: int, stop: int, cap: float, weight: float) -> float:
+def _felt(recv: Float64, start: int, stop: int, cap: float, weight: float) -> float:
     """What the ranks of a host receive; what one of them receives above the cap counts ``weight`` times more."""
     felt = 0.0
     for rank in range(start, stop):
@@ -161,7 +159,7 @@ def _felt(recv: Float64Array, start: int, stop: int, cap: float, weight: float) 
 
 
 @_compiled
-def _begun(task: Task, owner: Int64Array, num_ranks: int) -> tuple[NDArray[np.int32], Float64Array, Float64Array]:
+def _begun(task: Task, owner: Int64, num_ranks: int) -> tuple[Int32, Float64, Float64]:
     """How many q blocks of each rank read each kv block, ``[num_masks, num_ranks, num_blocks]``; the priced tokens that
     each rank receives; the work of each rank, ``[num_bounds, num_ranks]``."""
     offsets, num_blocks = task.offsets, owner.shape[0]
@@ -187,7 +185,7 @@ def _begun(task: Task, owner: Int64Array, num_ranks: int) -> tuple[NDArray[np.in
 
 
 @_compiled
-def _rating(busiest: bool, recv: Float64Array) -> float:
+def _rating(busiest: bool, recv: Float64) -> float:
     """What the best layout has least of: priced tokens of all ranks, or of the busiest rank times the ranks.
 
     In the mean a layout counts as much as the largest receiver lets it: one that receives more than ``_LARGEST`` means
@@ -199,7 +197,7 @@ def _rating(busiest: bool, recv: Float64Array) -> float:
 
 @_compiled
 def anneal(
-    task: Task, owner: Int64Array, num_ranks: int, heat: float, cold: float, budget: int, best: Int64Array
+    task: Task, owner: Int64, num_ranks: int, heat: float, cold: float, budget: int, best: Int64
 ) -> tuple[float, float]:
     """Swaps stretches of blocks until the budget is spent; ``best`` becomes the best balanced layout that was met.
 

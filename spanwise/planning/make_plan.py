@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from spanwise import hardware as cost
-from spanwise.layouts import balancers
-from spanwise.layouts.assignment import Dealing
+from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import heads
 from spanwise.planning.plan import EXCHANGES, Candidate, Plan
@@ -49,7 +49,7 @@ def make_plan(
     num_ranks: int | tuple[int, int],
     *,
     weights: Mapping[str, float] | None = None,
-    balancer: str | balancers.LoadBalancer = "auto",
+    balancer: str | LoadBalancer = "auto",
     exchange: str = "auto",
     stages: int | None = None,
     keep_kv: bool | None = None,
@@ -165,7 +165,7 @@ def make_plan(
     dtype_name, itemsize = _dtype(dtype)
     if quality not in _QUALITIES:
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
-    dealing = Dealing(masks, weights, int(block_size), cu_seqlens, packing, hardware or ASSUMED, quality)
+    dealing = Assigner(masks, weights, int(block_size), cu_seqlens, packing, hardware or ASSUMED, quality)
     base = functools.partial(
         Plan,
         masks=masks,
@@ -186,11 +186,11 @@ def make_plan(
         reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",
     )
 
-    def dealt(assigned: str | balancers.LoadBalancer, label: str, outer: int, inner: int) -> Plan:
+    def dealt(assigned: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
         layout, kv_layout = dealing.layouts(assigned, outer, inner)
         return base(layout=layout, kv_layout=kv_layout, balancer=label, num_ranks=outer * inner, inner=inner)
 
-    def ways_of(assigned: str | balancers.LoadBalancer, label: str = "") -> list[Plan]:
+    def ways_of(assigned: str | LoadBalancer, label: str = "") -> list[Plan]:
         label = label or (assigned if isinstance(assigned, str) else type(assigned).__name__)
         plan = dealt(assigned, label, outer, inner)
         return _ways(plan, exchange, stages, keep_kv, with_ring=memory_budget is not None)
@@ -207,7 +207,7 @@ def make_plan(
             bound = exchange != "ring" and _exchange_bound(ways)
             ways += ways_of("local")
             if bound:  # where the exchange is what a step waits for, less balance may be worth it
-                ways += ways_of(dealing.search(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+                ways += ways_of(dealing.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
     free = exchange == "auto" and stages is None and keep_kv is not False and inner == 1 < outer
     if free and num_q_heads is not None and num_q_heads % outer == 0:
         traded = dealt(*(("contiguous",) * 2 if balancer == "auto" else (balancer, ways[0].balancer)), 1, outer)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spanwise import hardware as cost
-from spanwise.layouts.layout import Layout, count_tokens
+from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing, Side
+from spanwise.layouts.runs import count_tokens
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import chunking as pieces
 from spanwise.planning import memory as footprint

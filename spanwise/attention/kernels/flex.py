@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem
 
 if TYPE_CHECKING:
-    from spanwise.masks.flex import BlockTables
+    from spanwise.masks.blocks import BlockTables
 
 Mod = Callable[..., torch.Tensor]
 
