@@ -9,9 +9,9 @@ from spanwise.attention.verify import VerifyReport, verify
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
-from spanwise.layouts.balancers import LayoutProblem, LoadBalancer
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.layouts.ptrr import ptrr_schedule
 from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
 from spanwise.masks.span_mask import SpanMask

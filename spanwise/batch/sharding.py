@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.rank_plan import RankPlan, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
+from spanwise.batch import documents
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
-from spanwise.masks import documents
-from spanwise.masks.patterns import check_offset_rows
+from spanwise.masks.checks import check_offset_rows
 from spanwise.planning.plan import Plan
 
 

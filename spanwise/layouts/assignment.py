@@ -1,9 +1,8 @@
-"""Who gets which tokens: from a balancer's name to the token runs of all ranks, keys and queries.
+"""Which rank gets which tokens: from a balancer's name to checked layouts of queries and keys.
 
-Between `balancers`, which deal blocks out to equal receivers, and `planner`, which knows of ranks, hosts and the levels
-of a mesh. Pure numpy; the compiled search is imported when it is asked for.
+Above the balancers, below planning:
 
-    mask -> balancer -> layout -> Plan
+    mask -> LayoutProblem -> balancer -> Layout -> Plan
 """
 
 from __future__ import annotations
@@ -13,15 +12,80 @@ from typing import Any
 
 import numpy as np
 
-from spanwise import hardware as cost
-from spanwise.layouts import balancers
+from spanwise.hardware import Hardware
+from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.span_mask import SpanMask
 
+_BY_NAME: Mapping[str, LoadBalancer] = {
+    "contiguous": Contiguous(),
+    "head_tail": HeadTail(),
+    "per_document_head_tail": PerDocumentHeadTail(),
+    "ptrr": PTRR(),
+    "lpt": LPT(),
+    "spt": LPT(longest_first=False),
+    "local": Local(),
+}
 
-class Dealing:
-    """Who gets which tokens: balancers for square masks, two orders that need no balancer for all others."""
+
+def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
+    """The balancer of a name; returns an object with an ``assign`` method as it is.
+
+    Raises:
+        ValueError: an unknown name, or an object that is not a balancer.
+    """
+    known = ", ".join(map(repr, _BY_NAME))
+    if isinstance(balancer, str):
+        if balancer not in _BY_NAME:
+            raise ValueError(f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks)")
+        return _BY_NAME[balancer]
+    if isinstance(balancer, type):
+        raise ValueError(f"a balancer is an object, got the class {balancer.__name__}: pass {balancer.__name__}()")
+    if not callable(getattr(balancer, "assign", None)):
+        raise ValueError(f"a balancer needs a method assign(problem, num_ranks), {balancer!r} has none; or use {known}")
+    return balancer
+
+
+def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_ranks: int) -> Layout:
+    """Runs a balancer and checks its answer.
+
+    Raises:
+        ValueError: see `resolve`; or the answer is not a layout of this problem (the message names the balancer).
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    balancer = resolve(balancer)
+    answer = balancer.assign(problem, num_ranks)
+    name = type(balancer).__name__
+    if not isinstance(answer, Layout):
+        try:
+            answer = Layout.from_owners(answer, num_ranks, problem.seq_len, problem.block_size)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"balancer {name}: {error}") from error
+    got, wanted = (answer.seq_len, answer.num_ranks), (problem.seq_len, num_ranks)
+    if got != wanted:
+        raise ValueError(f"balancer {name} returned a layout of (seq_len, num_ranks) {got}, wanted {wanted}")
+    if answer.batch_size not in (1, problem.batch_size):
+        raise ValueError(
+            f"balancer {name} returned a layout of batch {answer.batch_size}, wanted 1 or {problem.batch_size}"
+        )
+    return answer
+
+
+class Assigner:
+    """Layouts of one problem for any number of ranks.
+
+    Balancers assign square masks. All other masks have two fixed orders: "contiguous", and "dual_chunk" of a packing.
+
+    Attributes:
+        problem: the `LayoutProblem`; of masks that are not square, that of the queries.
+        square: whether queries and keys lie alike.
+        weights: weight of each mask.
+        cu_seqlens: document offsets of each batch row; None with a packing or if unknown.
+    """
 
     def __init__(
         self,
@@ -30,7 +94,7 @@ class Dealing:
         block_size: int,
         cu_seqlens: Any,
         packing: Packing | None,
-        hardware: cost.Hardware,
+        hardware: Hardware,
         quality: str,
     ) -> None:
         first = next(iter(masks.values()))
@@ -41,17 +105,16 @@ class Dealing:
             cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
         if not self.square and cu_seqlens is not None:
             raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
-        # Of masks that are not square the problem is their queries'.
-        self.problem = balancers.LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)
+        self.problem = LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)
         self.weights = {name: float(weight) for name, weight in (self.problem.weights or {}).items()}
         self.cu_seqlens = self.problem.cu_seqlens_rows if packing is None else None
         self.num_blocks = self.problem.num_blocks
 
-    def layouts(self, balancer: str | balancers.LoadBalancer, outer: int, inner: int) -> tuple[Layout, Layout]:
-        """Token runs and K/V token runs of ``outer * inner`` ranks.
+    def layouts(self, balancer: str | LoadBalancer, outer: int, inner: int) -> tuple[Layout, Layout]:
+        """Layouts of queries and of keys for ``outer * inner`` ranks.
 
-        A balancer deals out to the groups, and each group's tokens are split among its ranks; with Ulysses alone there
-        is one group, and the balancer deals out to its ranks.
+        The balancer assigns tokens to groups of `inner` ranks, and each group splits its tokens among its ranks. With
+        one group (Ulysses alone) the balancer assigns to the ranks of the group.
         """
         num_ranks = outer * inner
         if balancer == "dual_chunk":
@@ -69,22 +132,18 @@ class Dealing:
                     f"queries and keys lie differently ({self.q_len} and {self.kv_len} tokens): use "
                     f"balancer='contiguous' or, with a packing, 'dual_chunk'; got {balancer!r}"
                 )
-            return balancers.contiguous(self.q_len, num_ranks), balancers.contiguous(self.kv_len, num_ranks)
+            return contiguous(self.q_len, num_ranks), contiguous(self.kv_len, num_ranks)
         groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
-        assigned = self.search(groups, parts, self.quality) if balancer == "local" else balancer
-        layout = balancers.assign_layout(assigned, self.problem, groups).split(parts)
+        chosen = self.local(groups, parts, self.quality) if balancer == "local" else balancer
+        layout = assign_layout(chosen, self.problem, groups).split(parts)
         return layout, layout
 
-    def search(
-        self, groups: int, inner: int, quality: str, max_imbalance: float | None = None
-    ) -> balancers.LoadBalancer:
-        """The local search over `groups` of `inner` ranks; it prefers traffic inside hosts where there are hosts.
+    def local(self, groups: int, inner: int, quality: str, max_imbalance: float | None = None) -> Local:
+        """The local balancer for `groups` of `inner` ranks; where groups share hosts, it prefers traffic inside them.
 
-        A host is the innermost level of the network that holds several whole groups. Where it holds all, or where none
-        does, all traffic between groups costs the same.
+        A host is the innermost level of the network that holds several whole groups. If one host holds all groups, or
+        every host holds one, all traffic between groups costs the same.
         """
-        from spanwise.layouts.local import Local  # loads a compiler
-
         for link in self.hardware.links:
             host_groups = groups if link.ranks is None else link.ranks // inner
             if 1 < host_groups < groups:

@@ -1,8 +1,7 @@
-"""Layout: which token runs each rank holds, and the permutation that this means.
+"""Layout: the token runs that each rank holds, and the permutation that they define.
 
-Balancers decide who owns what; a `Layout` records it as ascending token runs per rank and batch row. The plan, the
-shard and unshard operations and the exchanges all read the runs from here. Only numpy is needed; the two index
-tensors at the bottom import torch when they are asked for.
+Balancers decide who owns which token; a `Layout` records it as ascending token runs for each rank and batch row. The
+plan, `shard` and `unshard`, and the exchanges all read the runs from here.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
-if TYPE_CHECKING:
-    import torch
-
-Int64Array = NDArray[np.int64]
+from spanwise.layouts.runs import ragged_arange
+from spanwise.masks.arrays import Int64
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -27,22 +25,33 @@ class Layout:
     """Token runs of every rank; the runs of all ranks together tile ``[0, seq_len)`` in every batch row.
 
     Every batch row gives a rank the same number of tokens, so that shards are rectangular. A layout with one row
-    serves every row of a batch.
+    serves every row of a batch. A *piece* is a run and the rank that holds it: (rank, start, stop).
 
     Args:
-        pieces: for each batch row an int array ``[num_pieces, 3]`` of (rank, start, stop); any order, empty pieces
-            allowed. They are sorted by rank, then start, and adjacent pieces of a rank are merged.
+        pieces: for each batch row an int array ``[num_pieces, 3]`` of (rank, start, stop), in any order; pieces may be
+            empty. The layout sorts them by rank, then start, and merges adjacent pieces of a rank.
         num_ranks: number of ranks; a rank may hold nothing.
         seq_len: tokens of the sequence.
 
+    Attributes:
+        seq_len, num_ranks: as given.
+
     Raises:
         ValueError: a token has no owner or two, a rank is out of range, or rows give a rank different token counts.
+
+    Examples:
+        >>> from spanwise import Layout
+        >>> layout = Layout([[(0, 0, 2), (1, 2, 6), (0, 6, 8)]], num_ranks=2, seq_len=8)
+        >>> layout
+        Layout(seq_len=8, num_ranks=2, batch_size=1, runs=3)
+        >>> layout.rearrange_indices()
+        tensor([[0, 1, 6, 7, 2, 3, 4, 5]])
     """
 
     seq_len: int
     num_ranks: int
-    _rows: tuple[Int64Array, ...]  # per batch row: [num_runs, 2], rank 0's runs, then rank 1's, ...
-    _offsets: Int64Array  # [batch, num_ranks + 1]: rank r's runs are _rows[b][_offsets[b, r] : _offsets[b, r + 1]]
+    _rows: tuple[Int64, ...]  # per batch row: [num_runs, 2], rank 0's runs, then rank 1's, ...
+    _offsets: Int64  # [batch, num_ranks + 1]: rank r's runs are _rows[b][_offsets[b, r] : _offsets[b, r + 1]]
 
     def __init__(self, pieces: Sequence[ArrayLike], num_ranks: int, seq_len: int) -> None:
         if num_ranks < 1:
@@ -71,7 +80,11 @@ class Layout:
         """Builds a layout from ``rows[batch row][rank]``, int arrays ``[num_runs, 2]`` of (start, stop).
 
         Raises:
-            ValueError: as the constructor, or rows name different numbers of ranks.
+            ValueError: as the constructor, or rows have different numbers of ranks.
+
+        Examples:
+            >>> Layout.from_runs([[[(0, 2), (6, 8)], [(2, 6)]]], seq_len=8).num_tokens(0)
+            4
         """
         pieces = []
         for index, runs_per_rank in enumerate(rows):
@@ -91,6 +104,12 @@ class Layout:
 
         Raises:
             ValueError: wrong dtype or shape, a rank out of range, or rows that give a rank different token counts.
+
+        Examples:
+            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).pieces()
+            array([[0, 0, 2],
+                   [0, 6, 7],
+                   [1, 2, 6]])
         """
         if seq_len < 1 or block_size < 1:
             raise ValueError(f"seq_len and block_size must be at least 1, got {seq_len} and {block_size}")
@@ -105,7 +124,7 @@ class Layout:
             )
         pieces = []
         for row in np.atleast_2d(table).astype(np.int64):
-            # One piece for each stretch of equal owners: the work after this is in runs, not in blocks.
+            # One piece for adjacent blocks of one owner: everything below works on runs, not on blocks.
             first = np.flatnonzero(np.diff(row, prepend=row[0] - 1))
             start = first * block_size
             pieces.append(np.column_stack([row[first], start, np.append(start[1:], seq_len)]))
@@ -113,30 +132,46 @@ class Layout:
 
     @property
     def batch_size(self) -> int:
-        """Number of batch rows with runs of their own; 1 if all rows share one layout."""
+        """Number of batch rows whose runs are stored; 1 if one layout serves all rows."""
         return len(self._rows)
 
     @cached_property
-    def tokens_per_rank(self) -> Int64Array:
-        """Tokens each rank holds, the same in every row: int64 ``[num_ranks]``."""
+    def tokens_per_rank(self) -> Int64:
+        """Tokens that each rank holds, the same in every row: int64 ``[num_ranks]``."""
         return _frozen(self._count_tokens(0))
 
     def num_tokens(self, rank: int) -> int:
         """Tokens that ``rank`` holds in each batch row."""
         return int(self.tokens_per_rank[self._check_rank(rank)])
 
-    def runs(self, rank: int, row: int = 0) -> Int64Array:
-        """Runs of ``rank`` in batch row ``row``: int64 ``[num_runs, 2]``, ascending, disjoint, merged; read-only."""
+    def runs(self, rank: int, row: int = 0) -> Int64:
+        """Runs of ``rank`` in batch row ``row``: int64 ``[num_runs, 2]``, ascending, disjoint, merged; read-only.
+
+        Examples:
+            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).runs(0)
+            array([[0, 2],
+                   [6, 7]])
+        """
         row = self._check_row(row)
         lo, hi = self._offsets[row, self._check_rank(rank) : rank + 2]
         return self._rows[row][lo:hi]
 
-    def indices(self, rank: int, row: int = 0) -> Int64Array:
-        """Global positions of the rank's tokens, in shard order (ascending): int64 ``[num_tokens(rank)]``."""
+    def indices(self, rank: int, row: int = 0) -> Int64:
+        """Global positions of the rank's tokens, in shard order (ascending): int64 ``[num_tokens(rank)]``.
+
+        Examples:
+            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).indices(0)
+            array([0, 1, 6])
+        """
         return ragged_arange(self.runs(rank, row))
 
     def grouped(self, size: int) -> Layout:
-        """The layout of groups of ``size`` ranks, ranks ``[0, size)`` first; a group holds what its ranks hold."""
+        """The layout of groups of ``size`` consecutive ranks; a group holds the tokens of its ranks.
+
+        Examples:
+            >>> Layout.from_owners([0, 1, 2, 3], num_ranks=4, seq_len=4, block_size=1).grouped(2).runs(1)
+            array([[2, 4]])
+        """
         if size < 1 or self.num_ranks % size:
             raise ValueError(f"{self.num_ranks} ranks cannot be grouped by {size}")
         if size == 1:
@@ -145,7 +180,12 @@ class Layout:
         return Layout(tables, self.num_ranks // size, self.seq_len)
 
     def split(self, parts: int) -> Layout:
-        """Each rank's tokens dealt to ``parts`` ranks, consecutive and as equal as they come: undoes `grouped`."""
+        """Splits each rank's tokens among ``parts`` ranks: consecutive, sizes differ by at most one; undoes `grouped`.
+
+        Examples:
+            >>> Layout.from_owners([0, 1], num_ranks=2, seq_len=8, block_size=4).split(2).tokens_per_rank
+            array([2, 2, 2, 2])
+        """
         if parts == 1:
             return self
         tables = []
@@ -165,24 +205,35 @@ class Layout:
             tables.append(np.column_stack([owner, start, start + right - left]))
         return Layout(tables, self.num_ranks * parts, self.seq_len)
 
-    def pieces(self, row: int = 0) -> Int64Array:
+    def pieces(self, row: int = 0) -> Int64:
         """All runs of a batch row with their owner, rank-major: int64 ``[num_runs, 3]`` of (rank, start, stop).
 
-        ``Layout([layout.pieces(b) for b in range(layout.batch_size)], layout.num_ranks, layout.seq_len)`` is equal to
-        ``layout``.
+        Examples:
+            >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
+            >>> layout.pieces()
+            array([[0, 4, 8],
+                   [1, 0, 4]])
+            >>> Layout([layout.pieces()], layout.num_ranks, layout.seq_len) == layout
+            True
         """
         row = self._check_row(row)
         ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
         return np.column_stack([ranks, self._rows[row]])
 
-    def owners_of(self, runs: Int64Array, row: int = 0) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Whose the tokens of some runs are.
+    def owners_of(self, runs: Int64, row: int = 0) -> tuple[Int64, Int64, Int64]:
+        """Owners of the tokens of some runs.
 
         Args:
             runs: int64 ``[n, 2]``, in any order.
 
         Returns:
-            Three int64 ``[m]``: index of the run, a rank that has some of its tokens in one stretch, and how many.
+            Three int64 ``[m]``, one entry for each run and piece that overlap: index of the run, rank of the piece, and
+            number of tokens in both.
+
+        Examples:
+            >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
+            >>> layout.owners_of(np.array([[3, 6]]))
+            (array([0, 0]), array([1, 0]), array([1, 2]))
         """
         pieces = self.pieces(row)
         rank, start, stop = pieces[np.argsort(pieces[:, 1], kind="stable")].T
@@ -198,15 +249,21 @@ class Layout:
         """Positions of rank 0's tokens, then rank 1's, …: int64 ``[batch_size, seq_len]`` on the CPU.
 
         ``x[rearrange_indices()[b]]`` is row ``b`` in shard order.
-        """
-        import torch
 
+        Examples:
+            >>> Layout.from_owners([1, 0], num_ranks=2, seq_len=4, block_size=2).rearrange_indices()
+            tensor([[2, 3, 0, 1]])
+        """
         return torch.from_numpy(np.stack([ragged_arange(runs) for runs in self._rows]))
 
     def restore_indices(self) -> torch.Tensor:
-        """The inverse permutation of `rearrange_indices`: int64 ``[batch_size, seq_len]`` on the CPU."""
-        import torch
+        """The inverse permutation of `rearrange_indices`: int64 ``[batch_size, seq_len]`` on the CPU.
 
+        Examples:
+            >>> layout = Layout.from_owners([1, 0, 0], num_ranks=2, seq_len=3, block_size=1)
+            >>> layout.rearrange_indices(), layout.restore_indices()
+            (tensor([[1, 2, 0]]), tensor([[2, 0, 1]]))
+        """
         out = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
         for row, runs in enumerate(self._rows):
             length = runs[:, 1] - runs[:, 0]
@@ -216,11 +273,15 @@ class Layout:
             out[row] = ragged_arange(np.column_stack([start, start + length[by_start]]))
         return torch.from_numpy(out)
 
-    def slots(self) -> Int64Array:
-        """Where each token lies when all ranks' shards, padded to the longest, follow one another.
+    def slots(self) -> Int64:
+        """Index of each token in the concatenation of all ranks' shards, each padded to the longest.
 
         Returns:
-            int64 ``[batch_size, seq_len]``, indices of rows ordered ``[rank, batch row, token]`` and flattened.
+            int64 ``[batch_size, seq_len]``, indices into ``[rank, batch row, token]``, flattened.
+
+        Examples:
+            >>> Layout.from_owners([0, 0, 1], num_ranks=2, seq_len=3, block_size=1).slots()
+            array([[0, 1, 2]])
         """
         padded = int(self.tokens_per_rank.max())
         slots = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
@@ -231,7 +292,7 @@ class Layout:
         return slots
 
     def digest(self) -> bytes:
-        """SHA-256 over everything that makes two layouts equal; the same on every platform."""
+        """SHA-256 of everything that two equal layouts share; the same on every platform."""
         sha = hashlib.sha256(np.array([self.seq_len, self.num_ranks, self.batch_size], dtype="<i8").tobytes())
         for array in (self._offsets, *self._rows):
             sha.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
@@ -253,7 +314,7 @@ class Layout:
         runs = sum(len(row) for row in self._rows)
         return f"Layout(seq_len={self.seq_len}, num_ranks={self.num_ranks}, batch_size={self.batch_size}, runs={runs})"
 
-    def _count_tokens(self, row: int) -> Int64Array:
+    def _count_tokens(self, row: int) -> Int64:
         total = np.append(0, np.cumsum(self._rows[row][:, 1] - self._rows[row][:, 0]))
         return np.diff(total[self._offsets[row]])
 
@@ -268,60 +329,7 @@ class Layout:
         return row if self.batch_size > 1 else 0
 
 
-def ragged_arange(runs: Int64Array) -> Int64Array:
-    """Concatenates ``arange(start, stop)`` over runs ``[num_runs, 2]`` without a loop: int64 ``[sum of lengths]``."""
-    length = runs[:, 1] - runs[:, 0]
-    position = np.cumsum(length) - length
-    return np.arange(length.sum(), dtype=np.int64) + np.repeat(runs[:, 0] - position, length)
-
-
-def positions_in(tokens: Int64Array, runs: Int64Array) -> Int64Array:
-    """Where tokens lie among those of ascending runs ``[n, 2]`` that hold them."""
-    before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
-    run = np.searchsorted(runs[:, 0], tokens, side="right") - 1
-    return before[run] + tokens - runs[run, 0]
-
-
-def subtract_runs(runs: Int64Array, minus: Int64Array) -> Int64Array:
-    """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
-    if len(runs) == 0 or len(minus) == 0:
-        return runs
-    return _where(runs, minus, False)
-
-
-def intersect_runs(runs: Int64Array, other: Int64Array) -> Int64Array:
-    """Tokens of ``runs`` that are also in ``other``; both int64 ``[n, 2]``, ascending and disjoint."""
-    return _where(runs, other, True)
-
-
-def _where(runs: Int64Array, other: Int64Array, inside: bool) -> Int64Array:
-    """Tokens of ``runs`` that are, or are not, in ``other``."""
-    edges = np.unique(np.concatenate([runs.ravel(), other.ravel()]))
-    left, right = edges[:-1], edges[1:]
-    # A position lies inside ascending disjoint runs when an odd number of their edges are at or before it. Edges that
-    # touch are counted on both sides, so merging them is not needed.
-    in_runs, in_other = (np.searchsorted(x.ravel(), left, side="right") % 2 == 1 for x in (runs, other))
-    keep = in_runs & (in_other == inside)
-    first = keep & ~np.concatenate([[False], keep[:-1]])
-    last = keep & ~np.concatenate([keep[1:], [False]])
-    return np.stack([left[first], right[last]], axis=1)
-
-
-def merge_tokens(tokens: Int64Array) -> Int64Array:
-    """The runs int64 ``[n, 2]`` of ascending tokens: the inverse of :func:`ragged_arange`."""
-    if len(tokens) == 0:
-        return np.empty((0, 2), dtype=np.int64)
-    first = np.flatnonzero(np.diff(tokens, prepend=tokens[0] - 2) != 1)
-    last = np.append(first[1:], len(tokens)) - 1
-    return np.stack([tokens[first], tokens[last] + 1], axis=1)
-
-
-def count_tokens(runs: Int64Array) -> int:
-    """Number of tokens in int64 ``[n, 2]`` runs."""
-    return int((runs[:, 1] - runs[:, 0]).sum())
-
-
-def _canonical(pieces: Int64Array, num_ranks: int, seq_len: int) -> Int64Array:
+def _canonical(pieces: Int64, num_ranks: int, seq_len: int) -> Int64:
     """Checks that the pieces tile the sequence; returns them sorted by (rank, start), adjacent ones merged."""
     pieces = pieces[pieces[:, 1] != pieces[:, 2]]
     for rank, start, stop in pieces[pieces[:, 1] > pieces[:, 2]][:1]:
@@ -347,8 +355,8 @@ def _canonical(pieces: Int64Array, num_ranks: int, seq_len: int) -> Int64Array:
     return np.column_stack([rank[first], start[first], stop[last]])
 
 
-def _int_array(values: ArrayLike, width: int, what: str) -> Int64Array:
-    """``values`` as int64 ``[n, width]``; anything empty counts as no rows at all."""
+def _int_array(values: ArrayLike, width: int, what: str) -> Int64:
+    """``values`` as int64 ``[n, width]``; an empty array of any shape has no rows."""
     array = np.asarray(values)
     if array.size == 0:
         return np.empty((0, width), dtype=np.int64)
@@ -359,7 +367,7 @@ def _int_array(values: ArrayLike, width: int, what: str) -> Int64Array:
     return array.astype(np.int64, copy=False)
 
 
-def _frozen(array: NDArray[Any]) -> Int64Array:
+def _frozen(array: NDArray[Any]) -> Int64:
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)
     return array

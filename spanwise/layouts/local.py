@@ -1,13 +1,12 @@
-"""The local balancer: equal tokens and balanced work from the layout that makes K/V travel least.
+"""The local balancer: balanced work and equal tokens with the least K/V traffic.
 
 A rank receives the K/V that its queries read and that it does not own. `Local` searches for the owner of each block
-that makes the sum over ranks (or the busiest rank's share) smallest while the busiest rank's work stays within a bound:
-it starts from the contiguous layout, in which next to nothing travels, and swaps stretches of equally many blocks
-between two ranks, at first also where that costs traffic for a while. Every swap is priced exactly, at the granularity
-of blocks, from counters of how many q blocks of each rank read each kv block.
+that minimises this traffic, summed over ranks (or of the busiest rank), while the work of the busiest rank stays within
+a bound. The search starts from the contiguous layout, which has next to no traffic, and swaps groups of equally many
+blocks between two ranks; early swaps may cost traffic. Every swap is priced exactly at the granularity of blocks, from
+the number of q blocks of each rank that read each kv block.
 
-This module sets the search up from masks; `spanwise.layouts.local_search` is its compiled loop. Stands on
-`spanwise.layouts.balancers`, which imports it when it is asked for by name.
+This module builds the search from masks; `local_search` is the compiled loop.
 """
 
 from __future__ import annotations
@@ -17,41 +16,50 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.layouts.balancers import LPT, LayoutProblem
-from spanwise.layouts.local_search import Float64Array, Int64Array, Task, anneal
+from spanwise.layouts.balancers import LPT
+from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks import spans as _spans
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
 
 # Found by trial on packed documents: lower traffic on the mean of many seeds.
-_HEAT, _REHEAT, _COLD = 4.0, 1.0, 0.02  # blocks by which a swap may be worse: at first, after a coarse search, at last
+# Thresholds: blocks by which a swap may be worse at the start, at the start after a coarse search, and at the end.
+_THRESHOLD, _THRESHOLD_AFTER_COARSE, _FINAL_THRESHOLD = 4.0, 1.0, 0.02
 _PENALTY, _FINE_PENALTY = 0.5, 1.0
-_COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # of the budget; the coarse bound over the bound
-_HOST_SHARE = 0.3  # of the budget
+_COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # share of the budget; bound of the coarse search over the bound
+_HOST_SHARE = 0.3  # share of the budget
 _QUALITIES = {"best": 1.0, "fast": 0.25}
 _OBJECTIVES = ("mean", "busiest")
 
 
 @dataclass(frozen=True)
 class Local:
-    """Least K/V traffic under a bound on the imbalance; every rank holds equally many blocks, give or take one.
+    """Least K/V traffic under a bound on the imbalance; ranks hold equally many blocks, or one more.
 
-    Of several masks the weighted sum is bounded, and so is each by itself, because ranks wait for one another in every
-    layer; where the search finds no layout within all bounds, only the sum's holds. The traffic that counts is the sum
-    of the masks' tokens, each times its weight.
+    With several masks the weighted sum of their work is bounded, and so is each mask alone, because ranks wait for one
+    another in every layer. If the search finds no layout within all bounds, only the bound of the sum holds. Traffic is
+    the sum of the masks' tokens, each times its weight.
 
     Args:
-        max_imbalance: busiest over mean work (mask area) that is allowed, at least 1. None: 1.02, or 1.03 if a rank
-            holds fewer than 32 blocks. What longest-first dealing (`LPT`) cannot reach is not asked for: its busiest
-            rank is allowed too.
+        max_imbalance: allowed ratio of busiest to mean work (mask area), at least 1. None: 1.02, or 1.03 if a rank
+            holds fewer than 32 blocks. If longest-first assignment (`LPT`) does not reach it, its busiest rank is the
+            bound instead.
         quality: "best", or "fast" for a quarter of the search.
-        objective: "mean" for the tokens that all ranks receive together, or, where one receives more than 2.45 times
-            the mean, for what that one receives; "busiest" for the rank that receives most, and among equals the mean.
+        objective: "mean" minimises the tokens that all ranks receive together, or the tokens of the busiest receiver
+            where those exceed 2.45 times the mean; "busiest" always minimises the latter, and the mean among equals.
         host_size: ranks of a host, where rank r is on host ``r // host_size``; None if all links are alike.
-        host_price: what a token from a rank of the same host costs, between 0 and 1; one from another host costs 1.
-            The default is about NVLink's 450 GB/s against the 50 GB/s of a 400 Gbit/s adapter.
+        host_price: price of a token from a rank of the same host, between 0 and 1; one from another host costs 1. The
+            default is about the ratio of a 400 Gbit/s adapter's 50 GB/s to NVLink's 450 GB/s.
 
     Raises:
         ValueError: a bound below 1, an unknown quality or objective, no ranks on a host, a price outside 0 … 1.
+
+    Examples:
+        >>> from spanwise import LayoutProblem, SpanMask
+        >>> from spanwise.layouts.local import Local
+        >>> problem = LayoutProblem({"default": SpanMask.documents([0, 4, 8])}, block_size=2)
+        >>> Local(quality="fast").assign(problem, 2)
+        array([[0, 0, 1, 1]])
     """
 
     max_imbalance: float | None = None
@@ -75,22 +83,23 @@ class Local:
         if not 0 <= self.host_price <= 1:
             raise ValueError(f"host_price must be between 0 and 1, the price from another host, got {self.host_price}")
 
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64Array:
+    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
         """Owner of each block, int64 ``[batch, num_blocks]``; the same for the same problem on every host."""
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
         alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
-        dealt = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
+        balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
         ranks = _Ranks(problem, num_ranks, self.host_size)
         for row in range(problem.batch_size):
-            owner[row] = ranks.named(self._search(problem, row, ranks, dealt))
+            owner[row] = ranks.renumbered(self._search(problem, row, ranks, balanced))
         return owner
 
-    def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, deals: list[Int64Array]) -> Int64Array:
+    def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, by_lpt: list[Int64]) -> Int64:
+        """Owner of each block of one batch row; ``by_lpt`` holds the answers of `LPT` to each bound."""
         num_blocks, num_ranks = problem.num_blocks, ranks.num_ranks
         contiguous = _contiguous(num_blocks, num_ranks)
         work = _bounded_work(problem, row)
-        dealt = [num_ranks - 1 - each[row if len(each) > 1 else 0] for each in deals]
-        reached = np.array([_busiest(each, work, num_ranks)[k] for k, each in enumerate(dealt)])[work.any(axis=1)]
+        balanced = [num_ranks - 1 - each[row if len(each) > 1 else 0] for each in by_lpt]
+        reached = np.array([_busiest(each, work, num_ranks)[k] for k, each in enumerate(balanced)])[work.any(axis=1)]
         work = work[work.any(axis=1)]
         if num_ranks == 1 or num_blocks <= 1 or len(work) == 0:
             return contiguous
@@ -100,7 +109,7 @@ class Local:
         limit = np.maximum(bound * work.sum(axis=1) / num_ranks, reached) * (1 + 1e-12)
         budget = _budget(num_blocks, num_ranks) * _QUALITIES[self.quality]
         coarse = _coarse(num_blocks, num_ranks)
-        starts, heat = [_contiguous(-(-num_blocks // coarse), num_ranks)], _HEAT
+        starts, threshold = [_contiguous(-(-num_blocks // coarse), num_ranks)], _THRESHOLD
         if ranks.host_size > 1 and num_ranks % ranks.host_size == 0:
             starts.append(self._spread_over_hosts(problem, row, ranks, work, limit, _HOST_SHARE * budget))
         start = starts[-1]
@@ -108,22 +117,22 @@ class Local:
             search = _Search(self, problem, row, ranks, work, limit * _COARSE_SLACK, coarse)
             for begin in starts:
                 search.run(begin, 2.0 * coarse, _PENALTY, _COARSE_SHARE * budget / len(starts))
-            start, heat = np.repeat(search.best, coarse)[:num_blocks], _REHEAT
+            start, threshold = np.repeat(search.best, coarse)[:num_blocks], _THRESHOLD_AFTER_COARSE
             budget *= 1 - _COARSE_SHARE
-        start = ranks.evened(start)
+        start = ranks.equalised(start)
         search = _Search(self, problem, row, ranks, work, limit)
-        search.run(start, heat, _FINE_PENALTY, budget)
-        # Where the structured layouts are balanced they may be hard to beat: windows, plain causal masks.
-        for structured in (contiguous, ranks.evened(_zig_zag(num_blocks, num_ranks))):
+        search.run(start, threshold, _FINE_PENALTY, budget)
+        # Balanced regular layouts may be hard to beat: windows, plain causal masks.
+        for structured in (contiguous, ranks.equalised(_zig_zag(num_blocks, num_ranks))):
             if (_busiest(structured, work, num_ranks) <= limit).all():
                 search.run(structured, 0.0, _FINE_PENALTY, 0)
         for penalty in (8 * _FINE_PENALTY, 64 * _FINE_PENALTY):
             if math.isinf(search.least[0]):
                 search.run(search.last, 0.0, penalty, 0.25 * budget)
-        if math.isinf(search.least[0]):  # no mask by itself is sure of its bound, only their sum
-            limit = np.maximum(limit, _busiest(dealt[0], work, num_ranks) * (1 + 1e-12))
+        if math.isinf(search.least[0]):  # give up the bounds of single masks, keep that of their sum
+            limit = np.maximum(limit, _busiest(balanced[0], work, num_ranks) * (1 + 1e-12))
             search = _Search(self, problem, row, ranks, work, limit)
-            search.run(dealt[0], 0.0, 64 * _FINE_PENALTY, 0.25 * budget)
+            search.run(balanced[0], 0.0, 64 * _FINE_PENALTY, 0.25 * budget)
         return search.best
 
     def _spread_over_hosts(
@@ -131,11 +140,11 @@ class Local:
         problem: LayoutProblem,
         row: int,
         ranks: _Ranks,
-        work: Float64Array,
-        limit: Float64Array,
+        work: Float64,
+        limit: Float64,
         budget: float,
-    ) -> Int64Array:
-        """A coarse layout in which little travels between hosts: a flat search with hosts for ranks, cut evenly."""
+    ) -> Int64:
+        """A coarse layout with little traffic between hosts: a search with hosts as ranks, then an even split."""
         size = ranks.host_size
         hosts = _Ranks(problem, ranks.num_ranks // size, None)
         rough = _coarse(problem.num_blocks, hosts.num_ranks)
@@ -145,18 +154,18 @@ class Local:
         host = np.repeat(search.best, rough // coarse)[: -(-problem.num_blocks // coarse)]
         start = np.empty_like(host)
         for each in range(hosts.num_ranks):
-            held = np.flatnonzero(host == each)
-            start[held] = each * size + np.arange(len(held)) * size // max(len(held), 1)
-        return ranks.evened(start)
+            units = np.flatnonzero(host == each)
+            start[units] = each * size + np.arange(len(units)) * size // max(len(units), 1)
+        return ranks.equalised(start)
 
 
 class _Ranks:
-    """Ranks as the search counts them, backwards: the last ones hold the left-over blocks, and a short last block.
+    """Ranks in the order of the search, which is reversed: the last ranks hold one block more, and a short last block.
 
     Attributes:
         host_size: ranks of a host; 1 if all links are alike.
-        host_start, host_stop: the ranks that share a host with each rank; a rank alone if all links are alike.
-        kind: ranks of equal kind may change places with all their host, ``[num_ranks]``.
+        host_start, host_stop: the ranks that share a host with each rank; only the rank if all links are alike.
+        kind: ranks of equal kind are interchangeable, together with the other ranks of their hosts; ``[num_ranks]``.
         has_short: whether the last block is short.
     """
 
@@ -172,21 +181,27 @@ class _Ranks:
         kinds = np.stack([self.host_stop - self.host_start, blocks, counts], axis=1)
         self.kind = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
-    def evened(self, owner: Int64Array) -> Int64Array:
-        """Moves blocks, or units of them, from ranks with too many to ranks with too few, the last one to a rank that
-        may hold it."""
+    def equalised(self, owner: Int64) -> Int64:
+        """Moves blocks (or units of blocks) from ranks with too many to ranks with too few.
+
+        A short last block ends at a rank that may hold it.
+        """
         counts, wanted = np.bincount(owner, minlength=self.num_ranks), _counts(len(owner), self.num_ranks)
         owner = owner.copy()
-        spare = [np.flatnonzero(owner == rank)[: max(counts[rank] - wanted[rank], 0)] for rank in range(self.num_ranks)]
-        owner[np.concatenate(spare)] = np.repeat(np.arange(self.num_ranks), np.maximum(wanted - counts, 0))
+        surplus = [
+            np.flatnonzero(owner == rank)[: max(counts[rank] - wanted[rank], 0)] for rank in range(self.num_ranks)
+        ]
+        owner[np.concatenate(surplus)] = np.repeat(np.arange(self.num_ranks), np.maximum(wanted - counts, 0))
         if self.has_short and self.kind[owner[-1]] != self.kind[-1]:
             owner[np.flatnonzero(owner == self.num_ranks - 1)[-1]] = owner[-1]
             owner[-1] = self.num_ranks - 1
         return owner
 
-    def named(self, owner: Int64Array) -> Int64Array:
-        """Ranks as the caller counts them: hosts and their ranks with more blocks first, then those with the short last
-        block, then by first block. Ranks of one host stay together."""
+    def renumbered(self, owner: Int64) -> Int64:
+        """Owners in the caller's numbering of ranks; ranks of one host stay together.
+
+        Hosts and ranks with more blocks come first, then those with the short last block, then by first block.
+        """
         counts = np.bincount(owner, minlength=self.num_ranks)
         first = np.full(self.num_ranks, len(owner))
         np.minimum.at(first, owner, np.arange(len(owner)))
@@ -202,12 +217,12 @@ class _Ranks:
 
 
 class _Search:
-    """One granularity of a row's problem: units of ``coarse`` blocks.
+    """The search on one batch row at one granularity: units of ``coarse`` blocks.
 
     Attributes:
-        best: the balanced layout with least traffic that was met, or the last one tried if none is balanced.
-        least: what it was rated, in tokens times weight, summed over ranks; infinite if it is not balanced.
-        last: where the last run stopped.
+        best: the balanced layout with least traffic so far, or the last one tried if no layout was balanced.
+        least: its rating and its traffic, in tokens times weight; infinite if it is not balanced.
+        last: layout at which the last run stopped.
     """
 
     def __init__(
@@ -216,10 +231,12 @@ class _Search:
         problem: LayoutProblem,
         row: int,
         ranks: _Ranks,
-        work: Float64Array,
-        limit: Float64Array,
+        work: Float64,
+        limit: Float64,
         coarse: int = 1,
     ) -> None:
+        from spanwise.layouts.local_search import Task, anneal  # loads numba, a compiler
+
         weights = problem.weights or {}
         names = sorted(problem.masks)
         masks = [problem.masks[name] for name in names]
@@ -228,13 +245,13 @@ class _Search:
         unit = problem.block_size * coarse
         num_units = -(-problem.seq_len // unit)
         offsets, low, high = _block_reads(masks, unit)
-        left, right = _stretches(offsets, low, num_units)
+        left, right = _documents(offsets, low, num_units)
         tokens = np.full(num_units, unit, dtype=np.float64)
         tokens[-1] = problem.seq_len - (num_units - 1) * unit
         before = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
         self.scale = problem.block_size * weight.sum()
         self.penalty = problem.num_blocks * ranks.num_ranks**2 * self.scale / before[:, -1]
-        self.ranks = ranks
+        self.ranks, self.anneal = ranks, anneal
         self.task = Task(
             offsets=offsets, low=low, high=high, price=weight[:, None] * tokens,
             total=np.concatenate([before[:, :-1:coarse], before[:, -1:]], axis=1), limit=limit, penalty=self.penalty,
@@ -244,21 +261,28 @@ class _Search:
         )  # fmt: skip
         self.least = (math.inf, math.inf)
 
-    def run(self, start: Int64Array, heat: float, penalty: float, budget: float) -> None:
-        """Searches from ``start``; heat in blocks, penalty in sequences for each mean work over the limit, a rank."""
+    def run(self, start: Int64, threshold: float, penalty: float, budget: float) -> None:
+        """Searches from ``start``.
+
+        Args:
+            threshold: blocks by which a swap may be worse at the start.
+            penalty: price, in sequences per rank, of work over the limit by the mean work of a rank.
+            budget: operations.
+        """
         self.last = start.copy()
         found = start.copy()
         task = self.task._replace(penalty=penalty * self.penalty)
         scale = self.scale
-        rated = anneal(task, self.last, self.ranks.num_ranks, heat * scale, _COLD * scale, int(budget), found)
+        thresholds = threshold * scale, _FINAL_THRESHOLD * scale
+        rated = self.anneal(task, self.last, self.ranks.num_ranks, *thresholds, int(budget), found)
         if math.isinf(rated[0]):
             found = self.last
         if math.isinf(self.least[0]) or rated < self.least:
             self.best, self.least = found, rated
 
 
-def _bounded_work(problem: LayoutProblem, row: int) -> Float64Array:
-    """Area of each block for all that is bounded, ``[num_bounds, num_blocks]``: the weighted sum, then each mask."""
+def _bounded_work(problem: LayoutProblem, row: int) -> Float64:
+    """Area of each block for each bound, ``[num_bounds, num_blocks]``: the weighted sum, then each mask alone."""
     bounded = [problem.block_area]
     if len(problem.masks) > 1:
         starts = np.arange(0, problem.seq_len, problem.block_size)
@@ -266,43 +290,46 @@ def _bounded_work(problem: LayoutProblem, row: int) -> Float64Array:
     return np.stack([area[row if len(area) > 1 else 0].astype(np.float64) for area in bounded])
 
 
-def _busiest(owner: Int64Array, work: Float64Array, num_ranks: int) -> Float64Array:
+def _busiest(owner: Int64, work: Float64, num_ranks: int) -> Float64:
     return np.array([np.bincount(owner, area, num_ranks).max() for area in work])
 
 
 def _budget(num_blocks: int, num_ranks: int) -> float:
-    """Operations that the search may take: about 3 ns each."""
+    """Operations of a full search, about 3 ns each."""
     size = min(num_blocks, 1024) * (max(num_blocks, 1024) / 1024) ** 0.4
     return 1000 * size * min(num_ranks, 8) * (max(num_ranks, 8) / 8) ** 0.7
 
 
-def _counts(num_blocks: int, num_ranks: int) -> Int64Array:
-    """Blocks of each rank, the last ranks one more."""
+def _counts(num_blocks: int, num_ranks: int) -> Int64:
+    """Blocks of each rank; the last ranks have one more."""
     return num_blocks // num_ranks + (np.arange(num_ranks) >= num_ranks - num_blocks % num_ranks)
 
 
-def _contiguous(num_blocks: int, num_ranks: int) -> Int64Array:
+def _contiguous(num_blocks: int, num_ranks: int) -> Int64:
     """Equal chunks of whole blocks."""
     return np.repeat(np.arange(num_ranks), _counts(num_blocks, num_ranks))
 
 
-def _zig_zag(num_blocks: int, num_ranks: int) -> Int64Array:
+def _zig_zag(num_blocks: int, num_ranks: int) -> Int64:
     """Head-tail chunks of whole blocks."""
     chunk = np.arange(num_blocks) * 2 * num_ranks // num_blocks
     return np.maximum(chunk, 2 * num_ranks - 1 - chunk) - num_ranks
 
 
 def _coarse(num_blocks: int, num_ranks: int) -> int:
-    """Blocks of a unit in the coarse search: big pieces find their place first, which costs little and crosses hills
-    that single blocks do not. A rank keeps units enough to be balanced."""
+    """Blocks of a unit in the coarse search.
+
+    Large units go first: few swaps place them, and they leave local minima that single blocks cannot. Each rank keeps
+    enough units to be balanced.
+    """
     coarse = 1
     while 4 * coarse * coarse * num_ranks <= num_blocks:
         coarse *= 2
     return coarse
 
 
-def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The kv blocks that each q block reads, as intervals that together cover them (they may overlap).
+def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64, Int64, Int64]:
+    """The kv blocks that each q block reads, as intervals that may overlap.
 
     Returns:
         ``offsets`` [num_masks, num_blocks + 1], ``low`` and ``high`` [num_intervals]: q block ``q`` of mask ``m`` reads
@@ -311,7 +338,7 @@ def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, In
     num_blocks = -(-masks[0].q_len // block_size)
     tables, offsets, before = [], [], 0
     for mask in masks:
-        parts = [np.empty((0, 3), np.int64)]
+        found = [np.empty((0, 3), np.int64)]
         for start, end in zip(mask.start[0], mask.end[0], strict=True):
             filled = start < end
             rows = np.arange(len(start))
@@ -322,8 +349,8 @@ def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, In
             first = np.flatnonzero(opens)
             last = np.append(first[1:], len(rows))[: len(first)] - 1
             low, high = start[first] // block_size, -(-end[last] // block_size)
-            parts.append(np.stack([rows[first] // block_size, low, high], axis=1))
-        table = np.concatenate(parts)
+            found.append(np.stack([rows[first] // block_size, low, high], axis=1))
+        table = np.concatenate(found)
         table = table[np.lexsort(table.T[::-1])]
         new = np.ones(len(table), dtype=bool)
         new[1:] = (table[1:] != table[:-1]).any(axis=1)
@@ -335,8 +362,8 @@ def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64Array, In
     return np.stack(offsets).astype(np.int64), joined[:, 1].copy(), joined[:, 2].copy()
 
 
-def _stretches(offsets: Int64Array, low: Int64Array, num_blocks: int) -> tuple[Int64Array, Int64Array]:
-    """The stretch ``[left, right)`` around each block whose first key read is the same in every mask: a document."""
+def _documents(offsets: Int64, low: Int64, num_blocks: int) -> tuple[Int64, Int64]:
+    """The document ``[left, right)`` of each block: adjacent blocks with the same first key read in every mask."""
     opens = np.zeros(num_blocks, dtype=bool)
     opens[0] = True
     for table in offsets:
@@ -344,8 +371,8 @@ def _stretches(offsets: Int64Array, low: Int64Array, num_blocks: int) -> tuple[I
         reads = np.diff(table)
         first[reads > 0] = low[table[:-1][reads > 0]]  # tables are sorted: a block's first interval is its lowest
         opens[1:] |= first[1:] != first[:-1]
-    if opens.sum() > num_blocks // 3:  # a window: every block reads from another key on
+    if opens.sum() > num_blocks // 3:  # a window: the first key read changes with every block
         opens[1:] = False
     edges = np.append(np.flatnonzero(opens), num_blocks)
-    stretch = np.cumsum(opens) - 1
-    return edges[stretch], edges[stretch + 1]
+    document = np.cumsum(opens) - 1
+    return edges[document], edges[document + 1]

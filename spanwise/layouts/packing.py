@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
-from spanwise.layouts.layout import Layout, ragged_arange
-from spanwise.masks.patterns import check_length, check_offsets, check_window, int_array
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import ragged_arange
+from spanwise.masks.arrays import Bool, Int64
+from spanwise.masks.checks import check_length, check_offsets, check_window, int_array
 from spanwise.masks.span_mask import SpanMask
 
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 Side = Literal["q", "kv"]
 Align = Literal["top_left", "bottom_right"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from spanwise.layouts.packing import check_chunks, check_storage
-from spanwise.masks.patterns import check_offsets
+from spanwise.masks.checks import check_offsets
 
 
 def dualchunk_to_contiguous_order_thd(

@@ -1,7 +1,7 @@
-"""Block tables of span masks, from the spans alone: which tiles are empty, partial, full, and the lists kernels walk.
+"""Block tables of span masks: which tiles are empty, partial or full, and the block lists that kernels walk.
 
-Works on canonical arrays (see ``_spans``), one batch row at a time, and never looks at single cells. Tiles are laid on
-one line, ``num_kv_blocks + 1`` places a query block, so that one union of intervals serves all query blocks.
+Works on canonical arrays (see `spans`), one batch row at a time, and never looks at single cells. All tiles lie on one
+line, ``num_kv_blocks + 1`` positions for each query block, so that one union of intervals serves all query blocks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from spanwise.masks import spans as _spans
-from spanwise.masks.spans import Int32, Int64, IntArray
-
-Int8 = npt.NDArray[np.int8]
+from spanwise.masks import spans
+from spanwise.masks.arrays import Int8, Int32, Int64, IntArray
 
 PARTIAL, FULL = 1, 2
 
@@ -39,11 +36,12 @@ class BlockTables:
 
 
 def num_blocks(length: int, block_size: int) -> int:
+    """Blocks of a sequence, the last one possibly short."""
     return -(-length // block_size)
 
 
 def _union_on_line(low: list[Int32], high: list[Int32], block_size: int, stride: int) -> Int64:
-    """Union of block intervals ``[low, high)`` (a list entry a slot, a value a row) on the line of tiles."""
+    """Union of block intervals ``[low, high)`` on the line of tiles: one list entry per slot, one value per row."""
     lows: list[IntArray] = [np.zeros(0, np.int64)]
     highs: list[IntArray] = [np.zeros(0, np.int64)]
     for lo, hi in zip(low, high, strict=True):
@@ -52,7 +50,7 @@ def _union_on_line(low: list[Int32], high: list[Int32], block_size: int, stride:
         if not filled.all():
             rows = np.flatnonzero(filled)
             lo, hi = lo[rows], hi[rows]
-        breaks = _spans.chain_breaks(lo, hi)
+        breaks = spans.chain_breaks(lo, hi)
         if rows is None:
             breaks[::block_size] = True
         else:
@@ -63,7 +61,7 @@ def _union_on_line(low: list[Int32], high: list[Int32], block_size: int, stride:
         offset = (first if rows is None else rows[first]) // block_size * stride
         lows.append(lo[first] + offset)
         highs.append(hi[last] + offset)
-    return _spans.merge_runs(np.concatenate(lows), np.concatenate(highs))
+    return spans.merge_runs(np.concatenate(lows), np.concatenate(highs))
 
 
 def _floor_blocks(position: Int32, block_size: int) -> Int32:
@@ -81,7 +79,7 @@ def _touched(start: Int32, end: Int32, block_size: int, stride: int) -> Int64:
 
 
 def _not_full(start: Int32, end: Int32, kv_len: int, block_size: int, stride: int) -> Int64:
-    """Tiles that some row does not read wholly, as runs on the line: the union of the gaps between whole blocks."""
+    """Tiles that some row reads in part or not at all, as runs on the line: the gaps between whole blocks."""
     blocks = np.int32(stride - 1)
     last_end = np.int32(0) if kv_len % block_size == 0 else np.int32(kv_len)
     low, high = [], []
@@ -89,7 +87,7 @@ def _not_full(start: Int32, end: Int32, kv_len: int, block_size: int, stride: in
     for s, e in zip(start, end, strict=True):
         whole_from = _floor_blocks(s + np.int32(block_size - 1), block_size)
         whole_to = _floor_blocks(e, block_size)
-        if last_end:  # the short last block has only the cells that exist
+        if last_end:  # the short last block is whole when its existing keys are read
             whole_to = whole_to + (e == last_end)
         whole = whole_from < whole_to
         low.append(np.where(whole, reach, np.int32(0)))
@@ -107,7 +105,7 @@ def block_counts(start: Int32, end: Int32, kv_len: int, block_size: int) -> Int6
     counts = np.zeros((batch, num_blocks(q_len, block_size)), np.int64)
     for b in range(batch):
         runs = _touched(start[b], end[b], block_size, stride)
-        np.add.at(counts[b], runs[:, 0] // stride, _spans.run_lengths(runs))
+        np.add.at(counts[b], runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
     return counts
 
 
@@ -119,8 +117,8 @@ def block_table(start: Int32, end: Int32, kv_len: int, block_size: int) -> Int8:
     for b in range(batch):
         touched = _touched(start[b], end[b], block_size, stride)
         not_full = _not_full(start[b], end[b], kv_len, block_size, stride)
-        # touched + full = touched + 1 - not_full; the runs of a union never touch, so no place is written twice by one
-        # statement.
+        # touched + full = touched + 1 - not_full. The runs of a union never touch, so that no statement writes one
+        # position twice.
         steps = np.zeros(q_blocks * stride + 1, np.int8)
         steps[0] = 1
         steps[touched[:, 0]] += 1
@@ -133,8 +131,11 @@ def block_table(start: Int32, end: Int32, kv_len: int, block_size: int) -> Int8:
 
 
 def block_tables(start: Int32, end: Int32, kv_len: int, block_size: int) -> BlockTables:
-    """The lists FlexAttention walks. A short last block is never full, as in torch's own ``create_block_mask``: full
-    blocks skip ``mask_mod``, and nothing else would keep a kernel from the cells that do not exist."""
+    """The lists that FlexAttention walks.
+
+    A short last block is never full, as in torch's ``create_block_mask``: kernels skip ``mask_mod`` in full blocks, and
+    only ``mask_mod`` keeps them from reading keys beyond the end.
+    """
     q_len = start.shape[2]
     table = block_table(start, end, kv_len, block_size)
     for short, edge in ((q_len % block_size, table[:, -1:, :]), (kv_len % block_size, table[:, :, -1:])):
@@ -151,7 +152,7 @@ def _lists(table: Int8, kind: int) -> tuple[Int32, Int32]:
     columns = np.arange(table.shape[2], dtype=np.int32)
     tiles = table == kind
     counts = np.count_nonzero(tiles, axis=2).astype(np.int32)
-    indices = np.zeros(table.shape, np.int32)  # pages that nothing is written to are never really allocated
-    # Both masks walk row by row and have as many places in each row: this moves every row's columns to its front.
+    indices = np.zeros(table.shape, np.int32)  # the system allocates only pages that are written
+    # Both index arrays have equally many entries in each row, in row order: each row's columns move to its front.
     indices[columns < counts[..., None]] = np.broadcast_to(columns, table.shape)[tiles]
     return counts[:, None], indices[:, None]

@@ -1,31 +1,28 @@
-"""Span masks in FlexAttention's language: mask_mod and BlockMask from spans, and spans from mask_mod or BlockMask.
+"""FlexAttention's masks: mask_mod and BlockMask from span arrays, and span arrays from a mask_mod or a BlockMask.
 
-The only part of the mask room that needs torch; ``SpanMask``'s methods import it when called. Shapes in comments:
-B batch, H heads, T tiles, Q query rows, K keys.
+The only module of this folder that needs torch; `SpanMask`'s methods import it when called. Span arrays are canonical
+(see `spans`). Shapes in names: B batch, H heads, T tiles, Q query rows, K keys, N listed blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from spanwise.masks import blocks as _span_blocks
-from spanwise.masks import spans as _spans
-from spanwise.masks.blocks import BlockTables, num_blocks
-from spanwise.masks.span_mask import SpanMask
+from spanwise.masks import spans
+from spanwise.masks.arrays import Bool, Int32, Int64
+from spanwise.masks.blocks import block_tables, num_blocks
+from spanwise.masks.checks import check_length, check_positive
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Bool = npt.NDArray[np.bool_]
-Int64 = npt.NDArray[np.int64]
 
 _CELLS_AT_ONCE = 2**21
-"""Cells of a mask_mod evaluated in one go: its int64 temporaries stay at 16 MiB each."""
+"""Cells of a mask_mod evaluated at a time: its int64 temporaries stay at 16 MiB each."""
 
 
 # ---------------------------------------------------------------- spans -> FlexAttention
@@ -34,7 +31,7 @@ _CELLS_AT_ONCE = 2**21
 def span_mask_mod(start: Tensor, end: Tensor) -> MaskMod:
     """A FlexAttention mask_mod that reads span tensors.
 
-    The tensors are captured, not their values: compiled kernels are shared by all masks of the same shapes.
+    It captures the tensors, not their values, so that all masks of the same shapes share one compiled kernel.
 
     Args:
         start, end: int32 ``[B or 1, num_spans, q_len]``, contiguous. With batch 1 the batch index is ignored.
@@ -59,27 +56,21 @@ def span_mask_mod(start: Tensor, end: Tensor) -> MaskMod:
     return batched_mask_mod
 
 
-def span_tensors(mask: SpanMask, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def span_tensors(start: Int32, end: Int32, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Copies of ``start`` and ``end`` on the device, int32 ``[batch, num_spans, q_len]``."""
-    start, end = (torch.tensor(array, device=device) for array in (mask.start, mask.end))
-    return start, end
+    return torch.tensor(start, device=device), torch.tensor(end, device=device)
 
 
-def block_tables(mask: SpanMask, block_size: int) -> BlockTables:
-    """The lists of a ``BlockMask`` of this mask, as numpy arrays; see :class:`BlockTables`."""
-    return _span_blocks.block_tables(mask.start, mask.end, mask.kv_len, block_size)
+def to_block_mask(start: Int32, end: Int32, kv_len: int, device: torch.device | str, block_size: int) -> BlockMask:
+    """A ``BlockMask`` with one head and its transposed lists, without evaluating a cell."""
+    tables = block_tables(start, end, kv_len, block_size)
 
-
-def to_block_mask(mask: SpanMask, device: torch.device | str, block_size: int) -> BlockMask:
-    """A ``BlockMask`` with one head, transposed lists included, without evaluating a cell."""
-    tables = block_tables(mask, block_size)
-
-    def tensor(array: npt.NDArray[np.int32]) -> Tensor:
+    def tensor(array: Int32) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    # The constructor, not BlockMask.from_kv_blocks: that recomputes the transposed lists, densely.
+    # Not BlockMask.from_kv_blocks: it recomputes the transposed lists from a dense table.
     return BlockMask(
-        seq_lengths=(mask.q_len, mask.kv_len),
+        seq_lengths=(start.shape[2], kv_len),
         kv_num_blocks=tensor(tables.kv_num_blocks),
         kv_indices=tensor(tables.kv_indices),
         full_kv_num_blocks=tensor(tables.full_kv_num_blocks),
@@ -89,7 +80,7 @@ def to_block_mask(mask: SpanMask, device: torch.device | str, block_size: int) -
         full_q_num_blocks=tensor(tables.full_q_num_blocks),
         full_q_indices=tensor(tables.full_q_indices),
         BLOCK_SIZE=(block_size, block_size),
-        mask_mod=span_mask_mod(*span_tensors(mask, device)),
+        mask_mod=span_mask_mod(*span_tensors(start, end, device)),
     )
 
 
@@ -99,10 +90,10 @@ def to_block_mask(mask: SpanMask, device: torch.device | str, block_size: int) -
 def _evaluate(
     mask_mod: MaskMod, b: Int64, q: Int64, k: Int64, shape: tuple[int, int], lengths: tuple[int, int], device: Any
 ) -> Bool:
-    """Cells of T tiles of ``shape``, bool ``[T, Q, K]``; tile t is of batch row ``b[t]``, its corner at (q[t], k[t]).
+    """Cells of T tiles of ``shape``, bool ``[T, Q, K]``; tile t has its corner at (q[t], k[t]) of batch row ``b[t]``.
 
-    Cells beyond ``lengths`` are False (mask_mod is evaluated at the last existing cell instead, so that it never
-    indexes out of its tables). Torch's own ``create_mask`` does the evaluation, tiles in the place of its batch.
+    Cells beyond ``lengths`` are False. There mask_mod is evaluated at the last existing cell instead, so that it never
+    indexes out of its tables. Torch's ``create_mask`` evaluates; the tiles stand in for its batch.
     """
     rows, columns = shape
     b_T, q_T, k_T = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (b, q, k))
@@ -121,7 +112,7 @@ def _evaluate(
 
 
 def _check_mask_mod(mask_mod: Any, device: Any) -> None:
-    """Refuse what is no mask_mod of vmap, and what depends on the head: a span mask has no heads."""
+    """Refuses a mask_mod that vmap cannot evaluate, and one that depends on the head: a span mask has no heads."""
     if not callable(mask_mod):
         raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}")
 
@@ -133,12 +124,12 @@ def _check_mask_mod(mask_mod: Any, device: Any) -> None:
         cell = torch.zeros((), dtype=torch.int64, device=device)
         heads = torch.zeros(2, dtype=torch.int64, device=device)
         try:
-            # Mapped over the head alone: what no head went into comes out unmapped, and that is what None demands.
+            # Map over the head alone. A result that does not depend on it stays unmapped, as out_dims=None requires.
             torch.vmap(lambda head: mask_mod(cell, head, cell, cell), out_dims=None)(heads)
         except ValueError as error:
             raise ValueError(
                 "mask_mod depends on the head index; a SpanMask is one mask for all heads. Give one mask_mod for each "
-                "group of heads that share a mask, as masks of their own"
+                "group of heads that share a mask, and convert each to a mask"
             ) from error
         return out
 
@@ -153,8 +144,8 @@ def _check_mask_mod(mask_mod: Any, device: Any) -> None:
 # ---------------------------------------------------------------- FlexAttention -> spans
 
 
-class _Pieces:
-    """Spans found so far, as flat arrays; at the end one sort brings them in order."""
+class _FoundSpans:
+    """Single spans as flat arrays, found in any order; `arrays` sorts them once."""
 
     def __init__(self, batch: int, q_len: int, kv_len: int) -> None:
         self.batch, self.q_len, self.kv_len = batch, q_len, kv_len
@@ -162,30 +153,37 @@ class _Pieces:
         self._found: list[tuple[Int64, Int64, Int64]] = [(nothing, nothing, nothing)]
 
     def add(self, row: Int64, start: Int64, end: Int64) -> None:
-        """Spans of rows ``b * q_len + i``."""
+        """Adds spans of rows ``b * q_len + i``."""
         self._found.append((row, start, end))
 
-    def mask(self) -> SpanMask:
-        row, start, end = (np.concatenate(parts) for parts in zip(*self._found, strict=True))
+    def arrays(self) -> tuple[Int32, Int32, int]:
+        """Canonical ``start, end`` and ``kv_len``."""
+        row, start, end = (np.concatenate(column) for column in zip(*self._found, strict=True))
         order = np.argsort(row * (self.kv_len + 1) + start, kind="stable")
-        arrays = _spans.from_pieces(row[order], start[order], end[order], self.batch, self.q_len)
-        return SpanMask._trusted(*arrays, self.kv_len)
+        return *spans.from_single_spans(row[order], start[order], end[order], self.batch, self.q_len), self.kv_len
 
 
 def from_mask_mod(
-    mask_mod: MaskMod, q_len: int, kv_len: int, max_spans: int, batch_size: int, device: torch.device | str
-) -> SpanMask:
-    """See :meth:`SpanMask.from_mask_mod`."""
-    pieces = _Pieces(batch_size, q_len, kv_len)
+    mask_mod: MaskMod,
+    q_length: SupportsIndex,
+    kv_length: SupportsIndex,
+    most_spans: SupportsIndex,
+    batch: SupportsIndex,
+    device: torch.device | str,
+) -> tuple[Int32, Int32, int]:
+    """``start``, ``end`` and ``kv_len`` of the mask; see :meth:`SpanMask.from_mask_mod`."""
+    q_len, kv_len = check_length(q_length, "q_len"), check_length(kv_length, "kv_len")
+    max_spans, batch_size = check_positive(most_spans, "max_spans"), check_positive(batch, "batch_size")
+    found = _FoundSpans(batch_size, q_len, kv_len)
     if not (q_len and kv_len):
-        return pieces.mask()
+        return found.arrays()
     _check_mask_mod(mask_mod, device)
     rows = max(1, min(q_len, _CELLS_AT_ONCE // kv_len))
     for b in range(batch_size):
         for first in range(0, q_len, rows):
             corner = np.array([b]), np.array([first]), np.array([0])
             cells = _evaluate(mask_mod, *corner, (min(rows, q_len - first), kv_len), (q_len, kv_len), device)[0]
-            row, start, end = _spans.true_runs(cells)
+            row, start, end = spans.true_runs(cells)
             most = np.bincount(row, minlength=1)
             if int(most.max()) > max_spans:
                 at = int(most.argmax())
@@ -193,33 +191,33 @@ def from_mask_mod(
                     f"row {first + at} of mask_mod needs {most[at]} spans of keys, more than max_spans = {max_spans}; "
                     f"raise max_spans if the mask really has that many gaps in a row (time and memory grow with it)"
                 )
-            pieces.add(row + (b * q_len + first), start, end)
-    return pieces.mask()
+            found.add(row + (b * q_len + first), start, end)
+    return found.arrays()
 
 
-def from_block_mask(block_mask: Any) -> SpanMask:
-    """See :meth:`SpanMask.from_block_mask`."""
+def from_block_mask(block_mask: Any) -> tuple[Int32, Int32, int]:
+    """``start``, ``end`` and ``kv_len`` of the mask; see :meth:`SpanMask.from_block_mask`."""
     if not isinstance(block_mask, BlockMask):
         raise ValueError(f"from_block_mask takes a FlexAttention BlockMask, got {type(block_mask).__name__}")
     q_len, kv_len = block_mask.seq_lengths
     q_size, kv_size = block_mask.BLOCK_SIZE
     partial, full = _tiles(block_mask)
-    pieces = _Pieces(len(full), q_len, kv_len)
+    found = _FoundSpans(len(full), q_len, kv_len)
 
-    # Full blocks: neighbours become one span before they become rows.
+    # Full blocks: adjacent ones become one span, then each span is repeated for the rows of its block.
     batch, q_blocks, kv_blocks = full.shape
-    line, first_block, stop_block = _spans.true_runs(full.reshape(batch * q_blocks, kv_blocks))
+    line, first_block, stop_block = spans.true_runs(full.reshape(batch * q_blocks, kv_blocks))
     b, q_block = np.divmod(line, max(q_blocks, 1))
     first_row, stop_row = q_block * q_size, np.minimum((q_block + 1) * q_size, q_len)
     height = stop_row - first_row
     nth = np.arange(int(height.sum())) - np.repeat(np.cumsum(height) - height, height)
-    pieces.add(
+    found.add(
         np.repeat(b * q_len + first_row, height) + nth,
         np.repeat(first_block * kv_size, height),
         np.repeat(np.minimum(stop_block * kv_size, kv_len), height),
     )
 
-    # Partial blocks: mask_mod decides, inside them only.
+    # Partial blocks: mask_mod is evaluated inside them only.
     b, q_block, kv_block = np.nonzero(partial)
     device = block_mask.kv_num_blocks.device
     if len(b):
@@ -227,21 +225,21 @@ def from_block_mask(block_mask: Any) -> SpanMask:
     columns = min(kv_size, kv_len)
     rows = max(1, min(q_size, q_len, _CELLS_AT_ONCE // max(columns, 1)))
     tiles = max(1, _CELLS_AT_ONCE // max(rows * columns, 1))
-    for shift in range(0, min(q_size, q_len), rows):  # blocks too large for one go are cut into strips of rows
+    for shift in range(0, min(q_size, q_len), rows):  # strips of rows, where a block is too large
         q, k = q_block * q_size + shift, kv_block * kv_size
         inside = np.flatnonzero(q < q_len)
         height_now = min(rows, q_size - shift)
         for some in np.split(inside, range(tiles, len(inside), tiles)) if len(inside) else []:
             corner = b[some], q[some], k[some]
             cells = _evaluate(block_mask.mask_mod, *corner, (height_now, columns), (q_len, kv_len), device)
-            strip, start, end = _spans.true_runs(cells.reshape(-1, columns))
+            strip, start, end = spans.true_runs(cells.reshape(-1, columns))
             tile, i = np.divmod(strip, height_now)
-            pieces.add(b[some][tile] * q_len + q[some][tile] + i, start + k[some][tile], end + k[some][tile])
-    return pieces.mask()
+            found.add(b[some][tile] * q_len + q[some][tile] + i, start + k[some][tile], end + k[some][tile])
+    return found.arrays()
 
 
 def _tiles(block_mask: BlockMask) -> tuple[Bool, Bool]:
-    """Partial and full tiles, bool ``[B, num_q_blocks, num_kv_blocks]`` each; refuses what is not one mask."""
+    """Partial and full tiles, bool ``[B, num_q_blocks, num_kv_blocks]`` each; refuses heads that differ."""
     (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     q_blocks, kv_blocks = num_blocks(q_len, q_size), num_blocks(kv_len, kv_size)
     kinds = {"kv_indices": (block_mask.kv_num_blocks, block_mask.kv_indices)}
@@ -280,6 +278,6 @@ def _tiles(block_mask: BlockMask) -> tuple[Bool, Bool]:
             b, h, i, j = other[0].tolist()
             raise ValueError(
                 f"a SpanMask is one mask for all heads, but in the BlockMask (H = {table.shape[1]}) head {h} differs "
-                f"from head 0 in {name} block {(i, j)} of batch row {b}; convert each group of equal heads on its own"
+                f"from head 0 in {name} block {(i, j)} of batch row {b}; convert each group of equal heads separately"
             )
     return partial[:, 0] > 0, full[:, 0] > 0

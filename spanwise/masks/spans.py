@@ -1,14 +1,14 @@
-"""Array functions behind :class:`spanwise.mask.SpanMask`, on plain numpy arrays.
+"""Array functions behind `SpanMask`: canonical form, set operations, runs, and unions over rows.
 
 A mask is a pair ``start, end`` of int32 arrays ``[batch, num_spans, q_len]``: row ``i`` of batch row ``b`` reads the
-keys ``start[b, j, i] <= k < end[b, j, i]`` of every slot ``j``. *Canonical* means: the non-empty spans of a row come
+keys ``start[b, j, i] <= k < end[b, j, i]`` of every slot ``j``. In *canonical* form the non-empty spans of a row come
 first, ascending, disjoint and not touching; empty slots are ``(0, 0)``; no trailing slot is empty in every row. Two
 masks are equal exactly when their canonical arrays are.
 
-Most unions here rest on *chains*. Neighbouring rows of a mask usually read neighbouring keys, so a maximal stretch of
-rows whose starts and ends both never decrease and which leave no gap reads exactly ``[first start, last end)``. A
-document mask of a million rows is a few thousand chains at most, found with a few vector operations; only the chains
-are sorted. A mask without any such structure has as many chains as rows, and the result is the same.
+Most unions here use *chains*. Neighbouring rows of a mask usually read neighbouring keys. In a maximal stretch of rows
+whose starts and ends never decrease and leave no gap, the rows together read exactly ``[first start, last end)``. A
+document mask of a million rows has a few thousand chains, found with a few vector operations; only the chains are
+sorted. A mask without such structure has as many chains as rows, and the result is the same.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.integer]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
-
-MAX_LENGTH = 2**30
-"""Longest sequence: twice it, plus one, still fits int32."""
+from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
 
 _FEW_RUNS = 6  # up to here a vector pass for each run beats a binary search for each position
 _NO_SPAN = np.iinfo(np.int64).max  # sorts behind every packed span
@@ -49,8 +42,8 @@ def is_canonical(start: IntArray, end: IntArray) -> bool:
 def canonicalise(start: IntArray, end: IntArray, *, allow_overlap: bool = False) -> tuple[Int32, Int32]:
     """Canonical form of ``[batch, num_spans, q_len]`` spans that ascend by start within each row.
 
-    Empty slots (``end <= start``) may stand anywhere. Touching spans are merged; overlapping ones too if
-    ``allow_overlap``, otherwise they, and spans out of order, raise ``ValueError`` naming the row. Never sorts.
+    Empty slots (``end <= start``) may stand anywhere. Touching spans are merged. Overlapping ones are merged with
+    ``allow_overlap``; without it they raise ``ValueError``, as spans out of order do. Never sorts.
     """
     if is_canonical(start, end):
         return np.ascontiguousarray(start, np.int32), np.ascontiguousarray(end, np.int32)
@@ -61,9 +54,9 @@ def canonicalise(start: IntArray, end: IntArray, *, allow_overlap: bool = False)
 def gather_spans(
     slots: Iterable[tuple[IntArray, IntArray]], capacity: int, batch: int, q_len: int, *, allow_overlap: bool
 ) -> tuple[Int32, Int32]:
-    """Canonical arrays from slots ``(start, end)`` of ``[batch, q_len]``, each row's spans ascending from slot to slot.
+    """Canonical arrays from slots ``(start, end)`` of ``[batch, q_len]``; each row's spans ascend from slot to slot.
 
-    ``capacity`` is the most spans a row may end up with. Slots are read one at a time, so they can be generated.
+    ``capacity`` is the most spans that a row can have in the result. Slots may come from a generator.
     """
     rows = batch * q_len
     out_start, out_end = np.zeros((capacity, rows), np.int32), np.zeros((capacity, rows), np.int32)
@@ -104,15 +97,15 @@ def _refuse_overlap(j: int, start: IntArray, end: IntArray, before: Int32, rows:
 
 
 def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """Drop the trailing slots that no row uses (arrays canonical otherwise)."""
+    """Drops the trailing slots that no row uses, from arrays that are canonical otherwise."""
     used = start.shape[1]
     while used > 1 and not bool(end[:, used - 1].any()):
         used -= 1
     return np.ascontiguousarray(start[:, :used]), np.ascontiguousarray(end[:, :used])
 
 
-def from_pieces(row: IntArray, start: IntArray, end: IntArray, batch: int, q_len: int) -> tuple[Int32, Int32]:
-    """Canonical arrays from single non-empty spans, sorted by row (``b * q_len + i``), then start; disjoint."""
+def from_single_spans(row: IntArray, start: IntArray, end: IntArray, batch: int, q_len: int) -> tuple[Int32, Int32]:
+    """Canonical arrays from flat arrays of disjoint, non-empty spans, sorted by row (``b * q_len + i``), then start."""
     fresh = np.ones(len(row), np.bool_)
     fresh[1:] = (row[1:] != row[:-1]) | (start[1:] != end[:-1])
     first = np.flatnonzero(fresh)
@@ -170,6 +163,24 @@ def unite(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, Int32]
     return gather_spans(slots, capacity, batch, q_len, allow_overlap=True)
 
 
+def stack(masks: Sequence[tuple[Int32, Int32, int]]) -> tuple[Int32, Int32, int]:
+    """The batch rows of masks ``(start, end, kv_len)`` of equal lengths, one after the other."""
+    if len(masks) == 0:
+        raise ValueError("stack needs at least one mask, got none")
+    shapes = {(start.shape[2], kv_len) for start, _, kv_len in masks}
+    if len(shapes) > 1:
+        raise ValueError(f"masks to stack must agree in (q_len, kv_len), got {sorted(shapes)}")
+    q_len, kv_len = shapes.pop()
+    batch, num_spans = sum(len(start) for start, _, _ in masks), max(start.shape[1] for start, _, _ in masks)
+    arrays = np.zeros((2, batch, num_spans, q_len), np.int32)
+    b = 0
+    for start, end, _ in masks:
+        arrays[0, b : b + len(start), : start.shape[1]] = start
+        arrays[1, b : b + len(start), : start.shape[1]] = end
+        b += len(start)
+    return arrays[0], arrays[1], kv_len
+
+
 def _pack(start: Int32, end: Int32) -> Int64:
     """A span as one integer that sorts by start, then end; empty spans last."""
     packed = (start.astype(np.int64) << 32) | end
@@ -180,39 +191,15 @@ def _pack(start: Int32, end: Int32) -> Int64:
 # ---------------------------------------------------------------- runs
 
 
-def check_runs(runs: object, length: int, name: str) -> Int64:
-    """Token runs as int64 ``[n, 2]``; ``ValueError`` unless ascending, disjoint, and inside ``[0, length)``."""
-    array = np.asarray(runs)
-    if array.size == 0:
-        return np.zeros((0, 2), np.int64)
-    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers [num_runs, 2], got {array.dtype} of shape {list(array.shape)}")
-    array = array.astype(np.int64)
-    flat = array.ravel()
-    if flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any()):
-        wrong = (array[:, 0] < 0) | (array[:, 1] > length) | (array[:, 1] < array[:, 0])
-        wrong[1:] |= array[1:, 0] < array[:-1, 1]
-        at = int(np.argmax(wrong))
-        raise ValueError(
-            f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), but run {at} is "
-            f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
-        )
-    return array
-
-
-def run_lengths(runs: Int64) -> Int64:
-    return runs[:, 1] - runs[:, 0]
-
-
 def take_runs(array: Int32, runs: Int64) -> Int32:
     """The positions of ``runs`` in the last dim, concatenated: a new C-contiguous array."""
-    pieces = [array[..., start:stop] for start, stop in runs.tolist()]
-    return np.concatenate(pieces, axis=-1) if pieces else array[..., :0].copy()
+    slices = [array[..., start:stop] for start, stop in runs.tolist()]
+    return np.concatenate(slices, axis=-1) if slices else array[..., :0].copy()
 
 
 def positions_in_runs(positions: Int32, runs: Int64) -> Int32:
-    """How many tokens of ``runs`` lie before each global position: the position's index in the buffer of the runs."""
-    starts, lengths = runs[:, 0].astype(np.int32), run_lengths(runs).astype(np.int32)
+    """Number of tokens of ``runs`` before each global position: the position's index in the buffer of the runs."""
+    starts, lengths = runs[:, 0].astype(np.int32), (runs[:, 1] - runs[:, 0]).astype(np.int32)
     if len(runs) <= _FEW_RUNS:
         local = np.zeros_like(positions)
         for start, length in zip(starts, lengths, strict=True):
@@ -265,7 +252,7 @@ def keys_read(start: Int32, end: Int32) -> Int64:
 
 
 def keys_read_many(start: Int32, end: Int32, runs: Sequence[Int64]) -> list[Int64]:
-    """``keys_read`` of several sets of rows at once: chains are found once for the whole mask, then cut at the runs."""
+    """``keys_read`` of several sets of rows: finds the chains of the whole mask once, then cuts them at the runs."""
     owner = np.repeat(np.arange(len(runs)), [len(r) for r in runs])
     all_runs = np.concatenate([np.zeros((0, 2), np.int64), *runs])
     lows, highs, owners = [start[0, :0]], [end[0, :0]], [owner[:0]]
@@ -291,10 +278,10 @@ def keys_read_many(start: Int32, end: Int32, runs: Sequence[Int64]) -> list[Int6
         lows.append(s[begin])
         highs.append(e[stop - 1])
         owners.append(owner[keep][run])
-    who = np.concatenate(owners)
-    # Each set of rows gets its own stretch of one line, so that a single merge serves all of them.
+    owner = np.concatenate(owners)
+    # Each set of rows has its own interval of one line, so that a single merge serves all of them.
     high_line = np.concatenate(highs)
     stride = int(high_line.max(initial=0)) + 1
-    merged = merge_runs(np.concatenate(lows) + who * stride, high_line + who * stride)
+    merged = merge_runs(np.concatenate(lows) + owner * stride, high_line + owner * stride)
     cuts = np.searchsorted(merged[:, 0], np.arange(1, len(runs)) * stride)
-    return [part - k * stride for k, part in enumerate(np.split(merged, cuts))][: len(runs)]
+    return [found - k * stride for k, found in enumerate(np.split(merged, cuts))][: len(runs)]

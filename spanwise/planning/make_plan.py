@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spanwise import hardware as rates
-from spanwise.layouts.assignment import Dealing
-from spanwise.layouts.balancers import LoadBalancer
+from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import choice, requests
 from spanwise.planning.plan import Plan
@@ -107,7 +107,7 @@ def make_plan(
         hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing,
     )  # fmt: skip
     outer, inner = request.levels
-    problem = Dealing(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
+    problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
     base = functools.partial(
         Plan,
         weights=problem.weights,
@@ -136,7 +136,7 @@ def make_plan(
             bound = choice.exchange_bound(plans)
             plans += variants("local")
             if bound:  # less balance may be worth it
-                plans += variants(problem.search(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+                plans += variants(problem.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
     plans += _traded(request, balancer, plans[0].balancer, assigned)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.layouts.layout import Layout, subtract_runs
-from spanwise.masks import areas as _span_areas
+from spanwise.layouts import local_area as _local_area
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import subtract_runs
 from spanwise.masks.span_mask import SpanMask
 
 Int64 = NDArray[np.int64]
@@ -43,7 +44,7 @@ def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: in
     for row in range(batch_size):
         at = row_of(mask, row)
         rows, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
-        total += _span_areas.local_area(mask.start[at], mask.end[at], rows, keys, layout.num_ranks)
+        total += _local_area.local_area(mask.start[at], mask.end[at], rows, keys, layout.num_ranks)
     return _frozen(total)
 
 

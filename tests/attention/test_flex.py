@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.kernels import flex as flex_module
 from spanwise.attention.kernels._flex_tables import FlexTables, block_mask, kv_capacity, pad_spans
 from spanwise.attention.kernels.flex import flex, max_logit
-from spanwise.masks.flex import block_tables
+from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
@@ -57,7 +57,7 @@ def problem(
     k[:, :, int(mask.end.max()) :] = 1e4  # spare rows: any finite garbage
     v[:, :, int(mask.end.max()) :] = -1e4
     start, end = (torch.from_numpy(np.pad(x, padding)) for x in (mask.start, mask.end))
-    return Problem(q, k, v, start, end, FlexTables.from_numpy(block_tables(mask, 128)))
+    return Problem(q, k, v, start, end, FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, 128)))
 
 
 def oracle(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels._segments import Round, Segments, _bands, _join, _round, _split, cut_rounds
-from spanwise.layouts.layout import merge_tokens, subtract_runs
+from spanwise.layouts.runs import merge_tokens, subtract_runs
 
 
 def cut(mask: SpanMask) -> Segments:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
 from spanwise.attention.kernels.flex import flex, max_logit
 from spanwise.attention.kernels.reference import reference
-from spanwise.masks.flex import block_tables
+from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
@@ -30,7 +30,7 @@ def spans(mask: SpanMask, capacity: int) -> Spans:
     mask = SpanMask(mask.start, mask.end, capacity)
     padding = (0, 0), (0, pad_spans(mask.num_spans) - mask.num_spans), (0, 0)
     start, end = (torch.from_numpy(np.pad(x, padding)).to(DEVICE) for x in (mask.start, mask.end))
-    return start, end, FlexTables.from_numpy(block_tables(mask, 128), DEVICE)
+    return start, end, FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, 128), DEVICE)
 
 
 def inputs(

@@ -12,17 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.cli.bench.plan import document_offsets
-from spanwise.layouts.balancers import (
-    LPT,
-    PTRR,
-    Contiguous,
-    HeadTail,
-    LayoutProblem,
-    LoadBalancer,
-    assign_layout,
-    resolve,
-)
+from spanwise.layouts.assignment import assign_layout, resolve
+from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.span_mask import SpanMask
 
 TOKEN_GRANULAR = ("contiguous", "head_tail", "per_document_head_tail")

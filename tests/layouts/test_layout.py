@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.layouts.layout import Layout, ragged_arange
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import ragged_arange
 
 
 @st.composite

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from spanwise import make_plan
 from spanwise.cli.bench.plan import document_offsets
 from spanwise.layouts import local as local_balancer
-from spanwise.layouts.balancers import LPT, LayoutProblem, assign_layout, resolve
+from spanwise.layouts.assignment import assign_layout, resolve
+from spanwise.layouts.balancers import LPT
 from spanwise.layouts.local import Local
+from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks.span_mask import SpanMask
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as peers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from spanwise.layouts.balancers import LayoutProblem, assign_layout
+from spanwise.layouts.assignment import assign_layout
+from spanwise.layouts.problem import LayoutProblem
 from spanwise.layouts.ptrr import ptrr_schedule
 from spanwise.masks.span_mask import SpanMask
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask, or_masks
 
-from spanwise.masks import flex as _flex_masks
+from spanwise.masks import blocks
+from spanwise.masks import flex as flex_masks
 from spanwise.masks.span_mask import SpanMask
 from tests.masks.test_properties import masks
 
@@ -61,7 +62,7 @@ def test_a_short_last_block_is_never_full():
     """Full blocks skip mask_mod; only it keeps a kernel from reading keys that do not exist."""
     mask = SpanMask.full(300, 200)
     assert mask.block_table(128).min() == 2
-    tables = _flex_masks.block_tables(mask, 128)
+    tables = blocks.block_tables(mask.start, mask.end, mask.kv_len, 128)
     assert lists(tables.full_kv_num_blocks, tables.full_kv_indices) == [[[0], [0], []]]
     assert lists(tables.kv_num_blocks, tables.kv_indices) == [[[1], [1], [0, 1]]]
     assert lists(tables.full_q_num_blocks, tables.full_q_indices) == [[[0, 1], []]]
@@ -69,7 +70,8 @@ def test_a_short_last_block_is_never_full():
 
 
 def test_tables_of_an_empty_side():
-    tables = _flex_masks.block_tables(SpanMask.full(0, 200), 128)
+    mask = SpanMask.full(0, 200)
+    tables = blocks.block_tables(mask.start, mask.end, mask.kv_len, 128)
     assert [a.shape for a in dataclasses.astuple(tables)] == [
         (1, 1, 0), (1, 1, 0, 2), (1, 1, 0), (1, 1, 0, 2), (1, 1, 2), (1, 1, 2, 0), (1, 1, 2), (1, 1, 2, 0),
     ]  # fmt: skip
@@ -137,21 +139,21 @@ def test_from_block_mask_takes_torchs_masks(mask, q_size, kv_size):
 def test_evaluation_in_small_pieces_changes_nothing(monkeypatch, cells):
     mask = SpanMask.stack([SpanMask.shared_prefix(2, [1, 4, 2]), SpanMask.sliding_window(9, 2, 1)])
     whole = create_block_mask(mask.mask_mod(), 2, None, 9, 9, "cpu", (4, 3))
-    monkeypatch.setattr(_flex_masks, "_CELLS_AT_ONCE", cells)
+    monkeypatch.setattr(flex_masks, "_CELLS_AT_ONCE", cells)
     assert SpanMask.from_mask_mod(mask.mask_mod(), 9, 9, batch_size=2) == mask
     assert SpanMask.from_block_mask(whole) == mask
 
 
 def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
     seen = []
-    evaluate = _flex_masks._evaluate
+    evaluate = flex_masks._evaluate
 
     def counted(mask_mod, b, q, k, shape, lengths, device):
         seen.append(len(b) * shape[0] * shape[1])
         return evaluate(mask_mod, b, q, k, shape, lengths, device)
 
-    monkeypatch.setattr(_flex_masks, "_evaluate", counted)
-    monkeypatch.setattr(_flex_masks, "_CELLS_AT_ONCE", 2000)
+    monkeypatch.setattr(flex_masks, "_evaluate", counted)
+    monkeypatch.setattr(flex_masks, "_CELLS_AT_ONCE", 2000)
     mask = SpanMask.causal(128)
     assert SpanMask.from_block_mask(mask.block_mask("cpu", 16)) == mask
     assert sum(seen) == 8 * 16 * 16  # the diagonal

@@ -290,3 +290,11 @@ def test_errors_name_the_values(make, text):
 def test_masks_combine_with_masks_only():
     with pytest.raises(TypeError):
         SpanMask.causal(8) & np.ones((8, 8), bool)
+
+
+@pytest.mark.parametrize("use", [bool, lambda m: m and m, lambda m: m or m, lambda m: not m, lambda m: [] if m else m])
+@pytest.mark.parametrize("mask", [SpanMask.causal(4), SpanMask.full(0), SpanMask.full(3, 0)])
+def test_a_mask_has_no_truth_value(use, mask):
+    """`a and b` would be b, silently."""
+    with pytest.raises(ValueError, match=r"no truth value: join masks with `a & b` or `a \| b` .*`mask is None`"):
+        use(mask)

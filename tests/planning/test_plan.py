@@ -15,7 +15,7 @@ import spanwise
 from spanwise import Hardware, Plan, SpanMask, make_plan
 from spanwise.attention.rank_plan import build
 from spanwise.hardware import Link
-from spanwise.layouts.layout import count_tokens, intersect_runs, subtract_runs
+from spanwise.layouts.runs import count_tokens, intersect_runs, subtract_runs
 
 CU = [0, 1, 20, 20, 61, 100]
 DOCUMENTS = SpanMask.documents(CU)

@@ -26,7 +26,7 @@ from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
-from spanwise.layouts.layout import count_tokens, ragged_arange, subtract_runs
+from spanwise.layouts.runs import count_tokens, ragged_arange, subtract_runs
 from spanwise.planning.plan_data import Float64, Int64, PlanData
 
 

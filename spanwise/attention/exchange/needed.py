@@ -27,7 +27,7 @@ from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
-from spanwise.layouts.layout import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
+from spanwise.layouts.runs import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
 from spanwise.planning import chunking
 from spanwise.planning.plan_data import Int64, PlanData
 

@@ -34,7 +34,8 @@ from spanwise.attention.exchange._heads import (
     split_heads,
 )
 from spanwise.attention.exchange.base import Exchange
-from spanwise.layouts.layout import Layout, positions_in
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import positions_in
 from spanwise.planning.head_bytes import own_bytes, traded_bytes
 from spanwise.planning.heads import kv_heads_of, kv_heads_read
 from spanwise.planning.plan_data import Float64, Int64, PlanData

@@ -20,7 +20,7 @@ from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels._flex_cpu import flex_cpu, padded_positions
 from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.masks.flex import block_tables
+from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
 _MIN_CUDA_HEAD_DIM = 16
@@ -40,7 +40,7 @@ class Flex(Kernel):
     table_type = FlexTables
 
     def tables(self, mask: SpanMask, device: torch.device) -> FlexTables:
-        return FlexTables.from_numpy(block_tables(mask, BLOCK_SIZE), device)
+        return FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, BLOCK_SIZE), device)
 
     def capacity(self, num_keys: int) -> int:
         return kv_capacity(num_keys)

@@ -1,21 +1,19 @@
-"""Mask area that ranks compute on their own keys: array functions under `plan`.
+"""Mask area that each rank computes on its own keys.
 
-A row of rank r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` counts its tokens before ``x``. From
-row to row the ends of spans mostly stay or grow by one; over such a stretch the sum of F is closed form, because F is
-piecewise linear. So the cost goes with the number of documents and runs, not of rows.
+A row of rank r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` is the number of r's tokens before
+``x``. From row to row the ends of spans mostly stay the same or grow by one. Over such a segment the sum of F has a
+closed form, because F is piecewise linear. So the time grows with the number of documents and runs, not of rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64 = NDArray[np.int64]
-Int32 = NDArray[np.int32]
+from spanwise.masks.arrays import Bool, Int32, Int64
 
 
 def local_area(start: Int32, end: Int32, rows: Int64, keys: Int64, num_ranks: int) -> Int64:
-    """(query, key) pairs of each rank whose key it holds itself.
+    """Number of (query, key) pairs of each rank whose key the rank holds.
 
     Args:
         start, end: spans ``[num_spans, q_len]``.
@@ -32,7 +30,7 @@ def local_area(start: Int32, end: Int32, rows: Int64, keys: Int64, num_ranks: in
     for low, high in zip(start, end, strict=True):
         if not (low < high).any():
             continue
-        for edge, sign in ((high, 1), (low, -1)):  # an empty span has both edges at one place: they cancel
+        for edge, sign in ((high, 1), (low, -1)):  # the two edges of an empty span cancel
             area += sign * count.summed(edge, in_order)
     return area
 
@@ -40,9 +38,9 @@ def local_area(start: Int32, end: Int32, rows: Int64, keys: Int64, num_ranks: in
 class _TokensBefore:
     """``F_r(x)``, and its sum over ``x`` of an interval, for all ranks."""
 
-    def __init__(self, pieces: Int64, num_ranks: int, kv_len: int) -> None:
-        # A run of no tokens at 0 for every rank, so that each position has a run at or before it.
-        runs = np.concatenate([np.stack([np.arange(num_ranks), *np.zeros((2, num_ranks), np.int64)], axis=1), pieces])
+    def __init__(self, keys: Int64, num_ranks: int, kv_len: int) -> None:
+        # An empty run at 0 for every rank, so that each position has a run at or before it.
+        runs = np.concatenate([np.stack([np.arange(num_ranks), *np.zeros((2, num_ranks), np.int64)], axis=1), keys])
         runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
         self.rank, self.first, stop = runs.T
         self.length = stop - self.first
@@ -58,7 +56,7 @@ class _TokensBefore:
         """For each rank the sum of F at ``edge[row]`` over its rows, int64 ``[num_ranks]``."""
         step = np.diff(edge)
         opens = np.ones(len(edge), dtype=bool)
-        # A stretch goes on while the step stays the same, 0 or 1, and the rank too.
+        # A segment goes on while the step stays the same, 0 or 1, and the rank stays the same.
         opens[1:] = (step < 0) | (step > 1)
         opens[2:] |= step[1:] != step[:-1]
         opens[in_order[:, 1][in_order[:, 1] < in_order[:, 2]]] = True
@@ -91,7 +89,7 @@ def _triangle(steps: Int64, length: Int64) -> Int64:
     return inside * (inside - 1) // 2 + (steps - inside) * length
 
 
-def _restarted_cumsum(values: Int64, opens: NDArray[np.bool_]) -> Int64:
-    """Sum of the values before each one, from the last place where ``opens`` is true on."""
+def _restarted_cumsum(values: Int64, opens: Bool) -> Int64:
+    """Sum of the values before each one, restarted where ``opens`` is true."""
     before = np.cumsum(values) - values
     return before - np.repeat(before[opens], np.diff(np.append(np.flatnonzero(opens), len(values))))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.masks import documents
+from spanwise.batch import documents
 from spanwise.masks.span_mask import SpanMask
 
 

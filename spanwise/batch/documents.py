@@ -1,8 +1,7 @@
-"""Documents of a packed sequence, token by token: which token a shift inside them brings, and where they may begin.
+"""Documents of a packed sequence, token by token: shifts inside them, and positions where they may begin.
 
-Between a `Packing`, which gives each token its document, and the batch contract: `batch` builds labels and rolls from
-these arrays. Needs numpy alone. A document id is any number >= 0 that neighbouring documents do not share; -1 marks
-padding.
+`batch` builds labels and rolls from these arrays; a `Packing` gives each token its document id. A document id is any
+number >= 0 that neighbouring documents do not share; -1 marks padding.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
+from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.span_mask import SpanMask
 
-Int64 = npt.NDArray[np.int64]
 
+def shift(ids: Int64, shifts: int) -> tuple[Int64, Bool]:
+    """Index of token ``i - shifts`` for each token ``i``, and whether it exists in the same document.
 
-def shift(ids: Int64, shifts: int) -> tuple[Int64, npt.NDArray[np.bool_]]:
-    """Where token ``i`` finds token ``i - shifts``, and whether its document has one.
+    Args:
+        ids: document of each token, int64 ``[rows, seq_len]``.
 
     Returns:
-        Source int64 ``[seq_len]``, in range for every token, and bool ``[rows, seq_len]``: false where the source is in
-        another document or in padding, or does not exist, and in padding.
+        Source int64 ``[seq_len]``, clipped to the sequence; and bool ``[rows, seq_len]``: false where the source does
+        not exist or lies in another document, and where the token is padding.
     """
     seq_len = ids.shape[1]
     wanted = np.arange(seq_len) - shifts
@@ -38,7 +38,7 @@ def cuts(masks: Iterable[SpanMask], seq_len: int) -> Int64:
         is_span = mask.end > mask.start
         first = np.where(is_span, np.minimum(mask.start, position), position).min(axis=(0, 1))
         last = np.where(is_span, np.maximum(mask.end, position + 1), position + 1).max(axis=(0, 1))
-        # Token i and its keys hold [first, last) together: no cut strictly inside.
+        # Token i and its keys span [first, last): no cut strictly inside.
         steps = np.bincount(first + 1, minlength=seq_len + 2) - np.bincount(last, minlength=seq_len + 2)
         crossed |= np.cumsum(steps)[: seq_len + 1] > 0
     return np.flatnonzero(~crossed[1:-1]) + 1

@@ -1,0 +1,157 @@
+"""The problem that a balancer solves, and the interface of balancers.
+
+A balancer is any object with ``assign(problem, num_ranks)``. It returns an owner for each block, or a `Layout` where it
+does not assign whole blocks. `assignment.assign_layout` runs one and checks its answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from spanwise.layouts.layout import Layout
+from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_offset_rows
+from spanwise.masks.span_mask import SpanMask
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutProblem:
+    """Everything that a balancer reads: masks, their weights, block size, documents.
+
+    Args:
+        masks: name -> mask; all self-attention masks of one model over the same tokens. A mask of batch 1 serves every
+            batch row.
+        weights: name -> positive number, usually the number of layers that use the mask; default 1. `area`,
+            `block_area` and `block_counts` are sums over the masks, each times its weight.
+        block_size: tokens of a block.
+        cu_seqlens: document offsets, int ``[num_docs + 1]`` from 0 to ``seq_len``; or one such array for each batch
+            row, as a list or an int array ``[batch, num_docs + 1]``; or None if unknown. Documents may be empty.
+        square: whether the masks must be those of self-attention, ``q_len == kv_len``.
+
+    Raises:
+        ValueError: masks that are not square or differ in length or batch, weights for unknown masks or not positive,
+            offsets that do not ascend from 0 to ``seq_len``.
+
+    Examples:
+        >>> from spanwise import LayoutProblem, SpanMask
+        >>> problem = LayoutProblem({"default": SpanMask.causal(10)}, block_size=4)
+        >>> problem.num_blocks, problem.block_area, problem.block_counts
+        (3, array([[10, 26, 19]]), array([[1, 2, 3]]))
+    """
+
+    masks: Mapping[str, SpanMask]
+    weights: Mapping[str, float] | None = None
+    block_size: int = 128
+    cu_seqlens: ArrayLike | Sequence[ArrayLike] | None = None
+    square: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", dict(self.masks))
+        weights = dict(self.weights or {})
+        if not self.masks:
+            raise ValueError("a layout problem needs at least one mask, got none")
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if self.seq_len < 1:
+            raise ValueError("a layout needs at least one token, the masks have none")
+        for name, mask in self.masks.items():
+            if self.square and mask.q_len != mask.kv_len:
+                raise ValueError(
+                    f"a layout is for self-attention, q_len == kv_len, but mask {name!r} has q_len {mask.q_len} "
+                    f"and kv_len {mask.kv_len}"
+                )
+            if mask.q_len != self.seq_len:
+                raise ValueError(
+                    f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens "
+                    f"and {name!r} has {mask.q_len}"
+                )
+            if mask.kv_len != (kv_len := next(iter(self.masks.values())).kv_len):
+                raise ValueError(f"all masks must have as many keys, got {kv_len} and, of {name!r}, {mask.kv_len}")
+            if mask.batch_size not in (1, self.batch_size):
+                raise ValueError(f"mask {name!r} has batch {mask.batch_size}, must be 1 or {self.batch_size}")
+        for name, weight in weights.items():
+            if name not in self.masks:
+                raise ValueError(f"got a weight for mask {name!r}, but the masks are {sorted(self.masks)}")
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"the weight of mask {name!r} must be positive and finite, got {weight}")
+        object.__setattr__(self, "weights", {name: weights.get(name, 1) for name in self.masks})
+        _ = self.cu_seqlens_rows  # bad offsets are an error here, where they are given
+
+    @cached_property
+    def seq_len(self) -> int:
+        """Tokens of the sequence."""
+        return next(iter(self.masks.values())).q_len
+
+    @cached_property
+    def batch_size(self) -> int:
+        """Batch rows of the masks; 1 if every mask serves all rows."""
+        return max(mask.batch_size for mask in self.masks.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the sequence, the last one possibly short."""
+        return -(-self.seq_len // self.block_size)
+
+    @cached_property
+    def area(self) -> NDArray[Any]:
+        """Keys that each row reads: ``[batch, seq_len]``, int64 if the weights are ints, else float64."""
+        return self._weighted({name: mask.area() for name, mask in self.masks.items()})
+
+    @cached_property
+    def block_area(self) -> NDArray[Any]:
+        """`area` of each block: ``[batch, num_blocks]``, same dtype."""
+        return np.add.reduceat(self.area, np.arange(0, self.seq_len, self.block_size), axis=1)
+
+    @cached_property
+    def block_counts(self) -> NDArray[Any]:
+        """Non-empty kv blocks of each q block: ``[batch, num_blocks]``, int64 if the weights are ints, else float64."""
+        return self._weighted({name: mask.block_counts(self.block_size) for name, mask in self.masks.items()})
+
+    @cached_property
+    def cu_seqlens_rows(self) -> tuple[Int64, ...] | None:
+        """`cu_seqlens` as int64 arrays, one for each batch row or a single one for all; None if unknown."""
+        given: Any = self.cu_seqlens
+        if given is None:
+            return None
+        rows = check_offset_rows(given, self.seq_len)
+        if len(rows) not in (1, self.batch_size):
+            raise ValueError(f"cu_seqlens has {len(rows)} rows, must have 1 or {self.batch_size}, as many as the masks")
+        return rows
+
+    def _weighted(self, figures: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        weights = cast(Mapping[str, float], self.weights)
+        # Sorted by name, not in the caller's order: float sums must be the same on every rank.
+        first, *others = sorted(figures)
+        total = np.asarray(weights[first] * figures[first])
+        for name in others:
+            total = total + weights[name] * figures[name]
+        return total
+
+
+@runtime_checkable
+class LoadBalancer(Protocol):
+    """Assigns the blocks of a sequence to ranks. The same problem must give the same answer on every host.
+
+    Examples:
+        >>> import numpy as np
+        >>> from spanwise import LoadBalancer, SpanMask, make_plan
+        >>> class RoundRobin:
+        ...     def assign(self, problem, num_ranks):
+        ...         return np.arange(problem.num_blocks) % num_ranks
+        >>> isinstance(RoundRobin(), LoadBalancer)
+        True
+        >>> plan = make_plan(SpanMask.causal(8), 2, balancer=RoundRobin(), block_size=2, exchange="needed")
+        >>> plan.layout.runs(1)
+        array([[2, 4],
+               [6, 8]])
+    """
+
+    def assign(self, problem: LayoutProblem, num_ranks: int) -> ArrayLike | Layout:
+        """Owner of each block, int ``[num_blocks]`` or ``[batch, num_blocks]``, or a `Layout`."""

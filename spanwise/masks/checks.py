@@ -1,0 +1,167 @@
+"""Checks of the arguments that masks, layouts and packings are made from; each returns the checked value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from spanwise.masks.arrays import Int64, IntArray
+
+MAX_LENGTH = 2**30
+"""Longest sequence in tokens: twice it, plus one, still fits int32."""
+
+
+def int_array(values: Any, name: str) -> IntArray:
+    """A list, numpy array or torch tensor as an integer numpy array; copies only where it must."""
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if array.size == 0:
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold integers, got {array.dtype} of shape {list(array.shape)}")
+    return array
+
+
+def check_length(value: SupportsIndex, name: str) -> int:
+    """A number of tokens between 0 and `MAX_LENGTH`."""
+    length = operator.index(value)
+    if not 0 <= length <= MAX_LENGTH:
+        raise ValueError(f"{name} must be between 0 and 2**30 = {MAX_LENGTH}, got {length}")
+    return length
+
+
+def check_positive(value: SupportsIndex, name: str) -> int:
+    """An integer of at least 1."""
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def check_window(window: Any, seq_len: int, *, causal: bool = True) -> tuple[np.int32, np.int32]:
+    """``(left, right)`` in tokens, clipped to the sequence length; -1 means no limit on that side.
+
+    Without `causal`, ``(-1, 0)`` is refused: FlashAttention reads it as a causal mask, and TransformerEngine's
+    ``check_set_window_size`` turns it into ``(-1, -1)``.
+    """
+    try:
+        left, right = (operator.index(side) for side in window)
+    except (TypeError, ValueError):
+        raise ValueError(f"window must be two integers (left, right), got {window!r}") from None
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"a window's left and right must be tokens, at least 0, or -1 for no limit on a side, got ({left}, {right})"
+        )
+    if (left, right) == (-1, 0) and not causal:
+        raise ValueError(
+            "window (-1, 0) with causal=False means a causal mask to FlashAttention and no limit at all to "
+            "TransformerEngine; give causal=True for the first, window=None for the second"
+        )
+    left, right = (seq_len if side == -1 else min(side, seq_len) for side in (left, right))
+    return np.int32(left), np.int32(right)
+
+
+def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool = True) -> Int64:
+    """Offsets that never decrease, read-only int64 ``[n + 1]``; the first is 0 unless `start_at_zero` is False."""
+    offsets = np.array(int_array(values, name), dtype=np.int64)
+    if offsets.ndim != 1 or len(offsets) == 0:
+        batch = f"; {name}.squeeze(0) takes the batch dim off" if offsets.ndim == 2 and len(offsets) == 1 else ""
+        raise ValueError(
+            f"{name} must be offsets of shape [number of sequences + 1], got shape {list(offsets.shape)}{batch}"
+        )
+    if offsets[0] < 0:
+        raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
+    if start_at_zero and offsets[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {offsets[0]} at position 0")
+    for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1] + 1:
+        tail = offsets[s:]
+        cure = ""
+        if (tail == tail[0]).all() and tail[0] <= 0:
+            what = f"the {len(tail)} entries from there on look" if len(tail) > 1 else "that entry looks"
+            cure = f"; {what} like filling: cut off the tail, {name}[:{s}]"
+        raise ValueError(f"{name} must not decrease, got {tail[0]} after {offsets[s - 1]} at position {s}{cure}")
+    check_length(int(offsets[-1]), f"the last entry of {name}")
+    offsets.setflags(write=False)
+    return offsets
+
+
+def check_offset_rows(cu_seqlens: Any, seq_len: int) -> tuple[Int64, ...]:
+    """Document offsets of each batch row, from one array or one array per row; each must end with ``seq_len``."""
+    rows = tuple(check_offsets(row) for row in (cu_seqlens if np.ndim(next(iter(cu_seqlens), 0)) else [cu_seqlens]))
+    for row in rows:
+        if row[-1] != seq_len:
+            raise ValueError(f"cu_seqlens must end with seq_len {seq_len}, got {row[-1]}")
+    return rows
+
+
+def check_lengths(values: Any, name: str) -> Int64:
+    """Lengths in tokens, int64 ``[n]``, at least 0."""
+    lengths = int_array(values, name).astype(np.int64)
+    if lengths.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {list(lengths.shape)}")
+    if bool((lengths < 0).any()):
+        at = int(np.argmax(lengths < 0))
+        raise ValueError(f"{name} must not be negative, got {lengths[at]} at position {at}")
+    return lengths
+
+
+def check_spans(start: Any, end: Any, kv_len: int) -> tuple[IntArray, IntArray]:
+    """Span arrays as ``[batch, num_spans, q_len]`` with ``0 <= start <= end <= kv_len`` and at least one slot."""
+    starts, ends = int_array(start, "start"), int_array(end, "end")
+    if starts.shape != ends.shape or starts.ndim not in (2, 3):
+        raise ValueError(
+            "start and end must both be [num_spans, q_len] or [batch, num_spans, q_len], got "
+            f"{list(starts.shape)} and {list(ends.shape)}"
+        )
+    if starts.ndim == 2:
+        starts, ends = starts[None], ends[None]
+    if starts.shape[0] == 0:
+        raise ValueError(f"a mask needs at least one batch row, got shape {list(starts.shape)}")
+    if starts.shape[1] == 0:  # no slot: every row reads nothing
+        starts = ends = np.zeros((starts.shape[0], 1, starts.shape[2]), np.int32)
+    if starts.size and (int(starts.min()) < 0 or int(ends.max()) > kv_len or bool((starts > ends).any())):
+        wrong = (starts < 0) | (ends > kv_len) | (starts > ends)
+        b, j, i = (int(index[0]) for index in np.nonzero(wrong))
+        raise ValueError(
+            f"spans must satisfy 0 <= start <= end <= kv_len = {kv_len}, but span {j} of row {i} (batch row {b}) "
+            f"is [{starts[b, j, i]}, {ends[b, j, i]})"
+        )
+    return starts, ends
+
+
+def check_runs(runs: object, length: int, name: str) -> Int64:
+    """Token runs as int64 ``[n, 2]``; ``ValueError`` unless ascending, disjoint, and inside ``[0, length)``."""
+    array = np.asarray(runs)
+    if array.size == 0:
+        return np.zeros((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers [num_runs, 2], got {array.dtype} of shape {list(array.shape)}")
+    array = array.astype(np.int64)
+    flat = array.ravel()
+    if flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any()):
+        wrong = (array[:, 0] < 0) | (array[:, 1] > length) | (array[:, 1] < array[:, 0])
+        wrong[1:] |= array[1:, 0] < array[:-1, 1]
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), but run {at} is "
+            f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
+        )
+    return array
+
+
+def check_like(shape: tuple[int, ...], kv_len: int, other_shape: tuple[int, ...], other_kv_len: int) -> None:
+    """Refuses two masks of shapes ``[batch, num_spans, q_len]`` that cannot be combined row by row."""
+    mine, theirs = (shape[2], kv_len), (other_shape[2], other_kv_len)
+    if mine != theirs:
+        raise ValueError(f"masks to combine must agree in (q_len, kv_len), got {mine} and {theirs}")
+    if shape[0] != other_shape[0] and 1 not in (shape[0], other_shape[0]):
+        raise ValueError(
+            f"masks to combine must have equal batch sizes, or one of them 1, got {shape[0]} and {other_shape[0]}"
+        )
+
+
+def check_unbatched(method: str, batch_size: int) -> None:
+    """Refuses batched masks."""
+    if batch_size > 1:
+        raise ValueError(f"{method} needs an unbatched mask, got batch_size {batch_size}; take mask.row(b)")

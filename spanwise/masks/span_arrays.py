@@ -1,0 +1,122 @@
+"""The value under a mask: canonical span arrays that never change, with sizes, identity and text."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from spanwise.masks.arrays import Bool, Int32, Int64
+
+_Mask = TypeVar("_Mask", bound="SpanArrays")
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class SpanArrays:
+    """Canonical spans ``start, end`` of int32 ``[batch, num_spans, q_len]`` and the number of keys; see `SpanMask`."""
+
+    __slots__ = ("end", "kv_len", "start")
+
+    start: Int32
+    end: Int32
+    kv_len: int
+
+    def _set(self, start: Int32, end: Int32, kv_len: int) -> None:
+        start.setflags(write=False)
+        end.setflags(write=False)
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "kv_len", kv_len)
+
+    @classmethod
+    def _trusted(cls: type[_Mask], start: Int32, end: Int32, kv_len: int | None = None) -> _Mask:
+        """A mask from canonical arrays that nobody writes to afterwards; ``kv_len`` defaults to ``q_len``."""
+        mask = object.__new__(cls)
+        mask._set(start, end, start.shape[2] if kv_len is None else kv_len)
+        return mask
+
+    @property
+    def q_len(self) -> int:
+        """Number of query rows."""
+        return self.start.shape[2]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of batch rows; a mask of batch size 1 serves every row of a batch."""
+        return self.start.shape[0]
+
+    @property
+    def num_spans(self) -> int:
+        """Spans of the fullest row, at least 1."""
+        return self.start.shape[1]
+
+    def area(self) -> Int64:
+        """Number of keys that each row reads, int64 ``[batch, q_len]``; exact.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.documents([0, 1, 3], causal=False).area()
+            array([[1, 2, 2]])
+        """
+        area = self.end[:, 0] - self.start[:, 0]
+        for j in range(1, self.num_spans):
+            area += self.end[:, j] - self.start[:, j]
+        return area.astype(np.int64)
+
+    def dense(self) -> Bool:
+        """The mask as bool ``[batch, q_len, kv_len]``, for tests and small problems.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.causal(2).dense()
+            array([[[ True, False],
+                    [ True,  True]]])
+        """
+        key = np.arange(self.kv_len, dtype=np.int32)
+        dense = np.zeros((self.batch_size, self.q_len, self.kv_len), np.bool_)
+        for j in range(self.num_spans):
+            dense |= (self.start[:, j, :, None] <= key) & (key < self.end[:, j, :, None])
+        return dense
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal exactly for equal masks (up to hash collisions), on any machine.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.causal(4).digest() == SpanMask.sliding_window(4, left=-1).digest()
+            True
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(np.array([*self.start.shape, self.kv_len], "<i8").tobytes())
+        for array in (self.start, self.end):
+            digest.update(np.ascontiguousarray(array, "<i4").data)
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SpanArrays):
+            return NotImplemented
+        same = self.kv_len == other.kv_len and np.array_equal(self.start, other.start)
+        return same and np.array_equal(self.end, other.end)
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __bool__(self) -> NoReturn:
+        """Raises ``ValueError``: ``and``, ``or`` and ``not`` would silently drop a mask."""
+        raise ValueError(
+            "a SpanMask has no truth value: join masks with `a & b` or `a | b` instead of `and` or `or`, test for a "
+            "missing mask with `mask is None`, and for one that reads nothing with `not mask.area().any()`"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._trusted, (self.start, self.end, self.kv_len)
+
+    def __repr__(self) -> str:
+        cells = self.batch_size * self.q_len * self.kv_len
+        filled = f"{100 * int(self.area().sum()) / cells:.3g}% filled" if cells else "no cells"
+        batch = f"batch {self.batch_size}, " if self.batch_size > 1 else ""
+        slots = "1 span" if self.num_spans == 1 else f"{self.num_spans} spans"
+        name = type(self).__name__
+        return f"{name}({batch}{self.q_len} queries x {self.kv_len} keys, up to {slots} a row, {filled})"
