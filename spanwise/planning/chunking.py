@@ -9,9 +9,8 @@ lists of fewer blocks than chunks fill all chunks alike.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64 = NDArray[np.int64]
+from spanwise.masks.arrays import Int64
 
 
 def chunk_of(position: Int64, count: Int64 | int, num_chunks: int, block_size: int, distance: Int64 | int) -> Int64:

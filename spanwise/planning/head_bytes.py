@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spanwise.masks.arrays import Int64
 from spanwise.planning.heads import kv_heads_held, kv_heads_of, kv_heads_read
-from spanwise.planning.plan_data import Int64, PlanData
+from spanwise.planning.plan_data import PlanData
 
 
 class Traded(NamedTuple):

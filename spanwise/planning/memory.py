@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from spanwise.masks.arrays import Int64
 from spanwise.planning.heads import kv_heads_held
-from spanwise.planning.plan_data import Int64, PlanData
+from spanwise.planning.plan_data import PlanData
 
 
 def kv_token_bytes(plan: PlanData) -> Int64:

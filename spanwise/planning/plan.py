@@ -12,8 +12,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from spanwise.layouts.packing import Side
+from spanwise.masks.arrays import Int64
 from spanwise.planning import explain, files, memory, predict, requests
-from spanwise.planning.plan_data import Int64, PlanData
+from spanwise.planning.plan_data import PlanData
 from spanwise.planning.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -18,16 +18,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spanwise.hardware import Hardware
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import traffic
 
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 Of = TypeVar("Of", bound="PlanData")
 
 

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.hardware import attention_flops
+from spanwise.masks.arrays import Float64
 from spanwise.planning import timeline
 from spanwise.planning.memory import kv_token_bytes
-from spanwise.planning.plan_data import Float64, PlanData
+from spanwise.planning.plan_data import PlanData
 
 PARTS = (
     "compute_forward", "compute_backward", "exchange_forward", "exchange_backward",

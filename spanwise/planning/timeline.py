@@ -14,9 +14,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64 = NDArray[np.float64]
+from spanwise.masks.arrays import Float64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ themselves (Ulysses).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spanwise.layouts import local_area as _local_area
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import subtract_runs
+from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 
-Int64 = NDArray[np.int64]
 Needs = list[list[Int64]]  # for each batch row and group: runs of keys, [n, 2]
 
 

@@ -27,7 +27,8 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
 from spanwise.layouts.runs import count_tokens, ragged_arange, subtract_runs
-from spanwise.planning.plan_data import Float64, Int64, PlanData
+from spanwise.masks.arrays import Float64, Int64
+from spanwise.planning.plan_data import PlanData
 
 
 @route(static=("batched",))

@@ -20,7 +20,8 @@ import torch
 from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder
 from spanwise.attention.exchange.refetch import Fetched, Refetch
-from spanwise.planning.plan_data import Float64, Int64, PlanData
+from spanwise.masks.arrays import Float64, Int64
+from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import over_ranks
 
 KV = tuple[torch.Tensor, torch.Tensor]

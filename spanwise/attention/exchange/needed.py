@@ -28,8 +28,9 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
 from spanwise.layouts.runs import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
+from spanwise.masks.arrays import Int64
 from spanwise.planning import chunking
-from spanwise.planning.plan_data import Int64, PlanData
+from spanwise.planning.plan_data import PlanData
 
 
 @route(static=("spare",))

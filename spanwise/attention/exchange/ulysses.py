@@ -36,9 +36,10 @@ from spanwise.attention.exchange._heads import (
 from spanwise.attention.exchange.base import Exchange
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import positions_in
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning.head_bytes import own_bytes, traded_bytes
 from spanwise.planning.heads import kv_heads_of, kv_heads_read
-from spanwise.planning.plan_data import Float64, Int64, PlanData
+from spanwise.planning.plan_data import PlanData
 
 
 @dataclasses.dataclass(frozen=True)
