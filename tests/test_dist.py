@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import textwrap
 import venv
 import zipfile
 from pathlib import Path
@@ -18,12 +19,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spanwise"
+pytestmark = pytest.mark.timeout(300)  # the command starts where numba has compiled nothing yet
 DEPENDENCIES = {"jinja2", "markupsafe", "numba", "numpy", "rich", "torch", "typer"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,18 +47,8 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (wheel,) = dist.glob("*.whl")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        folder / "bin/python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=folder,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=folder)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     found = {str(importlib.metadata.distribution(name).locate_file("")) for name in DEPENDENCIES}
     (site_packages / "dependencies.pth").write_text("\n".join(sorted(found)) + "\n")
@@ -65,10 +57,12 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_file_of_the_package(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {str(path.relative_to(ROOT)): path.read_bytes() for path in files}
+    assert sorted(held) == sorted(files)
+    assert held == files
     assert {Path(name).suffix for name in held} == {".py", ".css", ".js", ".jinja", ".typed"}
 
 
@@ -94,9 +88,13 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 
 def test_the_command_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
-    facts = "import importlib.metadata as m, json, spanwise; r = m.requires('spanwise'); "
-    facts += "print(json.dumps([spanwise.__file__, m.version('spanwise'), r]))"
-    module, version, requirements = json.loads(run(environment / "bin/python", "-c", facts, cwd=tmp_path))
+    facts = """
+        import importlib.metadata, importlib.util, json
+        package = importlib.util.find_spec("spanwise").origin
+        print(json.dumps([package, importlib.metadata.version("spanwise"), importlib.metadata.requires("spanwise")]))
+    """
+    python = environment / "bin/python"
+    module, version, requirements = json.loads(run(python, "-c", textwrap.dedent(facts), cwd=tmp_path))
     assert Path(module).is_relative_to(environment)
     assert (Path(module).parent / "py.typed").exists()
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()

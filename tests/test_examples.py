@@ -21,13 +21,14 @@ PRINTED = {
 }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_on_two_ranks(path: Path) -> None:
     assert f"torchrun --nproc-per-node 2 examples/{path.name}" in path.read_text().split('"""')[1]
     # --standalone takes a free port, so that tests can run side by side.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.search(PRINTED[path.name], done.stdout), done.stdout
     assert "Warning" not in done.stderr, done.stderr
