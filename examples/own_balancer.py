@@ -1,4 +1,4 @@
-"""A balancer of your own: whole documents, longest first, each to the rank with the least work so far.
+"""Your own balancer: whole documents, longest first, each to the rank with the least work so far.
 
     torchrun --nproc-per-node 2 examples/own_balancer.py
 
