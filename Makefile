@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench dist clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install spanwise with its development tools
 
@@ -45,6 +45,10 @@ bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/spanwise bench layout
 	$(BIN)/spanwise bench kernels
 
-clean:  ## remove .venv, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+dist: $(STAMP)  ## build dist/*.tar.gz and, from it, dist/*.whl
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+clean:  ## remove .venv, caches, runs and dist
+	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,112 @@
+"""The wheel holds all of the package: it is installed into a fresh environment and its command runs there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "spanwise"
+pytestmark = pytest.mark.timeout(300)  # the command starts where numba has compiled nothing yet
+DEPENDENCIES = {"jinja2", "markupsafe", "numba", "numpy", "rich", "torch", "typer"}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel; its dependencies are those of this one, found by a path file.
+
+    Folders that a path file names are not searched for path files, so an editable install stays out of it.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (wheel,) = dist.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=folder)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    found = {str(importlib.metadata.distribution(name).locate_file("")) for name in DEPENDENCIES}
+    (site_packages / "dependencies.pth").write_text("\n".join(sorted(found)) + "\n")
+    return folder
+
+
+def test_the_wheel_holds_every_file_of_the_package(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    paths = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    assert sorted(held) == sorted(files)
+    assert held == files
+    assert {Path(name).suffix for name in held} == {".py", ".css", ".js", ".jinja", ".typed"}
+
+
+def test_the_sdist_holds_what_a_checkout_needs(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"LICENSE", "Makefile", "README.md", "constraints.txt", "examples/attend.py", "tests/conftest.py"} <= names
+    assert {name.split("/")[0] for name in names if "/" in name} <= {
+        "benchmarks", "docs", "examples", "spanwise", "tests",
+    }  # fmt: skip
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    imported = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").split(".")[0])
+    assert imported - sys.stdlib_module_names - {"spanwise"} == DEPENDENCIES
+
+
+def test_the_command_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
+    facts = """
+        import importlib.metadata, importlib.util, json
+        package = importlib.util.find_spec("spanwise").origin
+        print(json.dumps([package, importlib.metadata.version("spanwise"), importlib.metadata.requires("spanwise")]))
+    """
+    python = environment / "bin/python"
+    module, version, requirements = json.loads(run(python, "-c", textwrap.dedent(facts), cwd=tmp_path))
+    assert Path(module).is_relative_to(environment)
+    assert (Path(module).parent / "py.typed").exists()
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    required = {re.split(r"[^\w-]", text)[0] for text in requirements if "extra ==" not in text}
+    assert required == DEPENDENCIES
+
+    (tmp_path / "lengths.json").write_text("[600, 200, 1000, 248]")
+    command = [environment / "bin/spanwise", "plan", "--documents", "lengths.json", "--ranks", "4"]
+    printed = run(*command, "--html", "report.html", cwd=tmp_path)
+    assert "2,048 tokens" in printed
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")
+    for name in ("plan.css", "plan.js"):
+        assert (PACKAGE / "cli/report" / name).read_text().strip() in page
+    assert page.count("<svg") >= 3

@@ -1,0 +1,46 @@
+"""Each example runs as its docstring says, and the README shows the first one as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# A line that the example prints only after its own checks.
+PRINTED = {
+    "attend.py": r"rank 1: \d+ tokens, reads \d+ elsewhere",
+    "overlap_graph.py": r"--- backward ---\nmakespan +\S+ ms, was \S+ ms",
+    "own_balancer.py": r"WholeDocuments: imbalance \S+, tokens received \[0, 0\], verified",
+    "train_packed.py": r"step 9: loss \S+, on one device \S+",
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs_on_two_ranks(path: Path) -> None:
+    assert f"torchrun --nproc-per-node 2 examples/{path.name}" in path.read_text().split('"""')[1]
+    # --standalone takes a free port, so that tests can run side by side.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert re.search(PRINTED[path.name], done.stdout), done.stdout
+    assert "Warning" not in done.stderr, done.stderr
+
+
+def test_they_are_short() -> None:
+    assert {path.name: lines for path in EXAMPLES if (lines := len(path.read_text().splitlines())) >= 60} == {}
+
+
+def test_the_readme_shows_the_first_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)
+    assert (ROOT / "examples/attend.py").read_text() in blocks
+    assert "torchrun --nproc-per-node 2 examples/attend.py" in readme
+    assert len(readme.splitlines()) <= 130
