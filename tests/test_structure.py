@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -52,3 +53,76 @@ def test_private_torch_names_are_in_one_file() -> None:
         if path.name != "_torch.py" and (names := private_torch_names(path.read_text()))
     }
     assert found == {}
+
+
+PACKAGE = ROOT / "spanwise"
+LONG_FUNCTIONS = {
+    "layouts/local_search.py::anneal": "one compiled loop; calls inside it cost planning time",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: Collection[str]) -> set[str]:
+    """Modules of the package that a file imports anywhere: lazily and for type checkers, too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & set(known)
+
+
+def test_no_two_files_import_each_other() -> None:
+    """import-linter's contract leaves out lazy imports for type checkers; here they count."""
+    files = {name: path for name, path in modules().items() if path.name != "__init__.py"}
+    graph = {name: imported(path, files) - {name} for name, path in files.items()}
+    assert sum(map(len, graph.values())) > 300
+    while leaves := [name for name, others in graph.items() if not others]:
+        graph = {name: others - set(leaves) for name, others in graph.items() if name not in leaves}
+    assert graph == {}  # what is left imports in a circle, or imports what does
+
+
+def test_imports_that_lead_up_are_few() -> None:
+    """From a folder to one above it, in the order of the contract in pyproject.toml."""
+    contract = (ROOT / "pyproject.toml").read_text().split('id = "folders"')[1].split("]")[0]
+    order = re.findall(r'^    "(\w+)"', contract.split("layers = [")[1], re.MULTILINE)
+    assert len(order) <= 14 and {path.name.removesuffix(".py") for path in PACKAGE.iterdir()} - {
+        "__init__", "__pycache__", "py.typed"
+    } == set(order)  # fmt: skip
+    files = modules()
+    up = [
+        f"{name} -> {other}"
+        for name, path in files.items()
+        for other in imported(path, files)
+        if name.count(".") and other.count(".") and order.index(name.split(".")[1]) > order.index(other.split(".")[1])
+    ]
+    assert len(up) <= 4, up
+
+
+def test_files_and_functions_are_short() -> None:
+    """Files up to 400 lines; functions up to 60 below their docstring, but for those listed with a reason."""
+    long = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if len(path.read_text().split("\n")) > 401}
+    assert long == set()
+    functions = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                if (node.end_lineno or 0) - first.lineno >= 60:
+                    functions.add(f"{path.relative_to(PACKAGE)}::{node.name}")
+    assert functions == set(LONG_FUNCTIONS)
+
+
+def test_training_uses_public_names_only() -> None:
+    for path in (PACKAGE / "train").glob("*.py"):
+        names = {name for name in imported(path, modules()) if not name.startswith("spanwise.train")}
+        assert names <= {"spanwise"}, path.name
