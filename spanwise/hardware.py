@@ -1,14 +1,14 @@
-"""What a step costs: attention FLOPs from exact mask areas, and α–β times of collectives over the levels of a network.
+"""Rates of a machine and its network: seconds of attention, copies and collectives.
 
-The bottom of the house: the planner prices layouts with it, and the overlap half will price collectives with the
-same :class:`Hardware`. Numbers only, no torch. `spanwise.calibrate` measures one; the presets are nominal.
+At the bottom of the package: planning prices layouts with a :class:`Hardware`, and the overlap half prices collectives
+with it. Numbers only, no torch. `spanwise calibrate` measures one; the presets come from data sheets.
 
-The model of a network is Hockney's (1994): a collective in which the busiest rank moves ``n`` bytes takes ``α + n/B``
-seconds. What that rank moves is counted exactly for all-to-all, and for all-gather and reduce-scatter it is what the
-ring moves (Thakur, Rabenseifner and Gropp, 2005, sections 4.1 and 4.3): every byte of the others, once.
+The network model is Hockney's (1994): a collective in which the busiest rank moves ``n`` bytes takes ``α + n/B``
+seconds. For all-to-all the bytes of the busiest rank are exact. For all-gather and reduce-scatter they are those of a
+ring (Thakur, Rabenseifner and Gropp, 2005, sections 4.1 and 4.3): every byte of the other ranks, once.
 
 A network has levels, innermost first (NVLink inside a host, InfiniBand between hosts). Ranks are numbered host by host.
-The levels work at the same time, so that a collective takes as long as its slowest level.
+The levels work at the same time, so a collective takes as long as its slowest level.
 """
 
 # P ranks of a collective, R receivers, S senders (both P)
@@ -36,6 +36,14 @@ class Link:
         latency: seconds of a collective on this level before its first byte (α).
         ranks: size of the groups that the level joins, ranks ``[0, ranks)``, ``[ranks, 2 ranks)``, …; None for the
             outermost level, which joins all.
+
+    Raises:
+        ValueError: a bandwidth that is not positive, a negative latency, or groups of fewer than 2 ranks.
+
+    Examples:
+        >>> from spanwise import Link
+        >>> Link(bandwidth=50e9, latency=40e-6)
+        Link(bandwidth=50000000000.0, latency=4e-05, ranks=None)
     """
 
     bandwidth: float
@@ -51,7 +59,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates of one rank, as the planner sees them.
+    """Rates of one rank and its links.
 
     Attributes:
         name: shown in reports.
@@ -62,11 +70,23 @@ class Hardware:
         memory: bytes of the rank's memory.
         links: levels of the network, innermost first; only the last has ``ranks=None``.
         kernel_seconds: fixed seconds of one call of the attention kernel.
-        edge_pairs: (query, key) pairs that the kernel computes for each query beyond those that the mask shows, because
-            the mask's edge cuts through tiles. It lies among the rank's own keys, nearly always: a rank with
-            ``tokens`` queries computes ``area + edge_pairs * tokens`` pairs in its local stage, ``area`` in others.
-        wire: ``((collective, factor), …)``: bytes that the backend moves over those that are needed; 1 if not listed.
+        edge_pairs: masked (query, key) pairs that the kernel computes for each query, because the mask's edge cuts
+            through tiles. The edge nearly always lies among the rank's own keys: a rank with ``tokens`` queries
+            computes ``area + edge_pairs * tokens`` pairs on its own keys, and ``area`` on others.
+        wire: ``((collective, factor), …)``: bytes that the backend moves, divided by the bytes needed; default 1.
         source: where the figures come from.
+
+    Raises:
+        ValueError: a rate that is not a positive number, links in the wrong order, or an unknown collective in `wire`.
+
+    Examples:
+        >>> import dataclasses
+        >>> import spanwise
+        >>> spanwise.H100.memory, len(spanwise.H100.links)
+        (80000000000, 2)
+        >>> slow = dataclasses.replace(spanwise.H100, name="one link", links=(spanwise.Link(10e9, 1e-3),))
+        >>> slow.all_gather_seconds(shard_bytes=1e7, num_ranks=3)
+        0.003
     """
 
     name: str
@@ -110,27 +130,41 @@ class Hardware:
             wire.append((name, float(factor)))
         object.__setattr__(self, "wire", tuple(wire))
 
-    # Compute.
-
     def attention_seconds(self, flops: float | np.ndarray, *, backward: bool) -> Any:
-        """Seconds of one call of the attention kernel with ``flops`` operations; no operations, no call."""
+        """Seconds of one call of the attention kernel with ``flops`` operations; 0 for 0 operations.
+
+        Examples:
+            >>> float(H100.attention_seconds(378e12, backward=False))
+            1.00002
+        """
         rate = self.attention_backward_flops if backward else self.attention_flops
         return np.where(np.asarray(flops) > 0, self.kernel_seconds + flops / rate, 0.0)[()]
 
     def copy_seconds(self, num_bytes: float) -> float:
-        """Seconds to copy ``num_bytes`` within the rank's memory: each is read and written."""
-        return 2 * num_bytes / self.memory_bandwidth
+        """Seconds to copy ``num_bytes`` within the rank's memory: each byte is read and written.
 
-    # Collectives.
+        Examples:
+            >>> H200.copy_seconds(2.4e12)
+            1.0
+        """
+        return 2 * num_bytes / self.memory_bandwidth
 
     def all_to_all_seconds(self, num_bytes: np.ndarray) -> float:
         """Seconds of an uneven all-to-all.
 
-        On each level the busiest rank counts, by the larger of what it receives and what it sends there. A pair of
-        ranks uses the innermost level that joins them.
+        The time of a level is that of its busiest rank, by the larger of its received and sent bytes. A pair of ranks
+        uses the innermost level that joins it.
 
         Args:
-            num_bytes: ``[R, S]``, what each receiver gets from each sender; the diagonal does not travel.
+            num_bytes: ``[R, S]``, bytes that each receiver gets from each sender; the diagonal does not travel.
+
+        Raises:
+            ValueError: not square, or negative.
+
+        Examples:
+            >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
+            >>> two.all_to_all_seconds(np.array([[5e7, 1e7], [2e7, 0]]))
+            0.003
         """
         traffic = np.asarray(num_bytes, dtype=np.float64)
         if traffic.ndim != 2 or traffic.shape[0] != traffic.shape[1] or not (traffic >= 0).all():
@@ -152,26 +186,36 @@ class Hardware:
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather in which each of ``num_ranks`` ranks contributes ``shard_bytes``.
 
-        A byte enters a host once, through any of its ranks, and is then spread inside: a rank of a host of h takes
-        1/h of what comes from outside over the outer level, and everything else over the inner one, as the rings of
-        NCCL do that run through all network cards of a host.
+        A byte enters a host once, through one of its ranks, and then travels inside: each rank of a host of h takes 1/h
+        of the outside bytes over the outer level, and all other bytes over the inner one. NCCL's rings do the same:
+        they run through all network cards of a host.
+
+        Examples:
+            >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
+            >>> two.all_gather_seconds(2e7, num_ranks=2)
+            0.003
         """
         return self._ring_seconds(shard_bytes, num_ranks, "all_gather")
 
     def reduce_scatter_seconds(self, shard_bytes: float, num_ranks: int) -> float:
-        """Seconds of a reduce-scatter that leaves ``shard_bytes`` on each rank: the all-gather's way backwards."""
+        """Seconds of a reduce-scatter that leaves ``shard_bytes`` on each rank: an all-gather in reverse.
+
+        Examples:
+            >>> CPU_HOST.reduce_scatter_seconds(1e6, 2) > CPU_HOST.all_gather_seconds(1e6, 2)
+            True
+        """
         return self._ring_seconds(shard_bytes, num_ranks, "reduce_scatter")
 
     def _ring_seconds(self, shard_bytes: float, num_ranks: int, collective: str) -> float:
         seconds, inside = 0.0, 1
         for link in self.links:
             size = min(link.ranks or num_ranks, num_ranks)
-            shards = 0.0  # that the busiest rank gets over this level
+            shards = 0.0  # of the busiest rank over this level
             for first in range(0, num_ranks, size):
                 group = min(size, num_ranks - first)
-                # The smallest subgroup has the fewest ranks to share what comes from outside it.
+                # The smallest subgroup has the fewest ranks to share the bytes from outside it.
                 part = min(inside, group) if group % inside == 0 else group % inside
-                # What came into the group from outside is spread as the group's own shards are.
+                # Bytes from outside the group travel inside it as the group's own shards do.
                 shards = max(shards, (group - part) / part * num_ranks / group)
             seconds = max(seconds, self._seconds(link, shards * shard_bytes, collective))
             inside = size
@@ -180,16 +224,19 @@ class Hardware:
     def _seconds(self, link: Link, num_bytes: float, collective: str) -> float:
         return link.latency + num_bytes * dict(self.wire).get(collective, 1.0) / link.bandwidth if num_bytes else 0.0
 
-    # Files.
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, as JSON holds them."""
+        """Numbers, strings, lists and dicts, as in JSON.
+
+        Examples:
+            >>> Hardware.from_dict(H100.to_dict()) == H100
+            True
+        """
         wire = [list(pair) for pair in self.wire]
         return dataclasses.asdict(self) | {"links": [dataclasses.asdict(link) for link in self.links], "wire": wire}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Hardware:
-        """What :meth:`to_dict` gave; ``ValueError`` if it is something else."""
+        """The Hardware of :meth:`to_dict`; ``ValueError`` for anything else."""
         try:
             links = tuple(Link(**link) for link in data["links"])
             return Hardware(**{**data, "links": links, "wire": tuple((n, f) for n, f in data.get("wire", ()))})
@@ -197,14 +244,14 @@ class Hardware:
             raise ValueError(f"not the fields of a Hardware: {error!r}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the figures to ``path`` as JSON."""
+        """Writes the figures to ``path`` as JSON."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
             file.write("\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Hardware:
-        """Read what :meth:`save` wrote; ``ValueError`` if the file is something else."""
+        """Reads a file of :meth:`save`; ``ValueError`` for any other file."""
         try:
             with open(path, encoding="utf-8") as file:
                 return Hardware.from_dict(json.load(file))
@@ -213,7 +260,7 @@ class Hardware:
 
 
 def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:
-    """Make the field a float, so that equal figures have equal files; ``ValueError`` if it is no positive number."""
+    """Makes the field a float, so that equal figures have equal files; ``ValueError`` unless it is positive."""
     value = getattr(owner, field)
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
@@ -222,10 +269,9 @@ def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:
     object.__setattr__(owner, field, float(value))
 
 
-# Presets: figures of data sheets, and what is assumed where a data sheet says nothing. Measured figures of a machine
-# come from `spanwise.calibrate`.
+# Presets: figures of data sheets, and assumptions where they are silent. `spanwise calibrate` measures a machine.
 
-# Assumed, not measured: share of the data sheet's peak that a large matrix product and a large collective reach,
+# Assumed, not measured: the share of the data sheet's peak that a large matrix product and a large collective reach,
 # seconds before the first byte inside a host and between hosts, seconds to launch a kernel.
 _MATMUL_SHARE, _LINK_SHARE = 0.75, 0.8
 _HOST_LATENCY, _NETWORK_LATENCY, _LAUNCH = 20e-6, 40e-6, 20e-6
@@ -233,8 +279,8 @@ _HOST_LATENCY, _NETWORK_LATENCY, _LAUNCH = 20e-6, 40e-6, 20e-6
 # H100 SXM5 data sheet: 989.4 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 900 GB/s in both directions together. DGX
 # H100: eight GPUs behind NVSwitch, a 400 Gb/s ConnectX-7 for each. Attention: FlexAttention is a Triton kernel, and
 # FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608) measures Triton's at 378 TFLOP/s in bf16 (head dim 128,
-# causal, 16k tokens). It has no Triton backward; FlashAttention-2's there, 322 TFLOP/s, is assumed for it. Tiles of
-# 128 tokens: on a causal diagonal half a tile a query is computed in vain.
+# causal, 16k tokens). The paper has no Triton backward; this assumes its figure of FlashAttention-2, 322 TFLOP/s.
+# Tiles of 128 tokens: on a causal diagonal half a tile a query is masked.
 H100 = Hardware(
     "H100 SXM, nominal",
     attention_flops=378e12,
@@ -259,8 +305,8 @@ H200 = dataclasses.replace(
 
 # HGX and DGX B200: 2.25 PFLOP/s dense bf16, 180 GB at 8 TB/s, NVLink 1.8 TB/s in both directions together, and by the
 # DGX B200 user guide a 400 Gb/s ConnectX-7 for each of eight GPUs. Attention: FlashAttention-4's 1605 TFLOP/s in bf16
-# is up to 2.7 times Triton's forward (together.ai/blog/flashattention-4), so 594; the backward is assumed to be
-# slower by as much as on the H100.
+# is up to 2.7 times Triton's forward (together.ai/blog/flashattention-4), so 594. Assumed: the ratio of backward to
+# forward of the H100.
 B200 = Hardware(
     "B200, nominal",
     attention_flops=1605e12 / 2.7,
@@ -304,6 +350,10 @@ def attention_flops(area: float, num_q_heads: int, head_dim: int, v_head_dim: in
     Args:
         area: visible (query, key) pairs, summed over batch rows.
         backward: count the backward pass instead of the forward.
+
+    Examples:
+        >>> attention_flops(100, num_q_heads=2, head_dim=8, v_head_dim=8, backward=False)
+        6400.0
     """
     qk, pv = 2.0 * area * num_q_heads * head_dim, 2.0 * area * num_q_heads * v_head_dim
     return 3 * qk + 2 * pv if backward else qk + pv

@@ -53,13 +53,6 @@ class Local:
 
     Raises:
         ValueError: a bound below 1, an unknown quality or objective, no ranks on a host, a price outside 0 … 1.
-
-    Examples:
-        >>> from spanwise import LayoutProblem, SpanMask
-        >>> from spanwise.layouts.local import Local
-        >>> problem = LayoutProblem({"default": SpanMask.documents([0, 4, 8])}, block_size=2)
-        >>> Local(quality="fast").assign(problem, 2)
-        array([[0, 0, 1, 1]])
     """
 
     max_imbalance: float | None = None

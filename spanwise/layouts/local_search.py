@@ -295,8 +295,8 @@ def _move_blocks(
 ) -> int:  # fmt: skip
     """Gives the blocks ``[begin, stop)`` to another rank and updates ``owner``, ``readers`` and ``recv``.
 
-    Takes single arrays, because passing them as a tuple takes longer than the work; one function for the same reason as
-    `anneal`. ``delta`` is scratch, zeros before and after. Returns the operations that this took.
+    Takes single arrays, because passing them as a tuple takes longer than the work. ``delta`` is scratch, zeros before
+    and after. Returns the operations that this took.
     """
     giver_start, giver_stop = host_start[giver], host_stop[giver]
     taker_start, taker_stop = host_start[taker], host_stop[taker]

@@ -1,12 +1,11 @@
-"""Packing: where packed sequences lie in storage, for queries and for keys, and what follows from that.
+"""Packing: positions of packed sequences in storage, for queries and for keys.
 
-Stands beside the mask at the head of the data flow: `Packing.mask` makes the SpanMask that a plan is made from,
-`Packing.dual_chunk_layout` a layout, and the plan keeps the packing so that positions, labels and zeros in padding need
-no second description. Needs numpy alone.
+At the head of the data flow, with the mask: `Packing.mask` makes the SpanMask of a plan, `Packing.dual_chunk_layout` a
+layout. The plan keeps the packing for positions, labels and zeros in padding.
 
-The convention is that of TransformerEngine's THD layout (NVIDIA/TransformerEngine #2829): ``cu_seqlens`` counts valid
-tokens, ``cu_seqlens_padded`` says where each sequence begins in storage, and the padding of a sequence stands at its
-back. Without padding the two are one array.
+The convention is TransformerEngine's THD layout (NVIDIA/TransformerEngine #2829): ``cu_seqlens`` counts valid tokens,
+``cu_seqlens_padded`` gives the first storage row of each sequence, and padding follows the tokens of its sequence.
+Without padding the two are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Packing:
     """Packed sequences in storage, for queries and keys. Immutable; equal packings compare and hash equal.
 
     Sequence ``s`` has the valid query tokens ``q_starts[s] … q_starts[s] + q_lens[s] - 1``; all other rows of its slot
-    ``[q_offsets[s], q_offsets[s + 1])``, and whatever lies before the first slot and after the last, are padding.
+    ``[q_offsets[s], q_offsets[s + 1])``, and all rows before the first slot and after the last, are padding.
 
     Args:
         cu_seqlens_q: cumulative valid lengths, integers ``[num_sequences + 1]``, ``0 = cu[0] <= cu[1] <= …``: list,
@@ -51,9 +50,17 @@ class Packing:
         q_len, kv_len: rows of storage.
 
     Raises:
-        ValueError: no integers, offsets that decrease, a sequence longer than its slot, another number of sequences for
-            keys than for queries, keys as long as the queries of which it is not said that they are padded alike, or
-            storage that ends before its last slot.
+        ValueError: not integers, offsets that decrease, a sequence longer than its slot, different numbers of sequences
+            for keys and queries, keys as long as padded queries without ``cu_seqlens_kv_padded``, or storage that ends
+            before its last slot.
+
+    Examples:
+        >>> from spanwise import Packing
+        >>> packing = Packing([0, 3, 5], cu_seqlens_q_padded=[0, 4, 8])
+        >>> packing.sequence_ids(), packing.positions()
+        (array([ 0,  0,  0, -1,  1,  1, -1, -1]), array([0, 1, 2, 0, 0, 1, 0, 0]))
+        >>> packing.mask().area()
+        array([[1, 2, 3, 0, 1, 2, 0, 0]])
     """
 
     q_lens: Int64
@@ -96,8 +103,6 @@ class Packing:
         values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
         for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
             object.__setattr__(self, name, value)
-
-    # ------------------------------------------------------------ facts
 
     @property
     def num_sequences(self) -> int:
@@ -153,8 +158,6 @@ class Packing:
         positions[rows] = rows - np.repeat(offsets[:-1], lens)
         return positions
 
-    # ------------------------------------------------------------ masks
-
     def mask(
         self,
         *,
@@ -162,7 +165,7 @@ class Packing:
         window: tuple[SupportsIndex, SupportsIndex] | None = None,
         align: Align | None = None,
     ) -> SpanMask:
-        """The mask over storage rows: a query reads keys of its own sequence only; padding reads and is read by none.
+        """The mask over storage rows: a query reads keys of its own sequence only, and padding is never read or reads.
 
         Query ``i`` of a sequence stands at key ``d = i + shift`` of it: ``shift`` is 0 with ``align="top_left"`` and
         the sequence's number of keys less its number of queries with ``"bottom_right"``.
@@ -210,10 +213,10 @@ class Packing:
         return SpanMask(spans[0], spans[1], self.kv_len)
 
     def check_mask(self, mask: SpanMask) -> None:
-        """Checks a mask that is to be planned, one composed by hand too, against this packing.
+        """Checks a mask against this packing before it is planned.
 
-        Spans may cross sequences, for a prefix that several sequences read is one of its own: a mask that should not
-        cross them is the packing's own, or ``mask & packing.mask(causal=False)``.
+        Spans may cross sequences, because several sequences may read a prefix that is itself a sequence. For a mask
+        that does not cross them take the packing's, or ``mask & packing.mask(causal=False)``.
 
         Raises:
             ValueError: storage without a row, the mask has batch rows or other lengths than storage, a padding row has
@@ -248,8 +251,6 @@ class Packing:
                 "mask with packing.mask(causal=False)"
             )
 
-    # ------------------------------------------------------------ layout
-
     def dual_chunk_layout(self, num_ranks: int, side: Side = "q") -> Layout:
         """Each slot in ``2 * num_ranks`` chunks; rank ``r`` holds the chunks ``r`` and ``2 * num_ranks - 1 - r``.
 
@@ -257,8 +258,12 @@ class Packing:
         the last is cut alike.
 
         Raises:
-            ValueError: no storage, or a slot, or storage before or after the slots, that is no multiple of
+            ValueError: no storage; or a slot, or storage before or after the slots, is not a multiple of
                 ``2 * num_ranks`` tokens.
+
+        Examples:
+            >>> Packing([0, 4, 12]).dual_chunk_layout(2).runs(0).tolist()
+            [[0, 1], [3, 6], [10, 12]]
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -275,8 +280,6 @@ class Packing:
         owner = np.tile(np.minimum(chunk, 2 * num_ranks - 1 - chunk), len(size))
         pieces = np.column_stack([owner, start, start + np.repeat(size, 2 * num_ranks)])
         return Layout([pieces], num_ranks, length)
-
-    # ------------------------------------------------------------ identity
 
     def to_arrays(self) -> dict[str, Int64]:
         """Everything as named int64 arrays, for plan files; `from_arrays` reads it back."""
@@ -342,9 +345,6 @@ class Packing:
         if side == "kv":
             return self.kv_lens, self.kv_offsets, self.kv_len
         raise ValueError(f'side must be "q" or "kv", got {side!r}')
-
-
-# ---------------------------------------------------------------- checks
 
 
 def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:

@@ -1,7 +1,7 @@
 """PTRR on the device: the schedule of `balancers.PTRR` as torch ops, for use inside a compiled step.
 
-Planning on the host does not need it; a model that computes its block counts on the accelerator, for instance from a
-mask that depends on data, does. Imports torch and nothing from spanwise.
+For models that compute block counts on the accelerator, for instance from a mask that depends on data. Planning on the
+host does not need it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ from torch import Tensor
 
 
 def ptrr_schedule(process_time: Tensor, num_ranks: int) -> Tensor:
-    """Deals blocks to ranks, by falling processing time and in zig-zag order (PTRR, pytorch/pytorch #163617).
+    """Assigns blocks to ranks in zig-zag order of falling processing time (PTRR, pytorch/pytorch #163617).
 
-    Torch ops whose shapes follow from the argument's shape alone: no host sync, and compilable with ``fullgraph=True``.
-    Equal times keep the order of their blocks. Rank r takes turns r, 2P-1-r, 2P+r, … of the sorted blocks, P being
-    ``num_ranks``.
+    Uses torch ops whose shapes follow from the argument's shape alone: no host sync, and compilable with
+    ``fullgraph=True``. Equal times keep the order of their blocks. With ``P = num_ranks``, rank r takes the sorted
+    blocks r, 2P-1-r, 2P+r, ….
 
     Args:
         process_time: ``[num_blocks]`` or ``[batch, num_blocks]``, any real dtype and device; `SpanMask.block_counts`
             or `BlockMask.kv_num_blocks` plus `full_kv_num_blocks`, for instance.
-        num_ranks: ranks to deal to; need not divide ``num_blocks``.
+        num_ranks: number of ranks; need not divide ``num_blocks``.
 
     Returns:
-        int64 ``[num_ranks, ceil(num_blocks / num_ranks)]``, with the batch dim in front if there was one: each rank's
-        blocks, ascending. Ranks that hold one block less than others have a -1 at the end of their row.
+        int64 ``[num_ranks, ceil(num_blocks / num_ranks)]``, or ``[batch, …]`` of that: each rank's blocks, ascending.
+        The row of a rank that holds one block less than others ends with -1.
 
     Raises:
-        ValueError: ``num_ranks`` below 1, or ``process_time`` not of one or two dims.
+        ValueError: ``num_ranks`` below 1, or ``process_time`` without exactly one or two dims.
+
+    Examples:
+        >>> import torch
+        >>> from spanwise import ptrr_schedule
+        >>> ptrr_schedule(torch.tensor([9, 1, 7, 3, 5]), num_ranks=2)
+        tensor([[ 0,  1,  3],
+                [ 2,  4, -1]])
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -38,9 +45,9 @@ def ptrr_schedule(process_time: Tensor, num_ranks: int) -> Tensor:
     num_blocks = process_time.shape[-1]
     laps = -(-num_blocks // num_ranks)
     order = torch.sort(process_time, dim=-1, descending=True, stable=True).indices
-    # The missing blocks of the last lap count as block num_blocks: they sort behind all others, and are -1 in the end.
+    # Fill the last lap with block num_blocks: it sorts behind all others and becomes -1.
     order = torch.nn.functional.pad(order, (0, laps * num_ranks - num_blocks), value=num_blocks)
     order = order.unflatten(-1, (laps, num_ranks))
     is_forward = (torch.arange(laps, device=order.device) % 2 == 0).unsqueeze(-1)
-    dealt = torch.where(is_forward, order, order.flip(-1)).transpose(-1, -2).sort(dim=-1).values
-    return dealt.masked_fill(dealt == num_blocks, -1)
+    assigned = torch.where(is_forward, order, order.flip(-1)).transpose(-1, -2).sort(dim=-1).values
+    return assigned.masked_fill(assigned == num_blocks, -1)

@@ -1,7 +1,7 @@
-"""Conversions between the dual-chunk order of packed sequences and the order of storage, on whole tensors.
+"""Conversions between the dual-chunk order of packed sequences and storage order, on whole tensors.
 
-For batches laid out for TransformerEngine's or Megatron's THD context parallelism, where the ranks' shards stand one
-after the other. A plan's `shard` needs neither function: it takes tokens in the order of storage.
+For batches in the THD context parallel layout of TransformerEngine and Megatron, which concatenates the ranks' shards.
+A plan's `shard` needs neither function: it takes tokens in storage order.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from spanwise.masks.checks import check_offsets
 def dualchunk_to_contiguous_order_thd(
     x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int = 0
 ) -> torch.Tensor:
-    """From all ranks' dual-chunk shards, one after the other, to storage order. Differentiable.
+    """Reorders tokens from the concatenated dual-chunk shards of all ranks to storage order. Differentiable.
 
     Args:
         x: ``T`` tokens along `dim`: rank 0's shard, then rank 1's, … (as an all-gather of the shards returns them).
-        cu_seqlens_padded: storage offsets ``[num_sequences + 1]``: list, numpy array or torch tensor. A tensor on an
-            accelerator is not read by the host, and hence not checked either; indices are computed where `x` is.
+        cu_seqlens_padded: storage offsets ``[num_sequences + 1]``: list, numpy array or torch tensor. The host does
+            not read, and so does not check, a tensor on an accelerator; indices are computed on the device of `x`.
         num_ranks: ranks of the dual-chunk order (see `Packing.dual_chunk_layout`).
 
     Returns:
         `x` with its tokens along `dim` in storage order.
 
     Raises:
-        ValueError: `dim` does not exist, or ``T``, or a slot of offsets that the host can read, is no multiple of
+        ValueError: `dim` does not exist; or ``T``, or a slot of offsets that the host can read, is not a multiple of
             ``2 * num_ranks``.
+
+    Examples:
+        >>> import torch
+        >>> from spanwise import dualchunk_to_contiguous_order_thd
+        >>> dualchunk_to_contiguous_order_thd(torch.tensor([0, 3, 1, 2]), [0, 4], num_ranks=2)
+        tensor([0, 1, 2, 3])
     """
     edges, start, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, 1)
     within = start - edges[slot]
@@ -46,10 +52,16 @@ def dualchunk_to_contiguous_order_thd(
 def contiguous_to_dualchunk_order_thd(
     x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int = 0
 ) -> torch.Tensor:
-    """From storage order to all ranks' dual-chunk shards, one after the other. Differentiable.
+    """Reorders tokens from storage order to the concatenated dual-chunk shards of all ranks. Differentiable.
 
-    The inverse of `dualchunk_to_contiguous_order_thd`, with the same arguments; rank ``r``'s shard is the ``r``-th of
-    `num_ranks` equal parts of the result.
+    The inverse of `dualchunk_to_contiguous_order_thd`, with the same arguments. The shard of rank ``r`` is the ``r``-th
+    of `num_ranks` equal parts of the result.
+
+    Examples:
+        >>> import torch
+        >>> from spanwise import contiguous_to_dualchunk_order_thd
+        >>> contiguous_to_dualchunk_order_thd(torch.arange(4), [0, 4], num_ranks=2)
+        tensor([0, 3, 1, 2])
     """
     edges, position, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, num_ranks)
     rank = position // max(x.shape[dim] // num_ranks, 1)
@@ -70,7 +82,10 @@ def check_dim(x: torch.Tensor, dim: int) -> int:
 def _slots(
     x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """0, storage offsets and `x`'s tokens; every token's position; its slot if every slot is cut to ``1 / parts``."""
+    """Slot edges (0, the storage offsets, the length of `x`), positions, and the slot of each position.
+
+    Slots of positions are those of a shard, ``1 / parts`` of each slot.
+    """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     tokens = x.shape[check_dim(x, dim)]
@@ -81,7 +96,7 @@ def _slots(
         check_storage(f"dim {dim}", host, tokens)
         check_chunks(np.concatenate([[0], host, [tokens]]), num_ranks)
         cu_seqlens_padded = torch.from_numpy(host.copy())
-    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
+    # A copy to an accelerator need not block the host; a copy from one must, because it is read next.
     offsets = cu_seqlens_padded.to(x.device, torch.int64, non_blocking=x.device.type != "cpu")
     first, last = torch.zeros(1, dtype=torch.int64, device=x.device), torch.full_like(offsets[:1], tokens)
     edges = torch.cat([first, offsets, last])

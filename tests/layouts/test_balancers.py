@@ -85,7 +85,7 @@ def test_per_document_head_tail_as_documented():
     assert layout.indices(1).tolist() == [1, 2, 6, 7, 8, 9, 13, 14]
 
 
-def test_per_document_head_tail_deals_left_over_tokens_over_documents():
+def test_per_document_head_tail_spreads_left_over_tokens_over_documents():
     # 2 ranks, lengths 1 2 0 3: tokens go to head 0 | head 1, tail 0 | | tail 1, head 0, head 1.
     cu_seqlens = [0, 1, 3, 3, 6]
     problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
@@ -128,7 +128,7 @@ def test_ptrr_documented_example():
 def test_lpt_by_hand():
     # Heaviest first 7 6 5 4 3 1: ranks 0 1 | 5 to 1 (6 < 7), 4 to 0 | both hold 11: 3 to 0 | 1 to 1.
     assert LPT().assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[1, 0, 0, 1, 1, 0]]
-    # Shortest first 1 3 4 5 6 7 deals in turn.
+    # Shortest first, 1 3 4 5 6 7, alternates.
     spt = LPT(longest_first=False)
     assert spt.assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[0, 1, 1, 1, 0, 0]]
 

@@ -208,7 +208,7 @@ def test_a_window_stays_contiguous(num_ranks, received):
 
 @pytest.mark.parametrize(("seq_len", "num_ranks"), [(131_072, 8), (131_072, 64), (100_000, 8)])
 @pytest.mark.parametrize("kind", ["causal", "full"])
-def test_a_dense_mask_is_dealt_no_worse_than_head_tail(kind, seq_len, num_ranks):
+def test_a_dense_mask_is_assigned_no_worse_than_head_tail(kind, seq_len, num_ranks):
     mask = getattr(SpanMask, kind)(seq_len)
     plan, head_tail = (make_plan(mask, num_ranks, balancer=b, exchange="needed") for b in ("local", "head_tail"))
     slack = 0 if seq_len % (2 * 128 * num_ranks) == 0 else 256  # blocks cannot be cut as finely as tokens
