@@ -147,9 +147,9 @@ def test_matches_dense_with_several_spans_and_another_mask_in_each_row(num_spans
 
 def test_spare_capacity_is_not_read() -> None:
     mask = SpanMask.documents([0, 90, Q_LEN])
-    x, roomy = problem(mask), problem(mask, capacity=640)
-    roomy.k[:, :, :Q_LEN], roomy.v[:, :, :Q_LEN] = x.k[:, :, :Q_LEN], x.v[:, :, :Q_LEN]
-    got = flex(*roomy._replace(q=x.q), scale=SCALE)
+    x, longer = problem(mask), problem(mask, capacity=640)
+    longer.k[:, :, :Q_LEN], longer.v[:, :, :Q_LEN] = x.k[:, :, :Q_LEN], x.v[:, :, :Q_LEN]
+    got = flex(*longer._replace(q=x.q), scale=SCALE)
     assert_near(got, oracle(*x.double()))
 
 

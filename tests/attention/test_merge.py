@@ -1,4 +1,4 @@
-"""Partial results over pieces of the keys: merged outputs and gradients, and what is kept for the backward."""
+"""Partial results over chunks of the keys: merged outputs, gradients, and the memory kept for the backward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.attention.test_kernels import MASKS, Case, Spans, assert_exact, dense
 CUTS = (0, 0.35, 0.36, 0.36, 0.7, 1)  # uneven shares of the keys, one of them of no key
 
 
-def piece_of(mask: Spans, first: int, stop: int) -> Spans:
+def mask_of(mask: Spans, first: int, stop: int) -> Spans:
     return tuple(x.clamp(first, stop) - first for x in mask)
 
 
-def pieces(case: Case, cuts: tuple[float, ...]) -> list[tuple[int, int]]:
+def chunks_of(case: Case, cuts: tuple[float, ...]) -> list[tuple[int, int]]:
     edges = [round(cut * case.k.shape[2]) for cut in cuts]
     return list(pairwise(edges))
 
 
 def in_parts(case: Case, cuts: tuple[float, ...] = CUTS) -> Callable:
-    """A kernel that attends to the keys of a case piece by piece."""
+    """A kernel that attends to the keys of a case chunk by chunk."""
 
     def attend(q, k, v, start, end, *, scale, softcap):
         merging, shared = Merging(), queries(q)
-        for i, j in pieces(case, cuts):
-            mask = piece_of((start, end), i, j)
+        for i, j in chunks_of(case, cuts):
+            mask = mask_of((start, end), i, j)
             merging.add(sdpa_part(shared, k[:, :, i:j], v[:, :, i:j], *mask, scale=scale, softcap=softcap))
         return merging.result()
 
@@ -63,17 +63,17 @@ def test_only_the_lse() -> None:
     assert (got[2] == 0).all()
 
 
-@pytest.mark.parametrize("wanted", ["q", "kv", "one piece"])
+@pytest.mark.parametrize("wanted", ["q", "kv", "one chunk"])
 def test_some_inputs_without_gradient(wanted: str) -> None:
     case = make_case(MASKS["documents"])
     want, mask = oracle(case), case.mask
     q = case.q.clone().requires_grad_(wanted == "q")
     merging, shared, leaves = Merging(), queries(q), []
-    for n, (i, j) in enumerate(pieces(case, CUTS)):
-        needs = wanted == "kv" or (wanted == "one piece" and n == 3)
+    for n, (i, j) in enumerate(chunks_of(case, CUTS)):
+        needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
         k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (case.k, case.v))
         leaves += [(k, want["dk"][:, :, i:j]), (v, want["dv"][:, :, i:j])] if needs else []
-        merging.add(sdpa_part(shared, k, v, *piece_of(mask, i, j), scale=case.scale))
+        merging.add(sdpa_part(shared, k, v, *mask_of(mask, i, j), scale=case.scale))
     leaves += [(q, want["dq"])] if q.requires_grad else []
     grads = torch.autograd.grad(merging.result(), [x for x, _ in leaves], (case.grad_out, case.grad_lse))
     for grad, (_, expected) in zip(grads, leaves, strict=True):
@@ -132,8 +132,8 @@ def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
     # Summed in the dtype of q it would be worse than this bound.
     q = case.q.detach().requires_grad_()
     parts = [
-        sdpa_part(queries(q), case.k[:, :, i:j], case.v[:, :, i:j], *piece_of(case.mask, i, j), scale=case.scale)
-        for i, j in pieces(case, eighths)
+        sdpa_part(queries(q), case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
+        for i, j in chunks_of(case, eighths)
     ]
     (apart,) = torch.autograd.grad(merge(parts), q, (case.grad_out, case.grad_lse.float()))
     assert error(apart, "dq") > 1.25 * error(whole["dq"], "dq")
@@ -143,11 +143,11 @@ def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def saved_bytes(num_parts: int, dtype: torch.dtype, kernel: str = "sdpa") -> tuple[int, int]:
-    """Bytes of the storages that are kept for the backward beside k, v and spans; those of one output."""
+    """Bytes of the storages that are kept for the backward besides k, v and spans, and bytes of one output."""
     case = make_case(MASKS["documents"], dtype=dtype, dim=32, v_dim=32)
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
-    inputs = [(x[:, :, i:j].contiguous(), piece_of(case.mask, i, j)) for x in (k, v)
-              for i, j in pieces(case, tuple(n / num_parts for n in range(num_parts + 1)))]  # fmt: skip
+    inputs = [(x[:, :, i:j].contiguous(), mask_of(case.mask, i, j)) for x in (k, v)
+              for i, j in chunks_of(case, tuple(n / num_parts for n in range(num_parts + 1)))]  # fmt: skip
     known = {x.untyped_storage().data_ptr() for x, mask in inputs for x in (x, *mask)}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -159,11 +159,11 @@ def saved_bytes(num_parts: int, dtype: torch.dtype, kernel: str = "sdpa") -> tup
 
     merging, shared = Merging(), queries(q)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        for (k_piece, mask), (v_piece, _) in zip(inputs[:num_parts], inputs[num_parts:], strict=True):
+        for (k_chunk, mask), (v_chunk, _) in zip(inputs[:num_parts], inputs[num_parts:], strict=True):
             if kernel == "sdpa":
-                merging.add(sdpa_part(shared, k_piece, v_piece, *mask, scale=case.scale))
+                merging.add(sdpa_part(shared, k_chunk, v_chunk, *mask, scale=case.scale))
             else:
-                merging.add(sdpa(q, k_piece, v_piece, *mask, scale=case.scale))
+                merging.add(sdpa(q, k_chunk, v_chunk, *mask, scale=case.scale))
         out, lse = merging.result()
     assert out.requires_grad and lse.requires_grad
     return sum(storage.nbytes() for storage in kept.values()), out.untyped_storage().nbytes()
@@ -184,8 +184,8 @@ def test_two_outputs_live_at_a_time() -> None:
     case = make_case(MASKS["documents"], dtype=torch.float32)
     q = case.q.requires_grad_()
     merging, shared, parts = Merging(), queries(q), []
-    for i, j in pieces(case, tuple(n / 8 for n in range(9))):
-        part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *piece_of(case.mask, i, j), scale=case.scale)
+    for i, j in chunks_of(case, tuple(n / 8 for n in range(9))):
+        part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
         parts.append(weakref.ref(part[0].untyped_storage()))
         merging.add(part)
         del part
@@ -203,8 +203,8 @@ def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
     def attend(q, k, v, start, end, **options):
         return merge(
             [
-                kernel(q, k[:, :, i:j], v[:, :, i:j], *piece_of((start, end), i, j), **options)
-                for i, j in pieces(case, CUTS)
+                kernel(q, k[:, :, i:j], v[:, :, i:j], *mask_of((start, end), i, j), **options)
+                for i, j in chunks_of(case, CUTS)
             ]
         )
 

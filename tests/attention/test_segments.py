@@ -82,12 +82,12 @@ def test_any_mask(mask: SpanMask) -> None:
 
 
 @given(any_mask())
-def test_pieces_of_bands(mask: SpanMask) -> None:
-    """Every band cut up, and the pieces joined, whether `cut_rounds` would choose that or not."""
+def test_parts_of_bands(mask: SpanMask) -> None:
+    """Every band split, and the parts joined, even where `cut_rounds` would not choose that."""
     for b, dense in enumerate(mask.dense()):
         bands = [band for n in range(mask.num_spans) for band in _bands(mask.start[b, n], mask.end[b, n])]
-        pieces = [piece for band in bands for piece in _split(band)]
-        for way in (pieces, _join(bands), _join(pieces)):
+        split = [part for band in bands for part in _split(band)]
+        for way in (split, _join(bands), _join(split)):
             got = np.zeros(dense.shape, dtype=int)
             for band in way:
                 got += pairs(_round([band], band.window, mask.q_len, mask.kv_len))

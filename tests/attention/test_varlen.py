@@ -271,7 +271,7 @@ def test_masks_share_a_graph() -> None:
 
 
 def test_torch_has_the_operators() -> None:
-    """The calls of torch's kernel, forward and backward, on tensors without data that say they are on CUDA."""
+    """The calls of torch's kernel, forward and backward, on tensors without data, on a pretended CUDA device."""
     with FakeTensorMode():
         q, k = (torch.empty(9, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
         offsets = torch.empty(3, dtype=torch.int32, device="cuda")
@@ -313,7 +313,7 @@ def test_refusals() -> None:
 
 
 def test_refusals_of_cuda_tensors() -> None:
-    """Meta tensors that say they are on CUDA: what the checks read of a tensor needs no device."""
+    """Fake tensors on CUDA: the checks read nothing that needs the device."""
     with FakeTensorMode():
 
         def on_cuda(dtype: torch.dtype, dim: int, v_dim: int) -> list[torch.Tensor]:
@@ -363,12 +363,12 @@ def test_tables_of_any_plan_fit_a_launch() -> None:
     own = row // 2 * 2
     start = np.sort(np.stack([own, (own + half) % (2 * half)]), axis=0)
     plan = spanwise.make_plan(SpanMask(start, start + 2, 2 * half), 2, balancer="contiguous", exchange="all_gather")
-    stages = build(plan, 0, kernel=KERNELS["varlen"]).chunks["default"]
-    assert len(stages) == 2
-    for stage in stages:
-        assert all(call[-1] <= 65535 for call in stage.tables.calls.tolist())
-        assert len(stage.tables.calls) == 2  # of 70,016 documents
-        for which in (stage.tables.rows, stage.tables.keys):
+    chunks = build(plan, 0, kernel=KERNELS["varlen"]).chunks["default"]
+    assert len(chunks) == 2
+    for chunk in chunks:
+        assert all(call[-1] <= 65535 for call in chunk.tables.calls.tolist())
+        assert len(chunk.tables.calls) == 2  # of 70,016 documents
+        for which in (chunk.tables.rows, chunk.tables.keys):
             assert torch.equal(which.int().sum(0), torch.ones(1, half, dtype=torch.int64))
 
 
@@ -406,4 +406,4 @@ def test_batch_rows_that_do_not_fit_one_call_go_into_several(uses: str, most: in
     with torch.no_grad():
         whole = forward(STAND_IN, *leaves, *fields, 0.3)
         whole = (*whole, *backward(STAND_IN, *used, *leaves, *whole, *fields, 0.3))
-    assert [x.stride() for x in (*got, *grads)] == [x.stride() for x in whole]  # as torch.compile was told
+    assert [x.stride() for x in (*got, *grads)] == [x.stride() for x in whole]  # as the fakes promise

@@ -125,7 +125,7 @@ def test_deterministic() -> None:
 
 
 def test_compiled() -> None:
-    """Another mask costs no graph, and the operators' strides are those that were foretold."""
+    """Another mask needs no graph, and the operators' strides are those of their fake kernels."""
     compiled = torch.compile(varlen, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for name in ("documents", "window", "causal"):
