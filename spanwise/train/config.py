@@ -1,4 +1,4 @@
-"""What a training run is told: every option of ``spanwise train``, checked before any process starts."""
+"""Options of a training run, checked before any process starts. ``spanwise train`` takes the same ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,37 @@ SEQ_LIMIT = 2**26
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a run. ``ranks = dp × cp``; the sequence is cut over the cp ranks.
+    """Options of a run. ``ranks = dp × cp``; the ranks of cp share a sequence.
 
     Attributes:
-        inner: cp ranks that trade heads for tokens (Ulysses); ``exchange`` works between groups of them.
-        data: files and folders; none means the Python standard library's sources.
-        seq_len: tokens of a training sequence; any number from 2 to `SEQ_LIMIT`.
-        batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
-            accumulate on each rank. ``None``: ``dp``, or what the checkpoint says.
-        max_document: tokens; longer documents become several. ``None``: ``seq_len``, or what the checkpoint says.
-        held_out: share of documents kept for evaluation.
-        eval_every: steps between evaluations; one more follows the last step. 0: none.
-        eval_sequences: most sequences of an evaluation.
-        save_every: steps between checkpoints; one more follows the last step. 0: only that one. Needs ``out``.
-        prove: first steps of this run that one device repeats.
+        data: files and folders, every file one document; several may follow. Default: the Python standard library's
+            sources.
+        out: folder for metrics.json and checkpoints.
+        ranks: local processes to start; ranks = dp × cp. Default: 1, or what torchrun started.
+        dp: ranks that take different sequences; the others share one.
+        inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
+        steps: optimizer steps, counted from the start of the run.
+        seq_len: tokens of a sequence; any number from 2.
+        batch_size: sequences of a step over all ranks, a multiple of --dp; past dp they accumulate. Default: --dp, or
+            as in the checkpoint.
+        max_document: tokens; longer documents become several. Default: --seq-len, or as in the checkpoint.
+        model: sizes of the decoder.
+        learning_rate: rate of AdamW after the warm-up.
+        warmup: steps of linear warm-up.
+        weight_decay: of AdamW; norms do not decay.
+        max_grad_norm: norm to which gradients are clipped.
+        seed: of weights and document order.
+        dtype: float32 or float64.
+        device: cpu (gloo) or cuda (NCCL).
+        balancer: as `make_plan` takes it.
+        exchange: as `make_plan` takes it.
+        prove: first steps of this run that one device repeats and is compared with.
+        held_out: share of documents for evaluation, from 0 to below 1.
+        eval_every: steps between evaluations; 0: only after the last.
+        eval_sequences: most sequences evaluated.
+        save_every: steps between checkpoints; 0: only after the last.
+        keep: checkpoints to keep.
+        resume: go on from the last checkpoint in --out.
     """
 
     data: tuple[str, ...] = ()
@@ -47,17 +64,17 @@ class TrainConfig:
     warmup: int = 10
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
     balancer: str = "auto"
     exchange: str = "auto"
-    seed: int = 0
+    prove: int = 0
     held_out: float = 0.02
     eval_every: int = 0
     eval_sequences: int = 4
     save_every: int = 0
     keep: int = 2
-    prove: int = 0
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -114,11 +131,11 @@ class TrainConfig:
 
     @property
     def cp_axes(self) -> int | tuple[int, int]:
-        """As `make_plan` takes it: the size of the cp axis, or of both axes."""
+        """Size of the cp axis, or of both axes, as `make_plan` takes it."""
         return self.cp if self.inner == 1 else (self.cp // self.inner, self.inner)
 
     def completed(self, batch_size: int | None = None, max_document: int | None = None) -> TrainConfig:
-        """Every option a number: what was given, else the arguments (a checkpoint's), else the defaults."""
+        """These options with both values filled in: their own, else the arguments (a checkpoint's), else defaults."""
         return replace(
             self,
             batch_size=self.batch_size or batch_size or self.dp,

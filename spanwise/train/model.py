@@ -22,7 +22,18 @@ from spanwise.train.data import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the decoder. What a checkpoint must agree on field by field.
+    """Sizes of the decoder. A checkpoint must agree on every one.
+
+    Attributes:
+        dim: width of the hidden states.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: heads of K and V; a divisor of --heads.
+        hidden_dim: width inside the feed-forward layers.
+        vocab_size: rows of the embedding.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of RMSNorm.
+        tie_embeddings: use the embedding as output projection, too.
 
     Raises:
         ValueError: a size is not positive, heads do not divide, or the head dim is odd (rotary pairs).

@@ -11,6 +11,9 @@ from html import escape
 
 import numpy as np
 
+#: Width of a page's drawings, CSS pixels.
+WIDTH = 800
+
 #: Colours of ranks; past them they repeat. Chosen so that every two differ by 0.14 or more in OKLab, in normal sight
 #: and as people with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009);
 #: dark pages mix them with white, which leaves four fifths of that.

@@ -1,4 +1,4 @@
-"""Every number of a report, read off a plan once: text, HTML and JSON show these and compute none of their own."""
+"""Every number of a plan's report, read off the plan once. Text, HTML and JSON show these and compute nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spanwise.planning.plan import Candidate, Plan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where the planned sequence comes from: a file, how it was packed, and which sequence of how many it is."""
+    """Source of the planned sequence: a file, how it was packed, and the sequence's index among `sequences`."""
 
     origin: str
     packing: str
@@ -22,7 +22,7 @@ class Source:
     sequences: int
 
     def describe(self) -> str:
-        """Where from, which of several, and how it was packed, in a line."""
+        """The source in a line."""
         which = f"sequence {self.sequence} of {self.sequences:,}, counted from 0; " if self.sequences > 1 else ""
         return f"{self.origin}: {which}{self.packing}"
 
@@ -32,17 +32,19 @@ class MaskFigures:
     """One mask of a plan; arrays have an entry a rank.
 
     Attributes:
-        note: what a row reads, in words.
-        layers: how many layers use the mask.
+        note: the keys that a row reads, in words.
+        layers: layers that use the mask.
         pairs: visible (query, key) pairs of the whole mask.
-        work: pairs of each rank; ``local`` those whose key it holds.
-        needed_tokens: K/V tokens a rank reads and does not hold; ``recv_tokens`` those it receives in a forward.
-        recv_bytes: bytes it receives in a forward; under Ulysses q and the output are among them.
-        resident_bytes, saved_bytes: what it holds at most for the exchange, and keeps of that for the backward.
+        imbalance: busiest over mean rank.
+        work: pairs of each rank; `local`: those whose key it holds.
+        needed_tokens: K/V tokens that a rank reads and does not hold; `recv_tokens`: those it receives in a forward.
+        recv_bytes: bytes it receives in a forward, with q and the output under Ulysses.
+        resident_bytes: bytes it holds at most for the exchange; `saved_bytes`: those it keeps for the backward.
         traffic: K/V tokens ``[receivers, senders]`` of a forward.
-        compute, exchange, exposed: predicted seconds of each rank, forward and backward: its streams busy, and
-            the exchange while nothing is computed.
-        end: when the last rank is done.
+        compute, exchange: predicted seconds of each rank's streams, forward and backward.
+        exposed: seconds of the exchange while nothing is computed.
+        end: seconds at which the last rank is done.
+        intervals: of the timeline.
     """
 
     name: str
@@ -67,7 +69,7 @@ class MaskFigures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """A plan and everything a report says about it."""
+    """A plan and all figures of its report."""
 
     plan: Plan
     source: Source
@@ -79,7 +81,7 @@ class Figures:
     masks: tuple[MaskFigures, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the plan's arrays, as JSON holds it. Seconds, bytes, tokens and pairs are in the names."""
+        """All figures for JSON, without the plan's arrays. Names hold the unit: seconds, bytes, tokens or pairs."""
         plan = self.plan
         return {
             "command": self.command,
@@ -138,12 +140,13 @@ def figures(
     comparison: Comparison | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Figures:
-    """All figures of ``plan``, which has the attention's shape and one batch row.
+    """All figures of `plan`, which has the attention's shape and one batch row.
 
     Args:
-        source: where the sequence comes from; ``command`` what a shell runs to get the plan again.
+        source: of the sequence.
+        command: the shell command that makes the plan.
         comparison: other numbers of ranks, if they were compared.
-        notes: what a row reads under each mask, in words.
+        notes: the keys that a row reads under each mask, in words.
 
     Raises:
         ValueError: the plan has several batch rows, or no attention shape.
@@ -205,7 +208,7 @@ def _union(intervals: list[Any]) -> np.ndarray:
 
 
 def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, float]]:
-    """Parts of ``intervals`` that ``cover`` leaves open; both float ``[n, 2]``, ascending and disjoint."""
+    """Parts of `intervals` outside `cover`; both float ``[n, 2]``, ascending and disjoint."""
     parts = []
     for start, stop in intervals.tolist():
         at = start
@@ -219,6 +222,14 @@ def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, flo
 
 
 def exposed_parts(intervals: tuple[Any, ...], rank: int) -> list[tuple[float, float]]:
-    """When ``rank`` exchanges and computes nothing: (start, end) in seconds."""
+    """(start, end) in seconds of each time that `rank` exchanges and computes nothing."""
     of = {stream: [i for i in intervals if i.rank == rank and i.stream == stream] for stream in ("compute", "exchange")}
     return uncovered(_union(of["exchange"]), _union(of["compute"]))
+
+
+def sample_ranks(values: np.ndarray, most: int) -> list[int]:
+    """Ranks to show, ascending: all, or `most` of them evenly from the largest value to the smallest."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    order = np.argsort(-values, kind="stable")
+    return sorted(order[np.linspace(0, len(order) - 1, most).round().astype(int)].tolist())
