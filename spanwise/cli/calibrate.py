@@ -29,7 +29,7 @@ class CalibrateOptions:
     Attributes:
         ranks: local processes to start. Default: 2, or what torchrun started.
         out: file for the figures; plan takes it as --hardware.
-        device: cpu (gloo) or cuda (NCCL).
+        device: of the ranks: cpu (gloo) or cuda (NCCL).
         kernel: as `context_parallel_attention` takes it.
         heads: query heads.
         kv_heads: heads of K and V. Default: as --heads.

@@ -67,11 +67,11 @@ class OverlapOptions:
         tp: tensor-parallel ranks, neighbours of one another.
         exchange: of K/V over cp: needed or all_gather.
         device: whose operators the graph has: cuda or cpu. No such device is needed.
-        graph: forward, backward or both; with --load, the name of a graph.
+        graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
         load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured.
         group: ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8.
         dynamic_size: the value of each size that a loaded graph leaves open.
-        hardware: h100, h200, b200, cpu, or a file that calibrate wrote.
+        hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
         costs: of operators: roofline, of --hardware, or measured, on --device; collectives: --hardware.
         measurements: file of the times of --costs measured, read first and added to.
         budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.

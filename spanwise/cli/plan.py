@@ -53,7 +53,7 @@ class PlanOptions:
         ranks: size of the cp axis. Default: the recommendation of --compare-ranks, else 8.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
         memory_budget: most that a rank may hold for exchanges, all layers; brings in the ring.
-        hardware: h100, h200, b200, cpu, or a file that calibrate wrote.
+        hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
         balancer: as `make_plan` takes it.
         exchange: as `make_plan` takes it.
         block_size: tokens that are assigned together.

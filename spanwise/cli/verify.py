@@ -55,12 +55,12 @@ class VerifyConfig:
     Attributes:
         ranks: local processes to start.
         seq_len: tokens; any number.
-        mask: documents, causal, full, sliding_window, prefix_lm, shared_prefix or block_causal, of sizes that follow
-            from --seq-len.
+        mask: one of documents, causal, full, sliding_window, prefix_lm, shared_prefix and block_causal, of sizes that
+            follow from --seq-len.
         num_heads: query heads.
         num_kv_heads: heads of K and V.
         head_dim: width of a head.
-        dtype: float32 or float64.
+        dtype: of weights and inputs: float32 or float64.
         balancer: as `make_plan` takes it.
         exchange: as `make_plan` takes it.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.

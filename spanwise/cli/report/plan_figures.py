@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spanwise.cli.report.compare import Comparison
-from spanwise.planning.plan import Candidate, Plan
+from spanwise.planning.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,13 @@ class Source:
         """The source in a line."""
         which = f"sequence {self.sequence} of {self.sequences:,}, counted from 0; " if self.sequences > 1 else ""
         return f"{self.origin}: {which}{self.packing}"
+
+
+#: Names in JSON of the figures of a mask that have others here.
+_JSON = {
+    "work": "work_pairs", "local": "local_pairs", "traffic": "traffic_tokens", "compute": "compute_seconds",
+    "exchange": "exchange_seconds", "exposed": "exposed_seconds", "end": "end_seconds", "intervals": "timeline",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +73,19 @@ class MaskFigures:
     end: float
     intervals: tuple[Any, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["intervals"] = [dataclasses.asdict(interval) for interval in self.intervals]
+        return {_JSON.get(k, k): v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+#: Attributes of a plan that JSON holds as they are.
+_OF_PLAN = (
+    "fingerprint", "inner", "block_size", "balancer", "exchange", "stages", "reason", "num_q_heads", "num_kv_heads",
+    "head_dim", "dtype",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
@@ -85,52 +105,19 @@ class Figures:
         plan = self.plan
         return {
             "command": self.command,
-            "fingerprint": plan.fingerprint,
             "source": dataclasses.asdict(self.source),
             "tokens": plan.seq_len,
             "documents": len(self.lengths),
             "document_tokens": self.lengths.tolist(),
             "ranks": plan.num_ranks,
-            "inner": plan.inner,
-            "block_size": plan.block_size,
-            "balancer": plan.balancer,
-            "exchange": plan.exchange,
-            "stages": plan.stages,
-            "reason": plan.reason,
-            "num_q_heads": plan.num_q_heads,
-            "num_kv_heads": plan.num_kv_heads,
-            "head_dim": plan.head_dim,
-            "dtype": plan.dtype,
+            **{name: getattr(plan, name) for name in _OF_PLAN},
             "hardware": plan.hardware.to_dict(),
             "tokens_per_rank": plan.layout.tokens_per_rank.tolist(),
             "predicted_seconds": self.predict,
             "candidates": list(self.candidates),
-            "masks": [_mask_dict(mask) for mask in self.masks],
+            "masks": [mask.as_dict() for mask in self.masks],
             "compare_ranks": self.comparison.as_dict() if self.comparison else None,
         }
-
-
-def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
-    return {
-        "name": mask.name,
-        "note": mask.note,
-        "layers": mask.layers,
-        "pairs": mask.pairs,
-        "imbalance": mask.imbalance,
-        "work_pairs": mask.work.tolist(),
-        "local_pairs": mask.local.tolist(),
-        "needed_tokens": mask.needed_tokens.tolist(),
-        "recv_tokens": mask.recv_tokens.tolist(),
-        "recv_bytes": mask.recv_bytes.tolist(),
-        "resident_bytes": mask.resident_bytes.tolist(),
-        "saved_bytes": mask.saved_bytes.tolist(),
-        "traffic_tokens": mask.traffic.tolist(),
-        "compute_seconds": mask.compute.tolist(),
-        "exchange_seconds": mask.exchange.tolist(),
-        "exposed_seconds": mask.exposed.tolist(),
-        "end_seconds": mask.end,
-        "timeline": [dataclasses.asdict(interval) for interval in mask.intervals],
-    }
 
 
 def figures(
@@ -156,13 +143,9 @@ def figures(
             f"a report shows one sequence, and the plan has {plan.batch_size} batch rows with masks of their own"
         )
     lengths = np.diff(plan.cu_seqlens[0]) if plan.cu_seqlens else np.array([plan.seq_len])
-    candidates = tuple(_candidate(candidate) for candidate in plan.candidates)
+    candidates = tuple({**dataclasses.asdict(one), "seconds": dict(one.seconds)} for one in plan.candidates)
     masks = tuple(mask_figures(plan, name, (notes or {}).get(name, "")) for name in plan.masks)
     return Figures(plan, source, command, comparison, lengths, plan.predict(), candidates, masks)
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {**dataclasses.asdict(candidate), "seconds": dict(candidate.seconds)}
 
 
 def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
