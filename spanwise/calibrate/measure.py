@@ -94,7 +94,7 @@ def measure(
     heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
     matmul, copy = matmul_rate(ranks, dtype, repeats), copy_rate(ranks, repeats)
     calls, seconds = time_attention(ranks, kernel, heads, dtype, problems, repeats)
-    matmul, copy, memory = ranks.agree([matmul, copy, _memory(ranks, hosts)], largest=False)
+    matmul, copy, memory = ranks.over_ranks([matmul, copy, _memory(ranks, hosts)], largest=False)
     rates, attention = fit_attention(calls, seconds)
     links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
     source = (

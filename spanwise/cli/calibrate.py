@@ -17,7 +17,7 @@ from spanwise.calibrate.measure import Calibration, measure
 from spanwise.cli.output import check_writable
 from spanwise.cli.report.terminal import console, table
 from spanwise.cli.report.units import percent
-from spanwise.train.launch import Rank, cores, launch
+from spanwise.train.launch import Rank, join_ranks, launch
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -85,14 +85,7 @@ def calibrate(options: CalibrateOptions, rank: Rank | None) -> int:
 
 def calibrate_rank(rank: Rank, options: CalibrateOptions) -> int:
     """One rank's part; rank 0 prints the figures and writes the file."""
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(rank.local_rank)
-        device = torch.device("cuda", rank.local_rank)
-    else:
-        torch.set_num_threads(max(1, cores() // rank.local_size))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    device = join_ranks(rank, options.device)
     mesh = init_device_mesh(options.device, (rank.size,), mesh_dim_names=("cp",))
     result = measure(
         mesh,

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.train.launch import Rank, cores, launch
+from spanwise.train.launch import Rank, join_ranks, launch
 from spanwise.train.model import ModelConfig, build_model
 
 #: Most tokens: every rank computes the dense float64 reference, and leaks are followed over a dense mask.
@@ -137,8 +137,7 @@ def verify(config: VerifyConfig) -> int:
 
 def verify_rank(rank: Rank, config: VerifyConfig) -> int:
     """A rank's part: the attention call, then the decoder around it. Returns 0 if both pass, else 1."""
-    torch.set_num_threads(max(1, cores() // rank.local_size))
-    dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    join_ranks(rank, "cpu")
     names = ("cp",) if config.inner == 1 else ("cp_outer", "cp_inner")
     mesh = init_device_mesh("cpu", config.axes, mesh_dim_names=names)
     plan, dtype = config.plan(), getattr(torch, config.dtype)

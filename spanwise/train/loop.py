@@ -27,7 +27,7 @@ from spanwise.train import checkpoint
 from spanwise.train.config import TrainConfig
 from spanwise.train.data import DocumentStream, PackedSequence, find_documents, num_targets
 from spanwise.train.display import Display
-from spanwise.train.launch import Rank, StopRequest, cores
+from spanwise.train.launch import Rank, StopRequest, cores, join_ranks
 from spanwise.train.metrics import Metrics
 from spanwise.train.model import Decoder, build_model
 from spanwise.train.prove import IGNORE, TOLERANCES, Reference, largest
@@ -110,15 +110,8 @@ class Trainer:
 
     def _start_ranks(self) -> None:
         """Join the process group and make the meshes: dp × cp, and all ranks."""
-        config, rank = self.config, self.rank
-        torch.set_num_threads(max(1, cores() // rank.local_size))
-        self.device = torch.device("cpu")
-        backend = "gloo"
-        if config.device == "cuda":
-            self.device = torch.device("cuda", rank.local_rank)
-            torch.cuda.set_device(self.device)
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+        config = self.config
+        self.device = join_ranks(self.rank, config.device)
         cp = config.cp_axes
         sizes, names = ((cp,), ("cp",)) if isinstance(cp, int) else (cp, ("cp_outer", "cp_inner"))
         self.mesh = init_device_mesh(config.device, (config.dp, *sizes), mesh_dim_names=("dp", *names))

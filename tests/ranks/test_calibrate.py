@@ -140,7 +140,11 @@ def test_two_levels(gloo_pool: GlooPool) -> None:
 
 def slower_on_one_rank(rank: int, mesh) -> tuple[list[float], list[float], int]:
     ranks = Ranks(mesh, torch.device("cpu"))
-    return ranks.agree([1.0 + rank, 5.0 - rank]), ranks.agree([1.0 + rank], largest=False), ranks.host_size(None)
+    return (
+        ranks.over_ranks([1.0 + rank, 5.0 - rank]),
+        ranks.over_ranks([1.0 + rank], largest=False),
+        ranks.host_size(None),
+    )
 
 
 def test_the_slowest_rank_counts(gloo_pool: GlooPool) -> None:

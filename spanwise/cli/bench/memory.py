@@ -111,7 +111,7 @@ class Copies(_torch.TorchDispatchMode):
         return results
 
 
-def held(
+def copied_bytes(
     plan: Plan, mesh: DeviceMesh | None, inputs: list[torch.Tensor], grad_out: torch.Tensor, kept: int
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Bytes of copies of "q", "kv" and "out" in one call: most in the forward, after it, most in the backward.
@@ -237,7 +237,7 @@ def measure_plan(rank: int, mesh: DeviceMesh, plan: Plan) -> tuple[int, int]:
     q, k, v, grad = (torch.randn(1, tokens, n, d, dtype=dtype).transpose(1, 2) for n, d in sizes)
     saved, share = int(plan.saved_bytes()[rank]), group * heads // plan.inner
     kept = saved - (share * (qk_dim + v_dim) * plan.itemsize if plan.inner > 1 else 0)
-    forward, after, _ = held(plan, mesh, [x.requires_grad_() for x in (q, k, v)], grad, kept)
+    forward, after, _ = copied_bytes(plan, mesh, [x.requires_grad_() for x in (q, k, v)], grad, kept)
     dist.barrier()
     # Every exchange keeps the layer's output and its lse, in float32.
     return _exchanged(forward), sum(after.values()) - grad.numel() * plan.itemsize - share * 4

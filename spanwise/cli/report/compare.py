@@ -73,7 +73,7 @@ def _degree(plan: Plan, alone: float) -> Degree:
     work = sum(plan.weights[name] * plan.work(name) for name in plan.masks)
     assert plan.num_kv_heads and plan.head_dim and plan.v_head_dim
     token = plan.num_kv_heads * (plan.head_dim + plan.v_head_dim) * plan.itemsize
-    held = max(int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks)
+    kv_bytes = max(int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks)
     received = sum(plan.weights[name] * plan.recv_bytes(name) for name in plan.masks)
     total = predicted["total"]
     speedup = alone / total if total else 1.0
@@ -89,7 +89,7 @@ def _degree(plan: Plan, alone: float) -> Degree:
         efficiency=speedup / plan.num_ranks,
         imbalance=float(work.max() / work.mean()),  # type: ignore[union-attr]
         recv_bytes=int(received.max()),  # type: ignore[union-attr]
-        kv_bytes=held,
+        kv_bytes=kv_bytes,
     )
 
 

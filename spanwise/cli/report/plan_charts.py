@@ -26,10 +26,10 @@ def colors_of(layout: Layout) -> tuple[int, ...]:
     """A colour for each rank; neighbours along the sequence differ where possible."""
     pieces = layout.pieces()
     order = pieces[np.argsort(pieces[:, 1]), 0]
-    beside = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
+    adjacent = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
     for near in (1, 2):  # the next run, and the one after it
-        np.add.at(beside, (order[:-near], order[near:]), 1)
-    return choose_colors(beside + beside.T)
+        np.add.at(adjacent, (order[:-near], order[near:]), 1)
+    return choose_colors(adjacent + adjacent.T)
 
 
 def work(name: str, mask: MaskFigures, colors: Sequence[int]) -> Drawing:
