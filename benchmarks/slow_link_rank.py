@@ -30,7 +30,7 @@ from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, inner_group
-from spanwise.calibrate import calibrate
+from spanwise.calibrate.measure import measure as calibrate
 from spanwise.hardware import Hardware
 
 Call = Callable[[], Any]
@@ -61,7 +61,7 @@ def answer(job: dict[str, Any], meshes: dict[bool, DeviceMesh]) -> dict[str, Any
     if "calibrate" in job:
         # All hosts have the machine's name: how many processes a host has must be said.
         heads = dict(num_q_heads=HEADS, num_kv_heads=job["kv_heads"], head_dim=HEAD_DIM)
-        return {"hardware": calibrate(meshes[False], **heads, host_size=job["per_host"]).to_dict()}
+        return {"hardware": calibrate(meshes[False], **heads, host_size=job["per_host"]).hardware.to_dict()}
     scenario = Scenario(**job["scenario"])
     return measure_peer(scenario, meshes[False], job) if "peer" in job else measure(scenario, meshes, job)
 

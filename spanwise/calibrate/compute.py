@@ -42,15 +42,15 @@ def time_attention(
     problems: Sequence[tuple[int, int]],
     repeats: int,
 ) -> tuple[list[AttentionCall], list[float]]:
-    """Forward and backward of the chunks of every problem: what was called, and seconds on the slowest rank.
+    """Forward and backward of the chunks of every problem: the calls, and seconds on the slowest rank.
 
-    Each problem is rank 0's of two: packed causal documents, cut head-tail, so that a rank has keys of its own and keys
-    to read elsewhere. Every rank measures the same one.
+    Each problem is the part of rank 0 of two: packed causal documents, cut head-tail, so that a rank reads its own keys
+    and keys of the other. Every rank measures the same one.
 
     Args:
         kernel: the kernel to time.
         heads: query heads, key/value heads, head dim, value head dim.
-        problems: ``(tokens, median document)``; lengths are log-normal, as those of texts are.
+        problems: ``(tokens, median document)``; lengths are log-normal, like those of texts.
     """
     calls: list[AttentionCall] = []
     steps: list[Callable[[], tuple[float, float]]] = []
@@ -60,21 +60,21 @@ def time_attention(
                 pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
                 calls.append(AttentionCall(what, backward, area * pair, pair, edge_tokens))
             steps.append(step)
-    # Round after round, so that what disturbs the machine for a moment does not hit one problem alone.
+    # Round after round, so that a moment's disturbance does not hit a single problem.
     rounds = []
     for _ in range(repeats + 1):
         times: list[float] = []
         for step in steps:
-            ranks.meet()
+            ranks.barrier()
             times += step()
-        rounds.append(ranks.agree(times))
+        rounds.append(ranks.over_ranks(times))
     return calls, [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def _chunks(
     ranks: Ranks, kernel: Kernel, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
 ) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
-    """Chunks of one problem: name, pairs, queries whose edge lies there, and what times forward and backward."""
+    """Chunks of one problem: name, pairs, queries on the mask's edge, and a timed forward and backward."""
     num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
     plan = make_plan(
         SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
@@ -99,7 +99,7 @@ def _chunks(
 
 
 def _documents(tokens: int, median: int) -> np.ndarray:
-    """Offsets of log-normal documents, of at least a token, that fill a sequence; always the same ones."""
+    """Offsets of log-normal documents of at least one token that fill a sequence; always the same."""
     lengths = np.random.default_rng(0).lognormal(math.log(median), 1.0, size=tokens).astype(np.int64).clip(min=1)
     ends = np.cumsum(lengths)
     return np.concatenate([[0], ends[ends < tokens], [tokens]])
@@ -114,12 +114,12 @@ def _step(
     chunk: Chunk,
     q_pos: torch.Tensor,
 ) -> Callable[[], tuple[float, float]]:
-    """What times one forward and its backward."""
+    """A function that times one forward and its backward."""
     options = AttentionOptions()
 
     def step() -> tuple[float, float]:
         forward, results = ranks.timed(lambda: kernel.attend(q, k, v, chunk, q_pos, options))
-        cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks sends one to the lse, too
+        cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks also sends one to the lse
         backward, _ = ranks.timed(lambda: torch.autograd.grad(results, (q, k, v), cotangents))
         return forward, backward
 

@@ -1,7 +1,6 @@
-"""Fits of a calibration: figures that describe measured times best. Pure numpy.
+"""Fits of a calibration: the figures that describe measured times best. Pure numpy.
 
-Errors are relative: a tenth of a millisecond counts as much as a tenth of a second where the one is a tenth of a
-millisecond's work and the other of a second's.
+Errors are relative: an error of 10 % counts the same for a millisecond and for a second.
 """
 
 # S samples, C columns of a fit
@@ -18,13 +17,13 @@ from spanwise.hardware import Link
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One thing that was timed.
+    """One timed call.
 
     Attributes:
-        figure: what it was fitted for, as reports name it.
-        what: what was timed.
-        seconds: the median call on the slowest rank.
-        fitted: what the figures that were fitted to all samples say.
+        figure: the fitted figure, as reports name it.
+        what: the call, in words.
+        seconds: of the median call on the slowest rank.
+        fitted: seconds by the fit to all samples.
     """
 
     figure: str
@@ -44,10 +43,10 @@ class AttentionCall:
 
     Attributes:
         what: the problem, in words.
-        backward: which pass.
-        flops: those of the mask's pairs.
-        pair_flops: those of one pair.
-        tokens: queries at whose edge the kernel computes more; 0 where the keys are not the queries' own.
+        backward: whether it is the backward.
+        flops: of the mask's pairs.
+        pair_flops: of one pair.
+        tokens: queries on the mask's edge, where the kernel computes more; 0 for keys of other ranks.
     """
 
     what: str
@@ -60,10 +59,10 @@ class AttentionCall:
 def fit_attention(
     calls: Sequence[AttentionCall], seconds: Sequence[float]
 ) -> tuple[dict[str, float], tuple[Sample, ...]]:
-    """`Hardware`'s attention figures that describe the times best, and the samples with their fitted times.
+    """The attention figures of `Hardware` that describe the times best, and the samples with their fitted times.
 
     ``seconds = kernel_seconds + (flops + edge_pairs · tokens · pair_flops) / rate`` with one rate for the forward and
-    one for the backward. For given ``edge_pairs`` that is linear; which ``edge_pairs`` is best is searched.
+    one for the backward. That is linear for a given ``edge_pairs``; a grid search finds the best one.
 
     Raises:
         ValueError: the times do not grow with the work.
@@ -81,7 +80,7 @@ def fit_attention(
         return float(((fitted - y) ** 2 / np.abs(fitted * y)).sum()), x, fitted
 
     low, high = 0.0, 1024.0
-    for _ in range(6):  # each time eight times closer
+    for _ in range(6):  # each grid is eight times finer
         grid = np.linspace(low, high, 33)
         best = int(np.argmin([fit(edge_pairs)[0] for edge_pairs in grid]))
         low, high = grid[max(0, best - 2)], grid[min(32, best + 2)]
@@ -105,10 +104,10 @@ def fit_attention(
 
 
 def _fit_relative(columns_SC: np.ndarray, y_S: np.ndarray) -> np.ndarray:
-    """Least squares of relative residuals; the first unknown, a fixed time, is at least 0 and no sample is shorter.
+    """Least squares of relative residuals; the first unknown, a fixed time, lies between 0 and the shortest sample.
 
-    Twice as long and half as long count the same (relative to the measured alone, a fit would lie below the slow
-    outliers, relative to the fitted alone above the fast ones). The weights for that depend on the fit, so that it is
+    Twice as long and half as long count the same. Residuals relative to measured times alone would give a fit below
+    slow outliers; relative to fitted times alone, a fit above fast ones. The weights depend on the fit, which is
     repeated until they settle.
     """
     scale_S = y_S
@@ -132,7 +131,7 @@ def fit_link(
     ``seconds = latency + factor · bytes / bandwidth``. The collective that moves its bytes fastest has factor 1.
 
     Args:
-        wire: factors that are known already.
+        wire: known factors.
 
     Raises:
         ValueError: the times do not grow with the bytes.

@@ -1,4 +1,4 @@
-"""Links of a process group: collectives as the exchanges issue them, over a sweep of sizes."""
+"""Links of a process group: the collectives of the exchanges, over a sweep of sizes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spanwise.calibrate.fit import Sample, fit_link
 from spanwise.calibrate.ranks import Ranks
 from spanwise.hardware import COLLECTIVES, Link
 
-#: Bytes that a rank receives in the smallest collective. It grows fourfold until one call takes `_LONG` seconds, so
+#: Bytes that a rank receives in the smallest collective. Sizes grow fourfold until one call takes `_LONG` seconds, so
 #: that the longest takes about half a second on a slow link.
 SMALLEST, _LONG = 1 << 12, 0.125
-#: Sizes that are timed, beside the smallest: the largest ones. What lies between fits into buffers of sockets, network
-#: cards and shapers, and would tell of them.
+#: Timed sizes: the smallest, and so many of the largest. Sizes between them fit into buffers of sockets, network cards
+#: and shapers, and would measure those.
 _SIZES = 3
 
 
@@ -31,7 +31,7 @@ def measure_links(
         host_size: ranks of a host; all of them if there is one level.
         largest: bytes that a rank receives in the largest collective.
     """
-    # Outermost first: it decides the wire factors. All groups of a level measure at the same time.
+    # Outermost first: this level sets the wire factors. All groups of a level measure at the same time.
     levels: list[tuple[str, int | None, list[int]]] = []
     if host_size == ranks.size:
         levels.append(("link", None, ranks.members))
@@ -66,21 +66,21 @@ def _sweep(ranks: Ranks, group: dist.ProcessGroup, largest: int, repeats: int) -
         grown = []
         num_bytes, slowest = SMALLEST, 0.0
         while num_bytes <= largest and slowest < _LONG:
-            rows = -(-num_bytes // (4 * (size - 1)))  # float32 numbers that each pair of ranks exchanges
+            rows = -(-num_bytes // (4 * (size - 1)))  # float32 numbers between each pair of ranks
             call = _collective(collective, rows, size, name, ranks.device)
             grown.append((collective, 4.0 * rows * (size - 1), call))
             # The better of two: the first call may have to connect the ranks.
-            slowest = ranks.agree([min(ranks.timed(call)[0], ranks.timed(call)[0])])[0]
+            slowest = ranks.over_ranks([min(ranks.timed(call)[0], ranks.timed(call)[0])])[0]
             num_bytes *= 4
         calls += [grown[0], *grown[1:][-_SIZES:]]
-    # Round after round, so that what disturbs the machine for a moment does not hit one size alone.
+    # Round after round, so that a moment's disturbance does not hit a single size.
     rounds = []
     for _ in range(repeats):
         times = []
         for _, _, call in calls:
-            ranks.meet()
+            ranks.barrier()
             times.append(ranks.timed(call)[0])
-        rounds.append(ranks.agree(times))
+        rounds.append(ranks.over_ranks(times))
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     return [(collective, num_bytes, s) for (collective, num_bytes, _), s in zip(calls, medians, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The ranks that measure together: who they are, what they agree on, and the clock of each."""
+"""The ranks that measure together: their process group, reductions over them, and the clock of each."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Ranks:
         self.device = device
         self._where = _torch.comparison_device(self.group)
 
-    def agree(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
-        """The largest of each value over the ranks, or the smallest: what the slowest rank found."""
+    def over_ranks(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
+        """The largest of each value over the ranks, or the smallest: those of the slowest rank."""
         sign = 1.0 if largest else -1.0
         x = torch.tensor([sign * v for v in values], dtype=torch.float64, device=self._where)
         x = _torch.wait(_torch.start_all_reduce(x, "max", _torch.group_name(self.group)))
         return (sign * x).tolist()
 
-    def meet(self) -> None:
-        """Return when all ranks are here."""
-        self.agree([0.0])
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        self.over_ranks([0.0])
 
     def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds until the device has done what ``call`` asked for, and its result."""
+        """Seconds until the device has finished `call`, and its result."""
         self._synchronize()
         begin = time.perf_counter()
         result = call()
@@ -55,8 +55,8 @@ class Ranks:
         return time.perf_counter() - begin, result
 
     def median(self, call: Callable[[], Any], repeats: int) -> float:
-        """Seconds of the median call, after one that is not counted; all ranks begin together."""
-        self.meet()
+        """Seconds of the median call after a warm-up; all ranks begin together."""
+        self.barrier()
         call()
         return statistics.median(self.timed(call)[0] for _ in range(repeats))
 
@@ -65,7 +65,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def host_size(self, given: int | None) -> int:
-        """Ranks of a host; all of them if there is one host."""
+        """Ranks of a host: `given`, else by host names; all ranks if there is one host."""
         if given is not None:
             if given < 1 or self.size % given:
                 raise ValueError(f"host_size must divide the {self.size} ranks, got {given}")

@@ -1,40 +1,55 @@
-"""The job behind ``spanwise calibrate``: starts ranks, or takes part in those of torchrun, and measures on all of them.
+"""``spanwise calibrate``: starts ranks, or takes part in those of torchrun, and measures on all of them.
 
-Stands above `calibrate`, which only measures; shows what was measured, and borrows how ranks are started from `train`.
+`spanwise.calibrate` measures; this module starts the ranks, as `train` does, and shows the figures.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from spanwise import calibrate
 from spanwise.attention.kernels.table import resolve
-from spanwise.cli.report.terminal import console
-from spanwise.train.launch import Rank, cores, launch
+from spanwise.calibrate.measure import Calibration, measure
+from spanwise.cli.output import check_writable
+from spanwise.cli.report.terminal import console, table
+from spanwise.cli.report.units import percent
+from spanwise.train.launch import Rank, join_ranks, launch
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateOptions:
-    """What the command line asks for; ``ValueError`` names what does not serve, before a process starts."""
+    """Options of ``spanwise calibrate``.
 
-    ranks: int
-    out: str | None
-    device: str
-    kernel: str
-    heads: int
-    kv_heads: int | None
-    head_dim: int
-    dtype: str
-    host_size: int | None
+    Attributes:
+        ranks: local processes to start. Default: 2, or what torchrun started.
+        out: file for the figures; plan takes it as --hardware.
+        device: of the ranks: cpu (gloo) or cuda (NCCL).
+        kernel: as `context_parallel_attention` takes it.
+        heads: query heads.
+        kv_heads: heads of K and V. Default: as --heads.
+        head_dim: width of a head.
+        dtype: of q, K and V.
+        host_size: ranks of a host, where host names do not tell them apart.
+
+    Raises:
+        ValueError: an option is out of range, or no device serves; raised before a process starts.
+    """
+
+    ranks: int = 2
+    out: str | None = None
+    device: str = "cpu"
+    kernel: str = "auto"
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: str = "float32"
+    host_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "heads", "kv_heads", "head_dim", "host_size"):
@@ -54,29 +69,25 @@ class CalibrateOptions:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda needs a GPU for each local rank, found none; use --device cpu")
         resolve(self.kernel, torch.device(self.device))
-        if self.out is not None and (Path(self.out).is_dir() or not Path(self.out).absolute().parent.is_dir()):
-            raise ValueError(f"--out must be a file in a folder that exists, got {self.out}")
+        check_writable(self.out)
 
 
-def run(options: CalibrateOptions, mine: Rank | None) -> int:
-    """Measure on local ranks, or as the rank ``mine``. Returns the exit status."""
-    if mine is not None:
-        return calibrate_rank(mine, options)
+def calibrate(options: CalibrateOptions, rank: Rank | None) -> int:
+    """Measure this machine and the links between its ranks: what plans are priced with.
+
+    Starts --ranks local processes, or takes part in those that torchrun started, on one host or several:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m spanwise calibrate --device cuda --out cluster.json
+    """
+    if rank is not None:
+        return calibrate_rank(rank, options)
     return launch(calibrate_rank, options, ranks=options.ranks)
 
 
 def calibrate_rank(rank: Rank, options: CalibrateOptions) -> int:
-    """One rank's part; the first prints what was measured and writes the file."""
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(rank.local_rank)
-        device = torch.device("cuda", rank.local_rank)
-    else:
-        torch.set_num_threads(max(1, cores() // rank.local_size))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    """One rank's part; rank 0 prints the figures and writes the file."""
+    device = join_ranks(rank, options.device)
     mesh = init_device_mesh(options.device, (rank.size,), mesh_dim_names=("cp",))
-    result = calibrate.measure(
+    result = measure(
         mesh,
         device=device,
         kernel=options.kernel,
@@ -95,18 +106,20 @@ def calibrate_rank(rank: Rank, options: CalibrateOptions) -> int:
     return 0
 
 
-def show(result: calibrate.Calibration) -> None:
-    """Print the figures, and how well they fit what was timed."""
+def show(result: Calibration) -> None:
+    """Print the figures, and the errors of their fit."""
     hardware = result.hardware
-    table = Table(title=f"{hardware.name}, measured in {result.seconds:.1f} s")
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    table.add_column("error of the fit, mean and largest", justify="right")
+    columns = ("figure", "measured", "error of the fit, mean and largest")
+    shown = table(f"{hardware.name}, measured in {result.seconds:.1f} s", columns, ("figure",))
 
     def row(figure: str, measured: str) -> None:
         errors = [abs(sample.error) for sample in result.samples if sample.figure == figure]
-        fit = f"{statistics.mean(errors):.1%}, {max(errors):.1%} of {len(errors)} samples" if errors else ""
-        table.add_row(figure, measured, fit)
+        fit = (
+            f"{percent(statistics.mean(errors), 1)}, {percent(max(errors), 1)} of {len(errors)} samples"
+            if errors
+            else ""
+        )
+        shown.add_row(figure, measured, fit)
 
     row("attention forward", f"{hardware.attention_flops / 1e9:,.1f} GFLOP/s")
     row("attention backward", f"{hardware.attention_backward_flops / 1e9:,.1f} GFLOP/s")
@@ -119,4 +132,4 @@ def show(result: calibrate.Calibration) -> None:
         row(figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {link.latency * 1e3:.3f} ms")
     for collective, factor in hardware.wire:
         row(f"{collective} on the wire", f"{factor:.2f} × its bytes")
-    console().print(table)
+    console().print(shown)

@@ -1,7 +1,7 @@
-"""What ``spanwise overlap`` runs: captured or saved graphs -> orders that hide their collectives -> text, HTML, JSON.
+"""``spanwise overlap``: captured or saved graphs ─► orders that hide their collectives ─► text, HTML, JSON.
 
-Graphs are captured on fake process groups and fake tensors; costs are computed, not measured. It lies outside `overlap`
-because the exchange of K/V in a context-parallel graph is planned by the other half of the package.
+Graphs are captured on fake process groups and fake tensors; costs are computed unless ``--costs measured``. This module
+is not part of `overlap`, because the other half of the package plans the exchange of K/V in a captured graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,14 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.attention.kernels import sdpa, varlen  # noqa: F401  # their operators are in graphs of files
-from spanwise.cli.plan import command_line, load_hardware
-from spanwise.cli.report import overlap as pages
-from spanwise.cli.report import text
+from spanwise.attention.kernels import sdpa, varlen  # noqa: F401  # loaded graphs call their operators
+from spanwise.cli.command import command_line
+from spanwise.cli.hardware import load_hardware
+from spanwise.cli.output import check_writable, json_text, write, write_text
+from spanwise.cli.report import overlap_text
+from spanwise.cli.report.overlap_figures import GraphFigures, Page, Peer, list_ranks
+from spanwise.cli.report.overlap_html import render
+from spanwise.cli.report.terminal import working
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.costs.measure import Measured, measure
@@ -39,35 +42,48 @@ from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.pytorch_pass import pytorch_order
 from spanwise.planning.make_plan import make_plan
 
-#: Nodes of a graph that are captured at most; beyond, capturing alone takes minutes.
+#: Most layers to capture; beyond, capturing alone takes minutes.
 _LAYERS_LIMIT = 256
 
-#: Sizes of the captured model; none of them says anything of a graph that is loaded.
+#: Options that only a captured model has; --load refuses them.
 _MODEL = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "seq_len", "batch", "dp", "cp", "tp", "exchange")
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapOptions:
-    """The options of ``spanwise overlap``, by the names they have there.
+    """Options of ``spanwise overlap``.
 
     Attributes:
-        layers, dim, heads, kv_heads, ffn, seq_len, batch, dp, cp, tp: see `CaptureConfig`; vocab 0: layers alone.
-        exchange: of K/V over cp: "needed" or "all_gather".
-        device: whose operators the graph has, "cuda" or "cpu".
-        graph: "forward", "backward" or "both"; of a loaded file also the name of one of its graphs.
-        load: file of graphs, see `graph_file`; nothing is captured then.
-        group: ranks of process groups of `load`, of those that the file does not know above all, "NAME=RANKS" each.
-        dynamic_size: what a size is taken for that a loaded graph leaves open.
-        hardware: name of a preset, or a file of ``spanwise calibrate``.
-        costs: "roofline" of the hardware, or "measured": operators run on `device`, collectives are the hardware's.
-        measurements: file of what was measured, which is read first and added to.
-        budget: bytes that a graph may hold at most.
-        bucket: whether collectives may be merged.
-        multiplier: collectives are scheduled as if they took so many times as long.
-        in_flight: collectives of a process group that may have been started and not yet waited for.
-        effort: how many orders are tried.
-        torch: whether PyTorch's own pass is run beside, and ours without buckets.
-        trace, html, json, save: files to write.
+        layers: decoder layers.
+        dim: width of the hidden states.
+        heads: query heads.
+        kv_heads: heads of K and V.
+        ffn: width inside the feed-forward layers.
+        vocab: rows of the embedding; 0: layers alone, without embedding and loss.
+        seq_len: tokens of a sequence.
+        batch: sequences of a data-parallel rank.
+        dp: data-parallel ranks; parameters are sharded over dp and cp.
+        cp: ranks that share a sequence: K/V are exchanged.
+        tp: tensor-parallel ranks, neighbours of one another.
+        exchange: of K/V over cp: needed or all_gather.
+        device: whose operators the graph has: cuda or cpu. No such device is needed.
+        graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
+        load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured.
+        group: ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8.
+        dynamic_size: the value of each size that a loaded graph leaves open.
+        hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
+        costs: of operators: roofline, of --hardware, or measured, on --device; collectives: --hardware.
+        measurements: file of the times of --costs measured, read first and added to.
+        budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.
+        bucket: merge collectives where that gains.
+        multiplier: schedule as if collectives took so many times as long; costs are guesses.
+        in_flight: most collectives of a group that are started and not yet waited for.
+        effort: number of orders to try; more find better ones, as a rule.
+        torch: compare with PyTorch's own overlap pass, and with ours without buckets.
+        trace: file for Chrome's trace events, for ui.perfetto.dev.
+        html: file for the report: timelines and figures, one page.
+        json: file for all figures.
+        save: file for the graphs; --load takes it.
     """
 
     layers: int = 8
@@ -85,12 +101,12 @@ class OverlapOptions:
     device: str = "cuda"
     graph: str = "both"
     load: str | None = None
-    group: tuple[str, ...] = ()
+    group: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "NAME=RANKS"})
     dynamic_size: int = 4096
     hardware: str = "h100"
     costs: str = "roofline"
     measurements: str | None = None
-    budget: int | None = None
+    budget: int | None = dataclasses.field(default=None, metadata={"metavar": "BYTES"})
     bucket: bool = True
     multiplier: float = 1.0
     in_flight: int | None = None
@@ -102,32 +118,16 @@ class OverlapOptions:
     save: str | None = None
 
     def command(self) -> str:
-        """The command line that gives these options, for a shell; what is written where is left out."""
+        """The shell command that gives these options, without the files to write."""
         return command_line("overlap", self, ("trace", "html", "json", "save"))
 
 
-def run(options: OverlapOptions) -> list[pages.GraphFigures]:
-    """Capture or load, schedule, print the report, write what was asked for.
-
-    Raises:
-        ValueError: an option or an input file is wrong, an output cannot be written, or a graph cannot be scheduled.
-    """
-    for path in (options.trace, options.html, options.json, options.save):
-        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
+def overlap(options: OverlapOptions) -> None:
+    """Hide the communication of a training step: schedule a captured graph, and say what is exposed and why."""
+    check_writable(options.trace, options.html, options.json, options.save)
     hardware = load_hardware(options.hardware)
-    if options.dynamic_size < 1:
-        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
-    if options.costs not in ("roofline", "measured"):
-        raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
-    if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
-    if options.measurements is not None and options.costs != "measured":
-        raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
     given = parse_groups(options.group)
-    if given and options.load is None:
-        flags = " ".join(f"--group {one}" for one in options.group)
-        raise ValueError(f"{flags} is for groups of --load: those of what is captured are known")
+    _check(options)
     source, what = _graphs(options, hardware)
     _check_groups(given, source)
     ranks = {**source.ranks, **given}
@@ -138,26 +138,31 @@ def run(options: OverlapOptions) -> list[pages.GraphFigures]:
     for name, gm in chosen.items():
         with assumed(gm, options.dynamic_size):
             found.append(_figures(name, gm, model, source.labels, options))
-    page = pages.Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
-    pages.show(page)
-    writers: tuple[tuple[str | None, Callable[[Path], object]], ...] = (
-        (options.json, lambda path: path.write_text(json.dumps(page.as_dict(), indent=1) + "\n", encoding="utf-8")),
-        (options.trace, lambda path: path.write_text(_trace(found, source.labels), encoding="utf-8")),
-        (options.html, lambda path: path.write_text(pages.render(page), encoding="utf-8")),
-        (options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels)),
-    )
-    for path, write in writers:
-        if path is not None:
-            try:
-                write(Path(path))
-            except OSError as error:
-                raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
-            text.wrote(path)
-    return found
+    page = Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
+    overlap_text.show(page)
+    write_text(options.json, lambda: json_text(page.as_dict()))
+    write_text(options.trace, lambda: _trace(found, source.labels))
+    write_text(options.html, lambda: render(page))
+    write(options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels))
+
+
+def _check(options: OverlapOptions) -> None:
+    """Refuse options that contradict one another or this machine."""
+    if options.dynamic_size < 1:
+        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
+    if options.costs not in ("roofline", "measured"):
+        raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
+    if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
+    if options.measurements is not None and options.costs != "measured":
+        raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
+    if options.group and options.load is None:
+        flags = " ".join(f"--group {one}" for one in options.group)
+        raise ValueError(f"{flags} is for groups of --load: the groups of a captured model are known")
 
 
 def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Ranks by the names of groups, of "NAME=0,8,16", "NAME=0-7" or "NAME=0-56:8" (every eighth)."""
+    """Ranks of groups by name, from "NAME=0,8,16", "NAME=0-7" or "NAME=0-56:8" (every eighth)."""
     found = {}
     for one in given:
         name, _, listed = one.partition("=")
@@ -178,7 +183,7 @@ def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
 def plan_attention(
     config: CaptureConfig, hardware: Hardware, exchange: str
 ) -> Callable[[DeviceMesh], tuple[Attention, Any]]:
-    """Causal attention of shards of the sequence, for `capture`: K/V are exchanged over cp as a plan says."""
+    """Causal attention of shards of the sequence, for `capture`; a plan exchanges K/V over cp."""
     plan = make_plan(
         SpanMask.causal(config.seq_len),
         config.cp,
@@ -200,14 +205,14 @@ def plan_attention(
 
 
 def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, str]:
-    """The graphs to schedule, and what they are in words."""
+    """The graphs to schedule, and their description."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     if options.load is not None:
         given = [name for name in _MODEL if getattr(options, name) != defaults[name]]
         if given:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
-        with text.working(f"loading {options.load}"):
+        with working(f"loading {options.load}"):
             try:
                 return load_graphs(options.load), f"Graphs of {options.load}"
             except OSError as error:
@@ -226,7 +231,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
         f"{config.batch} x {config.seq_len:,} tokens; {config.num_ranks} ranks = {config.dp} data x {config.cp} "
         f"context x {config.tp} tensor parallel"
     )
-    with text.working(f"capturing {config.layers} layers of {config.num_ranks} ranks"):
+    with working(f"capturing {config.layers} layers of {config.num_ranks} ranks"):
         attention = plan_attention(config, hardware, options.exchange) if config.cp > 1 else None
         graphs = capture(config, attention)
     axes = {name: axis for name, axis in graphs.axes.items() if axis.name}
@@ -238,7 +243,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
 
 
 def _check_groups(given: Mapping[str, Sequence[int]], source: SavedGraphs) -> None:
-    """Refuse groups that the graphs do not have, and those of another size."""
+    """Refuse groups that the graphs do not have, or have with another size."""
     known = group_sizes(source.graphs.values()) if given else {}
     for name, ranks in given.items():
         if name not in known:
@@ -248,7 +253,7 @@ def _check_groups(given: Mapping[str, Sequence[int]], source: SavedGraphs) -> No
         for size, node in known[name].items():
             if size != len(ranks):
                 raise ValueError(
-                    f"--group {name}={pages.listed(ranks)} has {len(ranks)} ranks; by the node {node!r} the group has "
+                    f"--group {name}={list_ranks(ranks)} has {len(ranks)} ranks; by the node {node!r} the group has "
                     f"{size}"
                 )
 
@@ -262,10 +267,11 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 
 
 class _Priced:
-    """Costs of the nodes of one graph, asked for once, so that a pass is timed without them.
+    """Costs of the nodes of one graph, computed in advance, so that timings of a pass do not contain them.
 
     Args:
-        costs: what they are.
+        gm: the graph.
+        costs: of operators.
         model: of the network.
     """
 
@@ -276,17 +282,17 @@ class _Priced:
 
     def __call__(self, node: fx.Node) -> float:
         known = self.table.get(node.name)
-        return self.costs(node) if known is None else known  # of a node that a pass has made
+        return self.costs(node) if known is None else known  # a node that a pass has made
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
         return self.costs.merged(nodes)
 
 
 def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
-    """Costs, and what there is to say of them."""
+    """Costs, and a remark on them."""
     if options.costs == "roofline":
         return _Priced(gm, model, model), ""
-    with text.working(f"measuring the operators of the {name}"):
+    with working(f"measuring the operators of the {name}"):
         costs = measure(gm, device=options.device, fallback=model, cache=options.measurements)
     priced = sum(node.target not in operators.STARTS for node in gm.graph.nodes if node.name in costs.left_out)
     rest = f"; {priced:,} nodes could not be run and are priced by it, too" if priced else ""
@@ -298,24 +304,22 @@ def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOpt
 
 def _figures(
     name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
-) -> pages.GraphFigures:
+) -> GraphFigures:
     try:
         cost, measured = _priced(name, gm, model, options)
-        with text.working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
+        with working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
             result, seconds = _optimized(gm, cost, options, bucket=options.bucket)
     except GraphError as error:
         hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
         raise ValueError(f"{name}: {error}{hint}") from error
     found = figures(result, labels)
     found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
-    peers, note = _beside(name, gm, cost, result, labels, options) if options.torch else ((), "")
-    return pages.GraphFigures(
-        name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note)))
-    )
+    peers, note = _peers(name, gm, cost, result, labels, options) if options.torch else ((), "")
+    return GraphFigures(name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note))))
 
 
 def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
-    """What `optimize` makes, and the seconds that it takes."""
+    """The result of `optimize`, and the seconds that it takes."""
     began = time.perf_counter()
     result = optimize(
         gm,
@@ -329,45 +333,45 @@ def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bu
     return result, time.perf_counter() - began
 
 
-def _beside(
+def _peers(
     name: str,
     gm: fx.GraphModule,
     cost: _Priced,
     result: Result,
     labels: Mapping[str, str],
     options: OverlapOptions,
-) -> tuple[tuple[pages.Peer, ...], str]:
-    """Orders of PyTorch's own pass at the same costs, ours without buckets; and why some of PyTorch's are not there.
+) -> tuple[tuple[Peer, ...], str]:
+    """Orders to compare with, and a remark if one of PyTorch's is missing.
 
-    With and without buckets, so that like is compared with like: where none are merged, all orders have the same
-    launches.
+    PyTorch's own pass at the same costs, with and without buckets, and ours without: orders without buckets all have
+    the same launches.
     """
-    found: list[pages.Peer] = []
+    found: list[Peer] = []
     heavy = arithmetic(gm)
 
     def add(what: str, timeline: Timeline, seconds: float, merged: bool) -> None:
         own = order_figures(what, timeline, heavy, names=labels, merged=merged, budget=result.budget, seconds=seconds)
-        found.append(pages.Peer(own, timeline))
+        found.append(Peer(own, timeline))
 
     note = ""
     for bucket in (False, True):
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
-        with text.working(f"{what}: {name}"):
+        with working(f"{what}: {name}"):
             try:
                 timeline, seconds = pytorch_order(gm, cost, cost.model.latency, ranks=cost.model.ranks, bucket=bucket)
-            except Exception as error:  # of its own graph code: whatever it raises, ours goes on
+            except Exception as error:  # raised by PyTorch's graph code; ours goes on
                 note = f"{what} cannot run here: {type(error).__name__}: {error}"
                 break
         add(what, timeline, seconds, merged=bucket)
     if options.bucket:
-        with text.working(f"scheduling the {name} without buckets"):
+        with working(f"scheduling the {name} without buckets"):
             plain, seconds = _optimized(gm, cost, options, bucket=False)
         add("spanwise, reorder", plain.timeline, seconds, merged=False)
     return tuple(found), note
 
 
-def _trace(found: Sequence[pages.GraphFigures], labels: Mapping[str, str]) -> str:
-    """Chrome's trace events of all graphs, a process for each order; see `trace`."""
+def _trace(found: Sequence[GraphFigures], labels: Mapping[str, str]) -> str:
+    """Chrome's trace events of all graphs, one process for each order; see `trace_events`."""
     events: list[dict[str, Any]] = []
     process = 0
     for one in found:

@@ -1,63 +1,65 @@
-"""What ``spanwise plan`` runs: document lengths -> masks -> plans -> text, HTML and JSON.
+"""``spanwise plan``: document lengths ─► masks ─► plans ─► text, HTML and JSON.
 
-Plans are made exactly as a training step makes them, without a process group or an accelerator; nothing is measured.
+Plans are made exactly as in a training step, without a process group or an accelerator. Nothing is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import shlex
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
-from spanwise import hardware as cost
-from spanwise.cli.report import text
+from spanwise.cli.command import command_line
+from spanwise.cli.hardware import load_hardware
+from spanwise.cli.output import check_writable, json_text, write_text
+from spanwise.cli.report import plan_text
 from spanwise.cli.report.compare import compare
-from spanwise.cli.report.figures import Source, figures
-from spanwise.cli.report.lengths import read_lengths
+from spanwise.cli.report.plan_figures import figures
+from spanwise.cli.report.plan_html import render
+from spanwise.cli.report.terminal import working
+from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
+from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
-from spanwise.train.data import DocumentStream, find_documents
 
-#: Tokens of a sequence at most: masks and reports keep some arrays of one entry a token.
-SEQ_LIMIT = 2**26
-
-#: Ranks at most: reports hold tables of ranks × ranks, and draw one.
+#: Most ranks: reports hold tables of ranks × ranks, and draw one.
 RANKS_LIMIT = 1024
 
-#: The largest values of other options. Together with those above, every count of bytes and pairs stays below 2**63.
+#: Largest values of other options. With the limits above, every number of bytes and pairs stays below 2**63.
 _LARGEST = {"layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT}
-
-_PRESETS = ("h100", "h200", "b200", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The options of ``spanwise plan``, by the names they have there.
+    """Options of ``spanwise plan``.
 
     Attributes:
-        documents: file of document lengths; see :func:`spanwise.cli.report.lengths.read_lengths`.
-        column: its key or column.
-        data: files and folders, every file one document, as ``spanwise train --data`` takes them.
-        seq_len: tokens of a sequence. Documents are laid end to end and cut there, as ``spanwise train`` does; without
-            documents, one document of that length.
-        sequence: which of the sequences is planned, from 0.
-        window: ``LEFT`` or ``LEFT,RIGHT`` in tokens.
-        window_layers: layers that use the window; the others read the whole document. Default: all.
-        bidirectional: rows also read what follows them.
-        layers: attention layers, for the seconds of a step.
-        ranks: size of the cp axis. Default: what the comparison recommends, else 8.
-        inner: ranks that trade heads (Ulysses); ``exchange`` works between groups of so many.
-        memory_budget: bytes that a rank may hold for exchanges, as `make_plan` counts them.
-        hardware: name of a preset, or a file of ``spanwise calibrate``.
-        compare_ranks: sizes of the cp axis to compare, "2,4,8".
-        html, json: files to write.
+        documents: JSON or CSV file of document lengths, or of cu_seqlens; a sequence's documents.
+        column: key or column of --documents that holds the lengths.
+        data: files and folders, every file one document; several may follow.
+        seq_len: tokens at which packed documents are cut; alone: one document of that length.
+        sequence: which of the packed sequences to plan, from 0.
+        window: tokens that a row reads to each side.
+        window_layers: layers that use --window; the others read whole documents. Default: all.
+        bidirectional: rows read later tokens, too.
+        heads: query heads.
+        kv_heads: heads of K and V.
+        head_dim: width of a head.
+        dtype: of K and V.
+        layers: attention layers of a step.
+        ranks: size of the cp axis. Default: the recommendation of --compare-ranks, else 8.
+        inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
+        memory_budget: most that a rank may hold for exchanges, all layers; brings in the ring.
+        hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
+        balancer: as `make_plan` takes it.
+        exchange: as `make_plan` takes it.
+        block_size: tokens that are assigned together.
+        compare_ranks: also compare sizes of the cp axis, and recommend one.
+        html: file for the report: drawings and all figures, one page.
+        json: file for all figures.
     """
 
     documents: str | None = None
@@ -65,7 +67,7 @@ class PlanOptions:
     data: tuple[str, ...] = ()
     seq_len: int | None = None
     sequence: int = 0
-    window: str | None = None
+    window: str | None = dataclasses.field(default=None, metadata={"metavar": "LEFT[,RIGHT]"})
     window_layers: int | None = None
     bidirectional: bool = False
     heads: int = 32
@@ -75,111 +77,90 @@ class PlanOptions:
     layers: int = 1
     ranks: int | None = None
     inner: int = 1
-    memory_budget: int | None = None
+    memory_budget: int | None = dataclasses.field(default=None, metadata={"metavar": "BYTES"})
     hardware: str = "h100"
     balancer: str = "auto"
     exchange: str = "auto"
     block_size: int = 128
-    compare_ranks: str | None = None
+    compare_ranks: str | None = dataclasses.field(default=None, metadata={"metavar": "2,4,8,…"})
     html: str | None = None
     json: str | None = None
 
     def command(self) -> str:
-        """The command line that gives these options, for a shell; what is written where is left out."""
+        """The shell command that gives these options, without the files to write."""
         return command_line("plan", self, ("html", "json"))
 
 
-def command_line(name: str, options: Any, files: Collection[str]) -> str:
-    """What gives the `options` of a command that are not their defaults, all fields but those called `files`."""
-    words = ["spanwise", name]
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name in files or value == field.default:
-            continue
-        flag = field.name.replace("_", "-")
-        for one in value if isinstance(value, tuple) else (value,):
-            words += [f"--{flag}"] if one is True else [f"--no-{flag}"] if one is False else [f"--{flag}", str(one)]
-    return shlex.join(words)
-
-
-def run(options: PlanOptions) -> dict[str, Any]:
-    """Plan, print the summary, write what was asked for; returns the figures.
-
-    Raises:
-        ValueError: an option or an input file is wrong, or an output cannot be written.
-        NotImplementedError: a balancer or exchange that does not exist yet.
-    """
+def plan(options: PlanOptions) -> None:
+    """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
     for name, largest in _LARGEST.items():
         value = getattr(options, name)
         if not 1 <= value <= largest:
             raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
-    for path in (options.html, options.json):
-        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
+    check_writable(options.html, options.json)
     hardware = load_hardware(options.hardware)
     degrees = parse_ranks(options.compare_ranks) if options.compare_ranks is not None else ()
-    cu_seqlens, source = choose_sequence(options)
+    cu_seqlens, source = choose_sequence(
+        options.documents, options.column, options.data, options.seq_len, options.sequence
+    )
     tokens = int(cu_seqlens[-1])
-    for flag, numbers in (("--ranks", (options.ranks,)), ("--compare-ranks", degrees)):
-        for number in numbers:
-            if number is not None and not 1 <= number <= min(RANKS_LIMIT, tokens):
-                raise ValueError(
-                    f"{flag} must be between 1 and {min(RANKS_LIMIT, tokens):,} for a sequence of {tokens:,} tokens "
-                    f"({RANKS_LIMIT:,} ranks at most, a token for each), got {number:,}"
-                )
+    _check_ranks("--ranks", () if options.ranks is None else (options.ranks,), tokens)
+    _check_ranks("--compare-ranks", degrees, tokens)
     masks, weights = build_masks(options, cu_seqlens)
 
     @functools.cache
     def plan_for(num_ranks: int) -> Plan:
-        inner = options.inner if num_ranks > 1 else 1  # one rank is what the others are compared with
-        if inner < 1 or num_ranks % inner:
-            raise ValueError(f"--inner must divide the number of ranks, got --inner {options.inner}, {num_ranks} ranks")
-        return make_plan(
-            masks,
-            num_ranks if inner == 1 else (num_ranks // inner, inner),
-            weights=weights,
-            balancer=options.balancer,
-            exchange=options.exchange,
-            block_size=options.block_size,
-            num_q_heads=options.heads,
-            num_kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-            dtype=options.dtype,
-            hardware=hardware,
-            cu_seqlens=cu_seqlens,
-            memory_budget=options.memory_budget,
-        )
+        return _make_plan(options, masks, weights, num_ranks, hardware, cu_seqlens)
 
-    with text.working(f"planning {tokens:,} tokens"):
+    with working(f"planning {tokens:,} tokens"):
         comparison = compare(plan_for, degrees) if degrees else None
         ranks = options.ranks if options.ranks is not None else comparison.best if comparison else min(8, tokens)
         result = figures(plan_for(ranks), source, options.command(), comparison, describe_masks(options, masks))
-    text.show(result)
-    for path, write in ((options.json, _write_json), (options.html, _write_html)):
-        if path is not None:
-            try:
-                write(Path(path), result)
-            except OSError as error:
-                raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
-            text.wrote(path)
-    return result.as_dict()
+    plan_text.show(result)
+    write_text(options.json, lambda: json_text(result.as_dict()))
+    write_text(options.html, lambda: render(result))
 
 
-def load_hardware(name: str) -> cost.Hardware:
-    """A preset by name, else what the file ``name`` holds."""
-    if name.lower() in _PRESETS:
-        return {"h100": cost.H100, "h200": cost.H200, "b200": cost.B200, "cpu": cost.CPU_HOST}[name.lower()]
-    try:
-        return cost.Hardware.load(name)
-    except OSError as error:
-        raise ValueError(
-            f"cannot read --hardware {name!r}: {error.strerror or error}; name a file that spanwise calibrate wrote, "
-            f"or one of {', '.join(_PRESETS)}"
-        ) from error
+def _check_ranks(flag: str, numbers: Iterable[int], tokens: int) -> None:
+    for number in numbers:
+        if not 1 <= number <= min(RANKS_LIMIT, tokens):
+            raise ValueError(
+                f"{flag} must be between 1 and {min(RANKS_LIMIT, tokens):,} for a sequence of {tokens:,} tokens "
+                f"({RANKS_LIMIT:,} ranks at most, a token for each), got {number:,}"
+            )
+
+
+def _make_plan(
+    options: PlanOptions,
+    masks: dict[str, SpanMask],
+    weights: dict[str, float],
+    num_ranks: int,
+    hardware: Hardware,
+    cu_seqlens: np.ndarray,
+) -> Plan:
+    """The plan of the options on `num_ranks` ranks. One rank, which others are compared with, trades no heads."""
+    inner = options.inner if num_ranks > 1 else 1
+    if inner < 1 or num_ranks % inner:
+        raise ValueError(f"--inner must divide the number of ranks, got --inner {options.inner}, {num_ranks} ranks")
+    return make_plan(
+        masks,
+        num_ranks if inner == 1 else (num_ranks // inner, inner),
+        weights=weights,
+        balancer=options.balancer,
+        exchange=options.exchange,
+        block_size=options.block_size,
+        num_q_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        hardware=hardware,
+        cu_seqlens=cu_seqlens,
+        memory_budget=options.memory_budget,
+    )
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """ "2,4,8" as ascending numbers."""
+    """Ascending numbers of "2,4,8"."""
     try:
         ranks = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -190,7 +171,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_window(text: str, bidirectional: bool) -> tuple[int, int]:
-    """ "LEFT" or "LEFT,RIGHT" in tokens."""
+    """(LEFT, RIGHT) in tokens, of "LEFT" or "LEFT,RIGHT"."""
     try:
         left, right = (int(part) for part in (text if "," in text else f"{text},0").split(","))
     except ValueError:
@@ -205,7 +186,7 @@ def parse_window(text: str, bidirectional: bool) -> tuple[int, int]:
 
 
 def build_masks(options: PlanOptions, cu_seqlens: np.ndarray) -> tuple[dict[str, SpanMask], dict[str, float]]:
-    """Masks by name, and the layers that use each. A single mask is called "default", as in :func:`make_plan`."""
+    """Masks by name, and the number of layers that use each. A single mask is called "default", as in `make_plan`."""
     causal = not options.bidirectional
     windowed = options.window_layers if options.window_layers is not None else options.layers
     if options.window is None:
@@ -223,7 +204,7 @@ def build_masks(options: PlanOptions, cu_seqlens: np.ndarray) -> tuple[dict[str,
 
 
 def describe_masks(options: PlanOptions, names: Iterable[str]) -> dict[str, str]:
-    """What a row reads under each mask, in words."""
+    """The keys that a row reads under each mask, in words."""
     whole = "each row reads its whole document" if options.bidirectional else "each row reads its document up to itself"
     notes = dict.fromkeys(names, whole)
     if options.window is not None:
@@ -232,78 +213,3 @@ def describe_masks(options: PlanOptions, names: Iterable[str]) -> dict[str, str]
         near = f"each row reads itself, up to {left:,} tokens before it{after}, of its own document"
         notes |= {name: near for name in names if name != "whole"}
     return notes
-
-
-def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, Source]:
-    """Document offsets ``[num_docs + 1]`` of the sequence to plan, and where it comes from."""
-    length, index = options.seq_len, options.sequence
-    if length is not None and not 1 <= length <= SEQ_LIMIT:
-        raise ValueError(f"--seq-len must be between 1 and {SEQ_LIMIT:,} tokens, got {length:,}")
-    if options.documents is not None and options.data:
-        raise ValueError("--documents and --data both say which documents there are; give one of them")
-    if options.column is not None and options.documents is None:
-        raise ValueError(f"--column {options.column} names a part of a --documents file; there is none")
-    count: int | None
-    if options.documents is not None:
-        rows = read_lengths(options.documents, options.column)
-        origin = options.documents
-        if length is None:
-            count, how = len(rows), "the documents in the order of the file"
-            cu = _offsets(rows[_in_range(index, count, origin)])
-        elif len(rows) > 1:
-            raise ValueError(
-                f"{origin} holds {len(rows)} sequences that are packed already, and --seq-len would pack them again; "
-                f"leave --seq-len out and choose one with --sequence, or write one list of lengths"
-            )
-        else:
-            offsets = _offsets(rows[0])
-            count = -(-int(offsets[-1]) // length)
-            how = f"documents in the order of the file, laid end to end and cut every {length:,} tokens"
-            begin = _in_range(index, count, f"{origin} with --seq-len {length}") * length
-            end = min(begin + length, int(offsets[-1]))
-            cu = np.unique(np.concatenate(([begin, end], offsets[(offsets > begin) & (offsets < end)]))) - begin
-    elif options.data:
-        corpus = find_documents(options.data)
-        origin = f"{', '.join(options.data)}: {corpus.describe()}"
-        if length is None:
-            count, how = 1, "every file one document, in the order of their names"
-            cu = _offsets(np.array([document.num_tokens for document in corpus.documents], dtype=np.int64))
-            _in_range(index, count, "--data without --seq-len")
-        else:
-            stream = DocumentStream(corpus.documents, 0, length)
-            count = -(-stream.epoch_tokens // length)
-            how = f"every file one document, shuffled (seed 0), cut every {length:,} tokens: train --held-out 0"
-            cu = stream.cu_seqlens(_in_range(index, count, f"an epoch of --seq-len {length}") * length, length)
-    elif length is not None:
-        origin, count, how = "--seq-len", 1, "one document that fills the sequence"
-        cu = np.array([0, length])
-        _in_range(index, count, "--seq-len without documents")
-    else:
-        raise ValueError(
-            "nothing to plan: name document lengths with --documents, files with --data, or give --seq-len"
-        )
-    if int(cu[-1]) > SEQ_LIMIT:
-        raise ValueError(
-            f"a sequence of {int(cu[-1]):,} tokens is more than one plan takes ({SEQ_LIMIT:,}); cut it with --seq-len"
-        )
-    return cu.astype(np.int64), Source(origin, how, index, count)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(lengths)))
-
-
-def _in_range(index: int, count: int, where: str) -> int:
-    if not 0 <= index < count:
-        raise ValueError(f"--sequence {index} does not exist: {where} gives {count:,}, counted from 0")
-    return index
-
-
-def _write_json(path: Path, result: Any) -> None:
-    path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
-
-
-def _write_html(path: Path, result: Any) -> None:
-    from spanwise.cli.report.html import render
-
-    path.write_text(render(result), encoding="utf-8")

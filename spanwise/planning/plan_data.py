@@ -56,6 +56,7 @@ class KVExchange(Protocol):
 
     name: ClassVar[str]
     arrival: ClassVar[str]
+    receives: ClassVar[str]
     baseline: ClassVar[bool]
     exact: ClassVar[bool]
     chained: ClassVar[bool]
@@ -77,6 +78,8 @@ class KVExchange(Protocol):
 
 class HeadExchange(Protocol):
     """What planning asks of the trade of heads for tokens; see `attention.exchange.ulysses.Ulysses`."""
+
+    receives: ClassVar[str]
 
     def received(self, plan: PlanData) -> Int64: ...
     def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64: ...

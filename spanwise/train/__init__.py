@@ -1,6 +1,6 @@
-"""The job behind ``spanwise train``: a small decoder trained on packed documents, the sequence cut over ranks.
+"""The decoder, document loader and training loop of ``spanwise train``: an example that imports public names only.
 
-``config`` says what to run, ``data`` packs files into sequences, ``model`` is the decoder, ``loop`` is the step on
-every rank, ``launch`` starts the ranks, ``checkpoint`` and ``metrics`` keep what was reached, ``prove`` runs the same
-steps on one device, ``display`` shows progress. Nothing else in the package imports this room.
+`config` holds the options, `data` packs files into sequences, `model` is the decoder, `loop` is the step on every
+rank, `start` checks the options and starts ranks with `launch`, `checkpoint` and `metrics` keep the results, `prove`
+repeats steps on one device, and `display` shows progress.
 """

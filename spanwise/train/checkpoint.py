@@ -1,8 +1,8 @@
 """Checkpoints of a run: ``torch.distributed.checkpoint`` folders, written whole or not at all.
 
     OUT/checkpoints/step-00000030/…     model and optimizer, sharded; any number of ranks reads them
-    OUT/checkpoints/step-00000030/run.json   what the run must agree on, read before any process starts
-    OUT/checkpoints/latest              name of the newest complete one
+    OUT/checkpoints/step-00000030/run.json   state of the run, read before any process starts
+    OUT/checkpoints/latest              name of the newest complete checkpoint
 
 A save writes into a temporary folder, renames it, then replaces ``latest``; older checkpoints go last. At every moment
 ``latest`` names a complete checkpoint.
@@ -29,9 +29,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands, and what the next one must share with it to go on from there.
+    """State of a run. A run that resumes it must share the model, the data and the stream.
 
-    ``position`` counts the tokens of the training stream that were trained on.
+    Attributes:
+        position: tokens of the training stream so far.
     """
 
     step: int
@@ -48,6 +49,7 @@ class RunState:
 
 
 def checkpoints(out: str | Path) -> Path:
+    """Folder of the checkpoints of a run."""
     return Path(out, "checkpoints")
 
 
@@ -81,7 +83,7 @@ def latest(out: str | Path) -> tuple[Path, RunState]:
 
 def _complete(folder: Path) -> list[str]:
     names = []
-    with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+    with contextlib.suppress(OSError):  # the folder itself may be unreadable
         for path in sorted(folder.glob("step-*")):
             with contextlib.suppress(OSError, ValueError):
                 _read(path)
@@ -90,11 +92,11 @@ def _complete(folder: Path) -> list[str]:
 
 
 def _read(path: Path) -> RunState:
-    """The facts of a checkpoint whose files all have the size that its index says.
+    """The state in a checkpoint, whose files must have the sizes in its index.
 
     Raises:
-        OSError: a file is not there.
-        ValueError: a file is not what `save` wrote, or is shorter.
+        OSError: a file is missing.
+        ValueError: a file is damaged, or `save` did not write it.
     """
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -126,7 +128,7 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
     """Refuse a checkpoint of another model, data set or stream.
 
     Raises:
-        ValueError: names every field that differs, with both values.
+        ValueError: fields differ; the text names each with both values.
     """
     wanted = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(ModelConfig)}
     different = [
@@ -151,10 +153,10 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
 
 
 def set_aside(out: str | Path) -> Path | None:
-    """Move what an earlier run left in ``out`` into ``out/previous/N``; nothing written is lost.
+    """Move the files of an earlier run from `out` to ``out/previous/N``.
 
     Returns:
-        The folder it went to, or ``None`` where there was nothing.
+        The new folder, or None if there was nothing to move.
     """
     found = [path for path in (checkpoints(out), Path(out, "metrics.json")) if path.exists()]
     if not found:
@@ -169,7 +171,7 @@ def set_aside(out: str | Path) -> Path | None:
 
 
 def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: int) -> Path:
-    """Write a checkpoint. Collective; every rank sees the same file system."""
+    """Write a checkpoint and return its folder. A collective call; all ranks need the same file system."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -185,7 +187,7 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     if dist.get_rank() == 0:
         write_json(temporary / "run.json", dataclasses.asdict(state))
-        if path.exists():  # left by a run that was set back to an earlier step, so `latest` names another
+        if path.exists():  # of a run that was set back to an earlier step; `latest` names another
             shutil.rmtree(path)
         temporary.rename(path)
         pointer = folder / ".latest.partial"
@@ -199,10 +201,10 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
 
 
 def load(path: Path, model: Any, optimizer: Any) -> None:
-    """Read a checkpoint into a sharded model and its optimizer, whatever number of ranks wrote it. Collective.
+    """Read a checkpoint of any number of ranks into a sharded model and its optimizer. A collective call.
 
     Raises:
-        ValueError: its files do not hold what they held when they were written.
+        ValueError: its files are damaged.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

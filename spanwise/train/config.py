@@ -1,36 +1,54 @@
-"""What a training run is told: every option of ``spanwise train``, checked before any process starts."""
+"""Options of a training run, checked before any process starts. ``spanwise train`` takes the same ones."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from spanwise.train.model import ModelConfig
 
-#: Tokens of a sequence that one device repeats at most.
+#: Most tokens of a sequence that one device repeats.
 PROVE_LIMIT = 16_384
 
-#: Tokens of a sequence at most: a plan keeps some arrays of one entry a token.
+#: Most tokens of a sequence: a plan keeps some arrays of one entry a token.
 SEQ_LIMIT = 2**26
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a run. ``ranks = dp × cp``; the sequence is cut over the cp ranks.
+    """Options of a run. ``ranks = dp × cp``; the ranks of cp share a sequence.
 
     Attributes:
-        inner: cp ranks that trade heads for tokens (Ulysses); ``exchange`` works between groups of them.
-        data: files and folders; none means the Python standard library's sources.
-        seq_len: tokens of a training sequence; any number from 2 to `SEQ_LIMIT`.
-        batch_size: sequences of an optimizer step over all ranks; a multiple of ``dp``, ``batch_size / dp`` of them
-            accumulate on each rank. ``None``: ``dp``, or what the checkpoint says.
-        max_document: tokens; longer documents become several. ``None``: ``seq_len``, or what the checkpoint says.
-        held_out: share of documents kept for evaluation.
-        eval_every: steps between evaluations; one more follows the last step. 0: none.
-        eval_sequences: most sequences of an evaluation.
-        save_every: steps between checkpoints; one more follows the last step. 0: only that one. Needs ``out``.
-        prove: first steps of this run that one device repeats.
+        data: files and folders, every file one document; several may follow. Default: the Python standard library's
+            sources.
+        out: folder for metrics.json and checkpoints.
+        ranks: local processes to start; ranks = dp × cp. Default: 1, or what torchrun started.
+        dp: ranks that take different sequences; the others share one.
+        inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
+        steps: optimizer steps, counted from the start of the run.
+        seq_len: tokens of a sequence; any number from 2.
+        batch_size: sequences of a step over all ranks, a multiple of --dp; past dp they accumulate. Default: --dp, or
+            as in the checkpoint.
+        max_document: tokens; longer documents become several. Default: --seq-len, or as in the checkpoint.
+        model: sizes of the decoder.
+        learning_rate: rate of AdamW after the warm-up.
+        warmup: steps of linear warm-up.
+        weight_decay: of AdamW; norms do not decay.
+        max_grad_norm: norm to which gradients are clipped.
+        seed: of weights and document order.
+        dtype: of parameters: float32 or float64.
+        device: of the ranks: cpu (gloo) or cuda (NCCL).
+        balancer: as `make_plan` takes it.
+        exchange: as `make_plan` takes it.
+        prove: first steps of this run that one device repeats and is compared with.
+        held_out: share of documents for evaluation, from 0 to below 1.
+        eval_every: steps between evaluations; 0: only after the last.
+        eval_sequences: most sequences evaluated.
+        save_every: steps between checkpoints; 0: only after the last.
+        keep: checkpoints to keep.
+        resume: go on from the last checkpoint in --out.
     """
 
     data: tuple[str, ...] = ()
@@ -47,78 +65,75 @@ class TrainConfig:
     warmup: int = 10
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
     balancer: str = "auto"
     exchange: str = "auto"
-    seed: int = 0
+    prove: int = 0
     held_out: float = 0.02
     eval_every: int = 0
     eval_sequences: int = 4
     save_every: int = 0
     keep: int = 2
-    prove: int = 0
     resume: bool = False
 
     def __post_init__(self) -> None:
-        def demand(ok: bool, text: str) -> None:
+        for ok, text in self._checks():
             if not ok:
                 raise ValueError(text)
 
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """Conditions, in order, and the text of the error where one does not hold."""
         for name in ("ranks", "dp", "inner", "steps", "eval_sequences", "keep"):
-            demand(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            yield value >= 1, f"{name} must be at least 1, got {value}"
         for name in ("seq_len", "max_document"):
             value = getattr(self, name)
-            demand(
-                value is None or value >= 2,
-                f"{name} must be at least 2 tokens, so that one can predict the next, got {value}",
-            )
-        demand(self.seq_len <= SEQ_LIMIT, f"seq_len must be at most {SEQ_LIMIT:,} tokens, got {self.seq_len:,}")
-        demand(self.seed < 2**64, f"seed must be below 2**64, got {self.seed}")
+            text = f"{name} must be at least 2 tokens, so that one can predict the next, got {value}"
+            yield value is None or value >= 2, text
+        yield self.seq_len <= SEQ_LIMIT, f"seq_len must be at most {SEQ_LIMIT:,} tokens, got {self.seq_len:,}"
+        yield self.seed < 2**64, f"seed must be below 2**64, got {self.seed}"
         for name in ("warmup", "eval_every", "save_every", "prove", "seed"):
-            demand(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
-        demand(
-            self.ranks % self.dp == 0,
-            f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}",
+            value = getattr(self, name)
+            yield value >= 0, f"{name} must not be negative, got {value}"
+        text = f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}"
+        yield self.ranks % self.dp == 0, text
+        text = f"inner must divide the {self.cp} ranks that share a sequence, got {self.inner}"
+        yield self.cp % self.inner == 0, text
+        size = self.dp if self.batch_size is None else self.batch_size
+        text = (
+            f"batch_size must be a positive multiple of dp (every rank takes as many sequences), got batch_size {size}"
         )
-        demand(
-            self.cp % self.inner == 0,
-            f"inner must divide the {self.cp} ranks that share a sequence, got {self.inner}",
-        )
-        if self.batch_size is not None:
-            demand(
-                self.batch_size >= 1 and self.batch_size % self.dp == 0,
-                f"batch_size must be a positive multiple of dp (every rank takes as many sequences), got "
-                f"batch_size {self.batch_size} and dp {self.dp}",
-            )
-        demand(0 <= self.held_out < 1, f"held_out is a share of the documents in [0, 1), got {self.held_out}")
+        yield size >= 1 and size % self.dp == 0, f"{text} and dp {self.dp}"
+        text = f"held_out is a share of the documents in [0, 1), got {self.held_out}"
+        yield 0 <= self.held_out < 1, text
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
-            demand(value > 0 and math.isfinite(value), f"{name} must be positive and finite, got {value}")
-        demand(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
-        demand(self.dtype in ("float32", "float64"), f"dtype must be float32 or float64, got {self.dtype!r}")
-        demand(self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}")
-        demand(
-            self.prove == 0 or self.seq_len <= PROVE_LIMIT,
-            f"--prove holds a dense mask of seq_len² entries on one device and takes at most {PROVE_LIMIT} tokens, got "
-            f"{self.seq_len}; prove a shorter --seq-len, or train without --prove",
-        )
-        if self.out is None:
-            demand(not self.resume, "--resume continues the run in a folder: name it with --out")
-            demand(self.save_every == 0, "--save-every writes into a folder: name it with --out")
-        demand(self.out != "", "--out is empty; name a folder")
+            yield value > 0 and math.isfinite(value), f"{name} must be positive and finite, got {value}"
+        yield self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}"
+        yield self.dtype in ("float32", "float64"), f"dtype must be float32 or float64, got {self.dtype!r}"
+        yield self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}"
+        text = f"--prove holds a dense mask of seq_len² entries on one device and takes at most {PROVE_LIMIT} tokens, "
+        text += f"got {self.seq_len}; prove a shorter --seq-len, or train without --prove"
+        yield self.prove == 0 or self.seq_len <= PROVE_LIMIT, text
+        writes = self.out is not None
+        yield writes or not self.resume, "--resume continues the run in a folder: name it with --out"
+        yield writes or self.save_every == 0, "--save-every writes into a folder: name it with --out"
+        yield self.out != "", "--out is empty; name a folder"
 
     @property
     def cp(self) -> int:
+        """Ranks that share a sequence."""
         return self.ranks // self.dp
 
     @property
     def cp_axes(self) -> int | tuple[int, int]:
-        """As `make_plan` takes it: the size of the cp axis, or of both axes."""
+        """Size of the cp axis, or of both axes, as `make_plan` takes it."""
         return self.cp if self.inner == 1 else (self.cp // self.inner, self.inner)
 
     def completed(self, batch_size: int | None = None, max_document: int | None = None) -> TrainConfig:
-        """Every option a number: what was given, else the arguments (a checkpoint's), else the defaults."""
+        """These options with both values filled in: their own, else the arguments (a checkpoint's), else defaults."""
         return replace(
             self,
             batch_size=self.batch_size or batch_size or self.dp,
@@ -126,4 +141,5 @@ class TrainConfig:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """All options, nested ones as dictionaries."""
         return asdict(self)

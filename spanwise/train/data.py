@@ -1,13 +1,12 @@
 """Documents from files, and their packing into sequences.
 
-Every file is one document: BOS, its bytes, EOS. A stream lays the documents end to end, in a new order each epoch, and
-a sequence is any interval of that stream: documents that the interval cuts become shorter documents, as do documents
-past a length limit; no token is dropped or repeated. A stream has no state but a position (tokens since the start of
-training), so resuming is arithmetic, and neither the number of ranks nor the number of sequences a step can change
-what comes next.
+Every file is one document: BOS, its bytes, EOS. A stream lays the documents end to end, in a new order each epoch. A
+sequence is any interval of that stream: documents that the interval cuts become shorter documents, as do documents
+above a length limit; no token is dropped or repeated. The only state of a stream is a position (tokens since the start
+of training). Resuming is arithmetic, and the order does not depend on the number of ranks or of sequences a step.
 
-The tail of an epoch is carried into the next one, so that training sequences always have their full length; the last
-sequence of held-out documents is as short as it turns out to be.
+The tail of an epoch continues into the next one, so that training sequences always have their full length. The last
+sequence of held-out documents may be shorter.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One regular, non-empty file; ``name`` is its path below the folder that was given."""
+    """One regular, non-empty file; `name` is its path below the given folder."""
 
     path: Path
     name: str
@@ -40,13 +39,14 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
+        """Its bytes, BOS and EOS."""
         return self.num_bytes + 2
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``[start, stop)`` of the document, int64; reads only these bytes.
 
         Raises:
-            ValueError: the file cannot be read any more, or is shorter than it was.
+            ValueError: the file cannot be read any more, or became shorter.
         """
         first, last = max(start - 1, 0), min(stop - 1, self.num_bytes)
         out = np.empty(stop - start, dtype=np.int64)
@@ -70,30 +70,31 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents, in an order that depends on the paths given and the names below them alone."""
+    """All documents, in an order that depends only on the given paths and the names below them."""
 
     documents: tuple[Document, ...]
     skipped: int = 0
 
     @cached_property
     def num_tokens(self) -> int:
+        """Tokens of all documents."""
         return sum(document.num_tokens for document in self.documents)
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of names and sizes: what a checkpoint and every host must agree on."""
+        """Hex digest of names and sizes; equal for a checkpoint and every host of a run."""
         text = "\n".join(f"{document.num_bytes} {document.name}" for document in self.documents)
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def describe(self) -> str:
+        """Documents and tokens, in words."""
         return f"{len(self.documents)} documents, {self.num_tokens:,} tokens"
 
     def split(self, held_out: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
         """Training and held-out documents.
 
-        Held out are the ``held_out`` share of documents whose index hashes lowest: at least one where the share is
-        not 0 and there are two documents, never all of them. No seed enters, so runs that differ by seed are
-        evaluated on the same documents.
+        Held out is the share `held_out` of documents whose index hashes lowest: at least one if the share is not 0 and
+        there are two documents, never all. Runs that differ by seed are evaluated on the same documents.
         """
         count = len(self.documents)
         wanted = min(max(round(held_out * count), 1), count - 1) if held_out > 0 else 0
@@ -107,15 +108,14 @@ class Corpus:
 
 
 def find_documents(paths: Sequence[str | Path] = (), *, leave_out: str | Path | None = None) -> Corpus:
-    """Make each regular file below ``paths`` a document; without paths, the Python standard library's sources.
+    """Make each regular file below `paths` a document; without paths, the Python standard library's sources.
 
-    Folders are walked in sorted order, links to folders too; hidden files, ``__pycache__`` and the folder ``leave_out``
-    (what a run writes is no data) are left out, and a file or a folder reached twice counts once.
-    Empty files inside a folder hold no byte to learn from and are counted in ``skipped``; an empty file that is named
-    itself is an error.
+    Folders are walked in sorted order, links to folders too. Hidden files, ``__pycache__`` and the folder `leave_out`
+    (the output of the run) are left out; a file or folder reached twice counts once. Empty files inside a folder are
+    skipped and counted in `skipped`; an empty file in `paths` is an error.
 
     Raises:
-        ValueError: a path does not exist, cannot be read, is empty, is no file or folder, or is ``leave_out``.
+        ValueError: a path does not exist, cannot be read, is empty, is neither file nor folder, or is `leave_out`.
     """
     skipped = 0
     documents: dict[tuple[int, int], Document] = {}
@@ -158,7 +158,7 @@ def _files(paths: Sequence[str | Path], leave_out: str | Path | None) -> Iterabl
     for text in paths:
         given = Path(text)
         try:
-            info = given.stat() if text else None  # an empty path would be the current folder
+            info = given.stat() if text else None  # Path("") is the current folder
         except (FileNotFoundError, NotADirectoryError):
             info = None
         except OSError as error:
@@ -185,7 +185,7 @@ def _short(text: str | Path) -> str:
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """What two names of one file or folder have in common; ``None`` where there is nothing."""
+    """Device and inode, equal for two names of one file or folder; None if there is none."""
     try:
         info = os.stat(path)
     except OSError:
@@ -231,7 +231,7 @@ class PackedSequence:
 
 
 def num_targets(cu_seqlens: np.ndarray) -> int:
-    """Tokens with a next token in their own document: what a loss over the sequence averages over."""
+    """Tokens with a next token in the same document; a loss over the sequence is their mean."""
     lengths = np.diff(cu_seqlens)
     return int((lengths - 1).clip(min=0).sum())
 
@@ -239,7 +239,7 @@ def num_targets(cu_seqlens: np.ndarray) -> int:
 def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """Pseudo-random uint64 for each index: SplitMix64 (Steele, Lea, Flood 2014).
 
-    Not numpy's generator, whose shuffles may change from release to release: a resumed run must find its order again.
+    numpy's shuffles may change from release to release, and a resumed run needs the same order.
     """
 
     def mix(x: np.ndarray) -> np.ndarray:
@@ -252,19 +252,19 @@ def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     return mix(index + salt)
 
 
-#: Documents of an epoch at most, long ones counted as often as ``max_document`` cuts them: they are kept in memory.
+#: Most documents of an epoch, counted after `max_document` cuts long ones: their offsets are kept in memory.
 PARTS_LIMIT = 2**25
 
 
 class DocumentStream:
     """Documents end to end, epoch after epoch, every epoch in another order.
 
-    A document of more than ``max_document`` tokens is laid out as several, of nearly equal lengths, each in its own
-    place of the order: otherwise one huge file would fill many steps on end.
+    A document of more than `max_document` tokens becomes several of nearly equal lengths, shuffled separately.
+    Otherwise one huge file would fill many consecutive steps.
 
     Args:
         documents: at least one.
-        seed: what orders the epochs.
+        seed: of the order of each epoch.
         max_document: tokens.
 
     Raises:
@@ -292,10 +292,10 @@ class DocumentStream:
         self._document = np.repeat(np.arange(len(tokens)), parts)
         number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
         whole, parts = tokens[self._document], parts[self._document]
-        quotient, remainder = whole // parts, whole % parts  # apart, because n * i may pass int64
+        quotient, remainder = whole // parts, whole % parts  # separate, because n * i may exceed int64
         self._start = quotient * number + remainder * number // parts
         self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the epoch last asked for
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the last epoch in use
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
@@ -306,7 +306,7 @@ class DocumentStream:
         return self._epoch[1], self._epoch[2]
 
     def pieces(self, position: int, length: int) -> list[tuple[int, int, int]]:
-        """(document, start, stop) of everything in ``[position, position + length)`` of the stream."""
+        """(document, start, stop) of each document in ``[position, position + length)`` of the stream."""
         result = []
         end = position + length
         while position < end:
@@ -326,6 +326,6 @@ class DocumentStream:
         return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
     def sequence(self, position: int, length: int) -> PackedSequence:
-        """The ``length`` tokens from ``position`` on."""
+        """The `length` tokens from `position` on."""
         tokens = [self.documents[index].tokens(start, stop) for index, start, stop in self.pieces(position, length)]
         return PackedSequence(np.concatenate(tokens), self.cu_seqlens(position, length))

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress display on a terminal, plain lines elsewhere. Rank 0 alone prints."""
+"""Progress of a run: a display on a terminal, plain lines elsewhere. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class Display:
-    """A context manager that shows steps; silent where ``enabled`` is false."""
+    """A context manager that shows steps; silent unless `enabled`."""
 
     def __init__(self, enabled: bool, steps: int, done: int = 0):
         self.console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
@@ -39,9 +39,11 @@ class Display:
             self._progress.stop()
 
     def line(self, text: str) -> None:
+        """Print a line."""
         self.console.print(text, markup=False)
 
     def step(self, metrics: dict[str, Any]) -> None:
+        """Show the last step of `metrics`."""
         done = metrics["steps"]
         text = (
             f"loss {metrics['losses'][-1]:.4f}  {metrics['tokens_per_second'][-1]:,.0f} tokens/s  "
@@ -54,7 +56,7 @@ class Display:
             self.line(f"step {done:>{len(str(self.steps))}}/{self.steps}  {text}")
 
     def summary(self, metrics: dict[str, Any], out: str | None) -> None:
-        """The table that ends a run."""
+        """Print the table that ends a run."""
         losses, imbalance, rates, received = (  # steps of a lost metrics.json are None
             [value for value in metrics[name] if value is not None]
             for name in ("losses", "imbalance", "tokens_per_second", "recv_tokens")

@@ -1,8 +1,8 @@
-"""Starting the ranks: local processes that this one watches, or the processes that ``torchrun`` started.
+"""Starts ranks: local processes that this one watches, or takes part in the processes of torchrun.
 
-A rank that fails ends all of them, and its traceback is what is shown, with its number. Ctrl-C and SIGTERM make the
-ranks finish their step and save: local ones are told by a file (a signal could meet a rank that is still importing),
-those of ``torchrun`` get the signal itself.
+A failing rank ends all of them; its number and traceback are shown. After Ctrl-C or SIGTERM the ranks finish their step
+and save. Local ranks learn of it from a file, because a signal could hit a rank that is still importing; ranks of
+torchrun receive the signal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-#: Seconds in which a signal that is heard again is the same request: Ctrl-C in a terminal reaches the ranks of torchrun
-#: from the terminal, and once more from torchrun.
+import torch
+import torch.distributed as dist
+
+#: Seconds within which a second signal is the same request: Ctrl-C in a terminal reaches the ranks of torchrun from the
+#: terminal, and again from torchrun.
 _ECHO = 1.0
 
-#: Seconds that the other ranks get to end by themselves after one failed.
+#: Seconds for the other ranks to end by themselves after one failed.
 _GRACE = 5.0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Who this process is, how it finds the others, and the file that tells it to stop (local ranks only)."""
+    """Number of this process, rendezvous with the others, and the file that asks to stop (local ranks only)."""
 
     rank: int
     size: int
@@ -50,8 +53,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def join_ranks(rank: Rank, device: str) -> torch.device:
+    """Join the process group of all ranks. Returns this rank's device; local ranks share the cores.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL, and gloo for CPU tensors).
+    """
+    torch.set_num_threads(max(1, cores() // rank.local_size))
+    found, backend = torch.device("cpu"), "gloo"
+    if device == "cuda":
+        found, backend = torch.device("cuda", rank.local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(found)
+    dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    return found
+
+
 def torchrun_rank() -> Rank | None:
-    """This process as ``torchrun`` describes it, or ``None``."""
+    """This process as torchrun describes it in the environment, or None."""
     try:
         number, size, local, local_size = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -62,40 +80,40 @@ def torchrun_rank() -> Rank | None:
 
 
 class StopRequest:
-    """Whether to finish the step, save and leave."""
+    """A request to finish the step, save and leave."""
 
     def __init__(self, rank: Rank) -> None:
         self._heard = 0
         self._when = 0.0
         self._file = Path(rank.stop_file) if rank.stop_file else None
         signal.signal(signal.SIGTERM, self._note)
-        if self._file is None:  # otherwise the launcher hears Ctrl-C for all
+        if self._file is None:  # otherwise the launcher handles Ctrl-C for all
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
         if not self._heard:
             self._heard, self._when = number, time.monotonic()
         elif time.monotonic() - self._when > _ECHO:
-            os._exit(128 + number)  # asked twice: a rank that waits for another cannot be asked politely
+            os._exit(128 + number)  # asked twice: a rank that waits for another never looks at the first request
 
     def asked(self) -> int:
-        """The signal that asked for it, or 0."""
+        """The signal that asked to stop, or 0."""
         if not self._heard and self._file is not None and self._file.exists():
             self._heard = int(self._file.read_text() or signal.SIGTERM)
         return self._heard
 
 
 def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
-    """Run ``target(rank, *args)`` on ``ranks`` local processes and return the largest exit status.
+    """Run ``target(rank, *args)`` on `ranks` local processes and return the largest exit status.
 
-    ``target`` and ``args`` are pickled (spawned processes share nothing with this one).
+    `target` and `args` are pickled; spawned processes share nothing with this one.
 
     Raises:
-        RankFailure: a rank raised or died; the others are gone when this is raised.
+        RankFailure: a rank raised or died; the others have ended.
     """
     with tempfile.TemporaryDirectory(prefix="spanwise-") as folder:
         context = multiprocessing.get_context("spawn")
-        # Ignored while the ranks start, so that they inherit it: Ctrl-C in a terminal hits the whole process group.
+        # Ranks inherit these ignored signals: Ctrl-C in a terminal hits the whole process group.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         stop_file = Path(folder, "stop")
         processes = []
@@ -137,7 +155,7 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
 
 
 def _watch(processes: list[Any], folder: Path) -> None:
-    """Return when all have ended; after a failure the rest get ``_GRACE`` seconds."""
+    """Return when all have ended, or `_GRACE` seconds after a failure."""
     deadline = None
     while alive := [process for process in processes if process.exitcode is None]:
         if deadline is None and (any((p.exitcode or 0) < 0 for p in processes) or list(folder.glob("rank-*"))):
@@ -148,7 +166,7 @@ def _watch(processes: list[Any], folder: Path) -> None:
 
 
 def _failure(folder: Path, codes: list[int]) -> str | None:
-    """What went wrong first, in words."""
+    """The first failure, in words."""
     reports = []
     for number in range(len(codes)):
         report = folder / f"rank-{number}"
@@ -156,7 +174,7 @@ def _failure(folder: Path, codes: list[int]) -> str | None:
             when, text = report.read_text().split("\n", 1)
             reports.append((float(when), number, text))
     for number, code in enumerate(codes):
-        # No report and not ended by `launch` (whose kill comes after codes are read): something outside did it.
+        # No report, and `launch` kills only after it reads the codes: something outside ended the rank.
         if code < 0 and not any(r[1] == number for r in reports):
             name = signal.Signals(-code).name
             hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
@@ -180,10 +198,10 @@ def _main(target: Callable[..., int], rank: Rank, folder: str, args: tuple[Any, 
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no interpreter shutdown: a process group whose peers are gone may wait there
+    os._exit(code)  # no interpreter shutdown, which may wait for peers that are gone
 
 
 def _end_with(sentinel: Any) -> None:
-    """A rank must not outlive the process that watches it."""
+    """End this rank with the process that watches it."""
     wait([sentinel])
     os._exit(1)

@@ -2,9 +2,8 @@
 
     documents -> PackedSequence -> SpanMask -> Plan -> RankPlan, local batch -> Decoder -> loss
 
-Every rank packs the same sequences and plans the same plan; nothing of either is sent. The mesh is dp × cp (cp may be
-two axes): a sequence is cut over cp, different sequences go to different dp coordinates, and parameters are sharded by
-FSDP2 over all ranks.
+Every rank packs the same sequences and makes the same plan; neither is sent. The mesh is dp × cp (cp may be two axes):
+the ranks of cp share a sequence, each dp coordinate takes other sequences, and FSDP2 shards parameters over all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from spanwise.train import checkpoint
 from spanwise.train.config import TrainConfig
 from spanwise.train.data import DocumentStream, PackedSequence, find_documents, num_targets
 from spanwise.train.display import Display
-from spanwise.train.launch import Rank, StopRequest, cores
+from spanwise.train.launch import Rank, StopRequest, cores, join_ranks
 from spanwise.train.metrics import Metrics
 from spanwise.train.model import Decoder, build_model
 from spanwise.train.prove import IGNORE, TOLERANCES, Reference, largest
@@ -43,12 +42,12 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then constant: the rate of a step does not depend on when the run is to end."""
+    """Linear warm-up, then constant: the rate of a step does not depend on the length of the run."""
     return config.learning_rate * min(1.0, (step + 1) / (config.warmup + 1))
 
 
 def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
-    """How the ranks of one dp coordinate share a packed sequence; the same on each of them."""
+    """The plan by which the ranks of one dp coordinate share a packed sequence; the same on each of them."""
     sizes = config.model
     return spanwise.make_plan(
         spanwise.SpanMask.documents(cu_seqlens),
@@ -65,7 +64,7 @@ def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """In words, the entries (of entries) in which ``other`` is not ``first``."""
+    """The entries, nested ones too, in which `other` differs from `first`, in words."""
     found = []
     for name in sorted(first.keys() | other.keys()):
         here, there = first.get(name), other.get(name)
@@ -81,48 +80,25 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, rank: Rank):
         self.rank = rank
-        self.set_aside: Path | None = None
         self.corpus = find_documents(config.data, leave_out=config.out)
         self.state: checkpoint.RunState | None = None
         resume_from = None
         if config.resume:
             resume_from, self.state = checkpoint.latest(config.out or "")
             checkpoint.check_same_run(self.state, config, self.corpus, resume_from)
-        if self.state is not None:
             config = config.completed(self.state.batch_size, self.state.max_document)
         self.config = config = config.completed()
         assert config.batch_size is not None and config.max_document is not None
         self.batch_size = config.batch_size
-
-        torch.set_num_threads(max(1, cores() // rank.local_size))
-        self.device = torch.device("cpu")
-        backend = "gloo"
-        if config.device == "cuda":
-            self.device = torch.device("cuda", rank.local_rank)
-            torch.cuda.set_device(self.device)
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
-        cp = config.cp_axes
-        axes, names = ((cp,), ("cp",)) if isinstance(cp, int) else (cp, ("cp_outer", "cp_inner"))
-        self.mesh = init_device_mesh(config.device, (config.dp, *axes), mesh_dim_names=("dp", *names))
-        self.all_ranks = init_device_mesh(config.device, (config.ranks,), mesh_dim_names=("all",))
-        self.cp_mesh = self.mesh[names]
-        self.dp_index = self.mesh.get_local_rank("dp")
-        self._agree()
+        self._start_ranks()
+        self._compare_ranks()
 
         train, held_out = self.corpus.split(config.held_out)
         self.stream = DocumentStream(train, config.seed, config.max_document)
         self.held_out = DocumentStream(held_out, 0, config.max_document) if held_out else None
         self.step = self.state.step if self.state else 0
         self.position = self.state.position if self.state else 0
-
-        self.model: torch.nn.Module = self._build().to(self.device)
-        style = spanwise.ContextParallel(attention_type="sdpa")
-        parallelize_module(self.model, self.cp_mesh, {"layers.*.attention.inner": style})
-        for layer in self.model.layers:
-            fully_shard(layer, mesh=self.all_ranks)
-        fully_shard(self.model, mesh=self.all_ranks)
-        self.optimizer = build_optimizer(self.model, config)
+        self._build_sharded()
         if resume_from is not None:
             checkpoint.load(resume_from, self.model, self.optimizer)
         self.proved: bool | None = None  # of the steps of this run; known to rank 0
@@ -130,8 +106,34 @@ class Trainer:
         self.reference: Reference | None = None
         if config.prove:
             self.reference = Reference(self.model, self.optimizer, self._build_reference, cores())
+        self._open_metrics()
+
+    def _start_ranks(self) -> None:
+        """Join the process group and make the meshes: dp × cp, and all ranks."""
+        config = self.config
+        self.device = join_ranks(self.rank, config.device)
+        cp = config.cp_axes
+        sizes, names = ((cp,), ("cp",)) if isinstance(cp, int) else (cp, ("cp_outer", "cp_inner"))
+        self.mesh = init_device_mesh(config.device, (config.dp, *sizes), mesh_dim_names=("dp", *names))
+        self.all_ranks = init_device_mesh(config.device, (config.ranks,), mesh_dim_names=("all",))
+        self.cp_mesh = self.mesh[names]
+        self.dp_index = self.mesh.get_local_rank("dp")
+
+    def _build_sharded(self) -> None:
+        """The model under context parallelism and FSDP2, and its optimizer."""
+        self.model: torch.nn.Module = self._build().to(self.device)
+        style = spanwise.ContextParallel(attention_type="sdpa")
+        parallelize_module(self.model, self.cp_mesh, {"layers.*.attention.inner": style})
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=self.all_ranks)
+        fully_shard(self.model, mesh=self.all_ranks)
+        self.optimizer = build_optimizer(self.model, self.config)
+
+    def _open_metrics(self) -> None:
+        """Metrics of this run, after those of the run that it resumes; an earlier run's files are set aside."""
+        config, writes = self.config, self.rank.rank == 0
         self.metrics = Metrics(
-            Path(config.out, "metrics.json") if config.out and rank.rank == 0 else None,
+            Path(config.out, "metrics.json") if config.out and writes else None,
             ranks=config.ranks,
             dp=config.dp,
             cp=config.cp,
@@ -139,7 +141,8 @@ class Trainer:
             torch=torch.__version__,
             config=config.as_dict(),
         )
-        if config.out and rank.rank == 0:
+        self.set_aside: Path | None = None
+        if config.out and writes:
             Path(config.out).mkdir(parents=True, exist_ok=True)
             self.set_aside = None if config.resume else checkpoint.set_aside(config.out)
         if self.state is not None:
@@ -153,8 +156,8 @@ class Trainer:
         model = self._build().to(self.device)
         return model, build_optimizer(model, self.config)
 
-    def _agree(self) -> None:
-        """Hosts may differ in data, options or checkpoints: find out before training does."""
+    def _compare_ranks(self) -> None:
+        """Refuse hosts that differ in data, options or checkpoints."""
         options = {name: value for name, value in self.config.as_dict().items() if name not in ("data", "out")}
         if self.state is not None:
             options |= {f"checkpoint's {name}": value for name, value in dataclasses.asdict(self.state).items()}
@@ -172,7 +175,7 @@ class Trainer:
     # One step
 
     def _local(self, sequence: PackedSequence, train: bool = True) -> tuple[dict[str, torch.Tensor], Any, Any]:
-        """This rank's batch of a sequence, its ``RankPlan`` and the ``Plan``; without ``train``, no targets."""
+        """This rank's batch of a sequence, its `RankPlan` and the `Plan`. Without `train` the batch has no targets."""
         plan = plan_sequence(self.config, sequence.cu_seqlens)
         tokens = torch.as_tensor(sequence.tokens, device=self.device)[None]
         labels = tokens if train else torch.full_like(tokens, IGNORE)
@@ -188,44 +191,18 @@ class Trainer:
 
     def train_step(self, stop: StopRequest) -> int:
         """One optimizer step over all ranks. Returns the signal by which some rank was asked to stop, or 0."""
-        config = self.config
         started = time.perf_counter()
-        length, count = config.seq_len, self.batch_size
+        length, count = self.config.seq_len, self.batch_size
         starts = [self.position + index * length for index in range(count)]
         boundaries = [self.stream.cu_seqlens(start, length) for start in starts]
-        targets = max(sum(map(num_targets, boundaries)), 1)
-        self.optimizer.zero_grad()
-        loss, imbalance, received = 0.0, 1.0, 0
-        for start in starts[self.dp_index :: config.dp]:
-            batch, local_plan, plan = self._local(self.stream.sequence(start, length))
-            part = self._loss(batch, local_plan, targets)
-            part.backward()
-            loss += part.item()
-            imbalance = max(imbalance, float(plan.imbalance()))
-            received += int(plan.recv_tokens()[local_plan.rank])
-        rate = learning_rate(config, self.step)
+        loss, imbalance, received = self._backward(starts, max(sum(map(num_targets, boundaries)), 1))
+        rate = learning_rate(self.config, self.step)
         seconds = time.perf_counter() - started
-
         if self.reference is not None:
-            sequences = [self.stream.sequence(s, length) for s in starts] if self.rank.rank == 0 else []
-            floor = TOLERANCES[config.dtype].floor
-            found = self.reference.compare(sequences, self.model, rate, config.max_grad_norm, floor)
-            if found is not None:
-                self._note_proof(loss, *found)
-            if self.step + 1 >= self.prove_until:
-                self.reference = None
+            self._prove(self.reference, starts, loss, rate)
 
         started = time.perf_counter()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
-            raise FloatingPointError(
-                f"step {self.step + 1} has loss {loss} and gradient norm {norm.item()}; no checkpoint holds this step: "
-                "resume from the last one with a smaller --learning-rate or --max-grad-norm"
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        norm = self._update(loss, rate)
         mine = torch.tensor([imbalance, received, stop.asked()], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.rank.size)]
         dist.all_gather(parts, mine)
@@ -239,12 +216,50 @@ class Trainer:
             imbalance=everyone[:, 0].max().item(),
             recv_tokens=everyone[:, 1].long().tolist(),
             tokens_per_second=count * length / seconds,
-            grad_norms=norm.item(),
+            grad_norms=norm,
             learning_rates=rate,
             documents=sum(len(cu) - 1 for cu in boundaries),
             epochs=self.position / self.stream.epoch_tokens,
         )
         return int(everyone[:, 2].max().item())
+
+    def _backward(self, starts: list[int], targets: int) -> tuple[float, float, int]:
+        """Forward and backward of this rank's sequences: loss, largest imbalance, K/V tokens received a layer."""
+        self.optimizer.zero_grad()
+        loss, imbalance, received = 0.0, 1.0, 0
+        for start in starts[self.dp_index :: self.config.dp]:
+            batch, local_plan, plan = self._local(self.stream.sequence(start, self.config.seq_len))
+            part = self._loss(batch, local_plan, targets)
+            part.backward()
+            loss += part.item()
+            imbalance = max(imbalance, float(plan.imbalance()))
+            received += int(plan.recv_tokens()[local_plan.rank])
+        return loss, imbalance, received
+
+    def _prove(self, reference: Reference, starts: list[int], loss: float, rate: float) -> None:
+        """Repeat the step on one device; rank 0 notes the differences."""
+        config = self.config
+        sequences = [self.stream.sequence(s, config.seq_len) for s in starts] if self.rank.rank == 0 else []
+        floor = TOLERANCES[config.dtype].floor
+        found = reference.compare(sequences, self.model, rate, config.max_grad_norm, floor)
+        if found is not None:
+            self._note_proof(loss, *found)
+        if self.step + 1 >= self.prove_until:
+            self.reference = None
+
+    def _update(self, loss: float, rate: float) -> float:
+        """Clip the gradients and step the optimizer. Returns the norm before clipping."""
+        found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        norm = (found.full_tensor() if isinstance(found, DTensor) else found).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"step {self.step + 1} has loss {loss} and gradient norm {norm}; no checkpoint holds this step: "
+                "resume from the last one with a smaller --learning-rate or --max-grad-norm"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm
 
     def _note_proof(self, loss: float, reference_loss: float, grad_error: float) -> None:
         values, tolerance = self.metrics.values, TOLERANCES[self.config.dtype]
@@ -256,13 +271,13 @@ class Trainer:
         values["grad_errors"].append(grad_error)
         values["max_loss_error"] = largest(values["loss_errors"])
         values["max_grad_error"] = largest(values["grad_errors"])
-        # Written so that a NaN is a failure.
+        # A NaN fails these comparisons.
         self.proved = values["max_loss_error"] <= tolerance.loss and values["max_grad_error"] <= tolerance.gradient
         values["proved"] = self.proved
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss over the targets of the first held-out sequences; ``None`` where nothing is held out."""
+        """Mean loss over the targets of the first held-out sequences, or None without held-out documents."""
         if self.held_out is None:
             return None
         length, total, dp = self.config.seq_len, self.held_out.epoch_tokens, self.config.dp
@@ -272,14 +287,14 @@ class Trainer:
         loss = 0.0
         for first in range(0, len(sequences), dp):
             index = first + self.dp_index
-            # Ranks without a sequence in the last round take part with one that counts for nothing.
+            # Ranks without a sequence in the last round take part with one that has no targets.
             sequence = sequences[index] if index < len(sequences) else sequences[first]
             batch, local_plan, _ = self._local(sequence, train=index < len(sequences))
             loss += self._loss(batch, local_plan, targets).item()
         return loss
 
     def save(self) -> Path:
-        """Write metrics, then a checkpoint: metrics may be ahead of what ``latest`` names, never behind."""
+        """Write metrics, then a checkpoint: metrics may be ahead of the newest checkpoint, never behind it."""
         self.metrics.save(force=True)
         config = self.config
         state = checkpoint.RunState(
@@ -297,11 +312,11 @@ class Trainer:
         return checkpoint.save(config.out or "", state, self.model, self.optimizer, keep=config.keep)
 
     def run(self, stop: StopRequest) -> int:
-        """All steps that are left.
+        """Run the steps that remain.
 
         Returns:
-            The exit status: 128 + the signal that ended the run early, else 1 where one device found something else
-            (on rank 0, after everything is saved), else 0.
+            The exit status: 128 + the signal that ended the run early; else 1, on rank 0 and after everything is saved,
+            if one device disagrees; else 0.
         """
         config, first = self.config, self.step
         evaluated = -1
@@ -356,7 +371,7 @@ class Trainer:
 
 
 def run_rank(rank: Rank, config: TrainConfig) -> int:
-    """A rank's whole life; what ``launch`` and ``torchrun`` start."""
+    """A rank from start to end; `launch` and torchrun start it."""
     stop = StopRequest(rank)
     try:
         return Trainer(config, rank).run(stop)

@@ -1,4 +1,4 @@
-"""``metrics.json``: the numbers of a run, kept while it runs and extended when it is resumed."""
+"""``metrics.json``: the numbers of a run, written while it runs and extended by a resumed run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: Lists with one entry a step, cut back to the checkpoint on resume.
+#: Lists with one entry a step; a resumed run cuts them back to its checkpoint.
 PER_STEP = (
     "losses",
     "imbalance",
@@ -23,7 +23,7 @@ PER_STEP = (
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """`value` with null for numbers that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -32,7 +32,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` in one piece: a reader, and a crash, find either the old text or the new one."""
+    """Replace `path` atomically: a reader, or a crash, finds either the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w") as file:
         json.dump(_finite(value), file, indent=1, allow_nan=False)
@@ -43,10 +43,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_metrics(path: Path | None) -> dict[str, Any]:
-    """What an earlier run wrote; nothing where there is no file.
+    """Numbers of an earlier run; empty if there is no file.
 
     Raises:
-        ValueError: the file cannot be read, or is not what a run writes.
+        ValueError: the file cannot be read, or no run wrote it.
     """
     if path is None or not path.exists():
         return {}
@@ -68,14 +68,15 @@ def read_metrics(path: Path | None) -> dict[str, Any]:
 class Metrics:
     """The content of ``metrics.json``; without a path, only in memory.
 
-    ``steps`` counts finished steps; lists of a value a step have as many entries, null where a resumed run found none.
-    Of each step: ``losses`` (mean over the targets of all ranks, nats a token),
-    ``imbalance`` (largest over mean attention work of the ranks of one sequence; the worst sequence of the step),
-    ``recv_tokens`` (K/V tokens each rank receives for one layer's forward), ``tokens_per_second`` (over all ranks),
-    ``grad_norms`` (before clipping), ``learning_rates``, ``documents`` (packed into the step), ``epochs`` (passes over
-    the data when the step ended). ``eval_losses`` holds ``{"step", "loss"}``; ``runs`` says from which step on how
-    many ranks worked. ``proved`` says whether the differences from one device (``loss_errors``, ``grad_errors``) stay
-    within ``proof["tolerance"]``. A number that is not finite is written as null.
+    ``steps`` is the number of finished steps. Lists with an entry a step (null where a resumed run found none):
+    ``losses`` (mean over the targets of all ranks, nats a token), ``imbalance`` (largest over mean attention work of
+    the ranks of one sequence; the worst sequence of the step), ``recv_tokens`` (K/V tokens that each rank receives for
+    one layer's forward), ``tokens_per_second`` (over all ranks), ``grad_norms`` (before clipping), ``learning_rates``,
+    ``documents`` (packed into the step), ``epochs`` (passes over the data at the end of the step).
+
+    ``eval_losses`` holds ``{"step", "loss"}``. ``runs`` holds the first step and the ranks of each run. ``proved``:
+    the differences from one device (``loss_errors``, ``grad_errors``) stay within ``proof["tolerance"]``. Numbers that
+    are not finite are null.
     """
 
     def __init__(self, path: Path | None, **facts: Any):
@@ -85,10 +86,10 @@ class Metrics:
         self._due = 0.0
 
     def restore(self, step: int) -> None:
-        """Take over what an earlier run wrote, up to ``step``; steps that it does not hold become null.
+        """Take over the numbers of an earlier run up to `step`; steps that it does not hold become null.
 
         Raises:
-            ValueError: the file is not what a run writes.
+            ValueError: no run wrote the file.
         """
         old = read_metrics(self.path)
         for name in PER_STEP:
@@ -110,12 +111,13 @@ class Metrics:
         self.values["steps"] = step
 
     def add_step(self, **values: Any) -> None:
+        """Append one value to each list of `PER_STEP`."""
         for name in PER_STEP:
             self.values[name].append(values[name])
         self.values["steps"] += 1
 
     def save(self, *, force: bool = False) -> None:
-        """Write the file; unforced, so seldom that writing takes at most a twentieth of the time."""
+        """Write the file. Without `force` only if writing takes at most a twentieth of the time."""
         now = time.monotonic()
         if self.path is None or not (force or now >= self._due):
             return

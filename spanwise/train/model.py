@@ -1,9 +1,9 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The model knows nothing of ranks. It takes the tokens it is given, their positions inside their documents, and a mask
-object that it hands untouched to ``InnerAttention``, the one module that looks across tokens. Training replaces that
-module's forward with ``spanwise.ContextParallel``; the one-device reference leaves it as it is and passes a dense
-boolean mask, so that the two share no attention code.
+The model does not know of ranks. It takes tokens, their positions inside their documents, and a mask object that it
+hands to `InnerAttention`, the only module that looks across tokens. Training replaces that module's forward with
+`spanwise.ContextParallel`; the one-device reference keeps it and passes a dense boolean mask, so that the two share no
+attention code.
 
 Shape legend: B batch, T tokens (this rank's), D model dim, H query heads, G key/value heads, K head dim, V vocabulary.
 """
@@ -22,7 +22,18 @@ from spanwise.train.data import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the decoder. What a checkpoint must agree on field by field.
+    """Sizes of the decoder. A checkpoint must agree on every one.
+
+    Attributes:
+        dim: width of the hidden states.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: heads of K and V; a divisor of --heads.
+        hidden_dim: width inside the feed-forward layers.
+        vocab_size: rows of the embedding.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of RMSNorm.
+        tie_embeddings: use the embedding as output projection, too.
 
     Raises:
         ValueError: a size is not positive, heads do not divide, or the head dim is odd (rotary pairs).
@@ -62,12 +73,12 @@ class ModelConfig:
 
 
 class InnerAttention(nn.Module):
-    """The attention call alone, so that a parallel style can replace it: BHSD in, BHSD out."""
+    """Only the attention call, for a parallel style to replace: BHSD in, BHSD out."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: Any = None, is_causal: bool = False
     ) -> torch.Tensor:
-        """Attend ``q`` ``[B, H, T, K]`` to ``k``, ``v`` ``[B, G, T, K]``; ``attn_mask`` is what SDPA takes."""
+        """Attend `q` ``[B, H, T, K]`` to `k`, `v` ``[B, G, T, K]``; `attn_mask` as SDPA takes it."""
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -75,14 +86,14 @@ class InnerAttention(nn.Module):
 
 def rotary_table(position_ids: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine ``[B, 1, T, K/2]`` (float32; float64 stays) for positions ``[B, T]`` (RoPE, arXiv:2104.09864)."""
-    # Angles are made in float64: float32 positions past 2**24 would collide, and the table is small.
+    # float64, because float32 positions above 2**24 collide; the table is small.
     exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float64) / head_dim
     angle = position_ids[:, None, :, None].double() * theta**-exponent
     return angle.cos(), angle.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (i, i + K/2) of ``x`` ``[B, heads, T, K]``; result in ``x``'s dtype."""
+    """Rotate the pairs (i, i + K/2) of `x` ``[B, heads, T, K]``; the result has the dtype of `x`."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -152,7 +163,7 @@ class Decoder(nn.Module):
         Args:
             input_ids: int64 ``[B, T]``.
             position_ids: int64 ``[B, T]``, counted from the start of each token's document.
-            attn_mask: a plan where the attention is context parallel, a dense boolean mask otherwise.
+            attn_mask: a plan for context-parallel attention, else a dense boolean mask.
 
         Returns:
             ``[B, T, V]`` in the parameters' dtype.
@@ -166,7 +177,7 @@ class Decoder(nn.Module):
 
 
 def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A decoder whose weights depend on ``config``, ``seed`` and ``dtype`` alone, the same on every rank.
+    """A decoder whose weights depend only on `config`, `seed` and `dtype`: the same on every rank.
 
     Normal weights of deviation 0.02; the projections back into the residual stream are scaled by
     ``1/sqrt(2 * num_layers)`` (GPT-2), so that the stream's variance does not grow with depth.

@@ -1,8 +1,8 @@
-"""The same steps on one device: what ``--prove`` compares the ranks with.
+"""The same steps on one device, which ``--prove`` compares with the ranks.
 
-Rank 0 holds an unsharded copy of the model and steps it on the same sequences with its own optimizer. Attention there
-is torch's own over a dense boolean mask, labels and positions are made here from ``cu_seqlens``, the loss is torch's:
-nothing of spanwise is on this path but the decoder's layers and the packed tokens.
+Rank 0 holds an unsharded copy of the model and steps it on the same sequences with a second optimizer. It uses torch's
+attention over a dense boolean mask and torch's loss; labels and positions are made here from ``cu_seqlens``. This path
+shares only the decoder's layers and the packed tokens with the ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ IGNORE = -100
 
 
 class Tolerance(NamedTuple):
-    """What rounding explains: a loss difference in nats, and a gradient error as `gradient_error` defines it.
+    """Differences that rounding explains.
 
-    ``floor`` is the share of the model's largest gradient below which a tensor's own scale counts for nothing: where
-    gradients are zero in exact arithmetic (a softmax over one key), both sides hold rounding errors alone.
+    Attributes:
+        loss: nats.
+        gradient: as `gradient_error` defines it.
+        floor: least scale of a tensor, as a share of the model's largest gradient. Where gradients are zero in exact
+            arithmetic (a softmax over one key), both sides hold only rounding errors.
     """
 
     loss: float
@@ -37,9 +40,8 @@ class Tolerance(NamedTuple):
     floor: float
 
 
-#: By dtype. Twelve steps in float32 differ by 6e-7 and 5e-5, in float64 by less than 1e-10; steps drift apart as the
-#: optimizer magnifies rounding, so there is a margin. Partial results merged with weights of one, or the keys of other
-#: ranks zeroed, differ by 0.6.
+#: By dtype. Twelve steps in float32 differ by 6e-7 and 5e-5, in float64 by less than 1e-10; the margin allows for the
+#: optimizer, which magnifies rounding. Defects (merge weights of one, zeroed keys of other ranks) differ by 0.6.
 TOLERANCES = {"float32": Tolerance(1e-4, 1e-3, 1e-4), "float64": Tolerance(1e-9, 1e-9, 1e-6)}
 
 #: Makes an unsharded model and its optimizer.
@@ -64,7 +66,7 @@ def labels_and_positions(tokens: np.ndarray, cu_seqlens: np.ndarray) -> tuple[to
 
 
 def reference_loss(model: Decoder, sequences: Sequence[PackedSequence], device: torch.device) -> torch.Tensor:
-    """Mean loss over the targets of all ``sequences``; backward leaves the gradient of it on ``model``.
+    """Mean loss over the targets of all `sequences`; leaves its gradient on `model`.
 
     Sequences run one after the other, so that one activation set and one dense mask (S² bytes) live at a time.
     """
@@ -84,7 +86,7 @@ def reference_loss(model: Decoder, sequences: Sequence[PackedSequence], device: 
 
 @contextlib.contextmanager
 def all_threads(count: int) -> Iterator[None]:
-    """Give this process ``count`` threads: the other ranks wait meanwhile."""
+    """Give this process `count` threads while the other ranks wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -94,13 +96,13 @@ def all_threads(count: int) -> Iterator[None]:
 
 
 class Reference:
-    """One device's run beside the ranks'.
+    """A copy of the run on one device.
 
-    Every rank makes one, because copying the weights is collective; only rank 0 holds the copy and computes.
+    Every rank makes one, because gathering the weights is collective; only rank 0 holds the copy and computes.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, build: Build, threads: int):
-        """What ``build`` makes is overwritten with the state of ``model`` and ``optimizer``."""
+        """Copy the state of `model` and `optimizer` into a new pair made by `build`."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_model_state_dict,
@@ -110,13 +112,13 @@ class Reference:
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)
-        # A fresh optimizer has no state, and asking it for one would make it count a step.
+        # Asking a fresh optimizer for its state would make it count a step.
         moments = get_optimizer_state_dict(model, optimizer, options=options) if optimizer.state else None
         self.threads = threads
         self.model: Decoder | None = None
         if dist.get_rank() == 0:
             self.model, self.optimizer = build()
-            # Copies: what is gathered may share memory with the ranks' own state (step counters do).
+            # Copy, because gathered state may share memory with that of the ranks (step counters do).
             self.model.load_state_dict(copy.deepcopy(weights))
             if moments is not None:
                 set_optimizer_state_dict(self.model, self.optimizer, copy.deepcopy(moments))
@@ -129,10 +131,10 @@ class Reference:
         max_norm: float,
         floor: float,
     ) -> tuple[float, float] | None:
-        """Repeat a step whose gradients lie on ``model``, before they are clipped. Collective.
+        """Repeat a step whose gradients lie on `model`, not yet clipped. A collective call.
 
         Returns:
-            On rank 0 the loss and the `gradient_error` with this ``floor``; ``None`` elsewhere.
+            On rank 0 the loss and the `gradient_error` with this `floor`; None elsewhere.
         """
         loss = 0.0
         gradients: dict[str, torch.Tensor] = {}
@@ -161,10 +163,10 @@ class Reference:
 def gradient_error(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], floor: float) -> float:
     """The largest over all tensors of ``max |g - g_ref| / max(max |g_ref|, floor * G)``.
 
-    ``G`` is the largest ``|g_ref|`` of the whole model. NaN where any difference is.
+    ``G`` is the largest ``|g_ref|`` of the whole model. NaN if any difference is NaN.
 
     Raises:
-        ValueError: the two do not name the same tensors.
+        ValueError: the names of the tensors differ.
     """
     if gradients.keys() != reference.keys():
         raise ValueError(f"gradients of one side only: {sorted(gradients.keys() ^ reference.keys())}")
@@ -179,6 +181,6 @@ def gradient_error(gradients: Mapping[str, torch.Tensor], reference: Mapping[str
 
 
 def largest(values: Iterable[float]) -> float:
-    """The maximum, NaN if any value is (``max`` would depend on their order); 0 of nothing."""
+    """The maximum; NaN if any value is NaN (`max` would depend on their order); 0 without values."""
     values = list(values)
     return next((value for value in values if value != value), max(values, default=0.0))

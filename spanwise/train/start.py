@@ -1,4 +1,4 @@
-"""From options to ranks: what can be wrong is found here, before a process starts."""
+"""Starts a run: checks options, data and checkpoint before a process starts, then launches the ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spanwise.train.launch import Rank, launch
 from spanwise.train.loop import plan_sequence, run_rank
 from spanwise.train.metrics import read_metrics
 
-#: A sequence may repeat the training documents so many times, and hold so many.
+#: Most repetitions of the training documents in a sequence, and most documents.
 EPOCHS_LIMIT = 1000
 DOCUMENTS_LIMIT = 2**20
 
 
 def check(config: TrainConfig, num_local: int) -> None:
-    """Read what the run will read and plan its first sequence.
+    """Read the data and the checkpoint, and plan the first sequence.
 
     Raises:
-        ValueError: devices, data, checkpoint or plan options do not serve; the text says what is wrong and what works.
+        ValueError: devices, data, checkpoint or plan options are wrong; the text names the value and a remedy.
     """
     if config.device == "cuda" and torch.cuda.device_count() < num_local:
         raise ValueError(
@@ -50,7 +50,7 @@ def check(config: TrainConfig, num_local: int) -> None:
 
 
 def _bound(config: TrainConfig, stream: DocumentStream) -> None:
-    """Refuse sequences whose packing would take minutes: a mistyped length, or very many very short documents."""
+    """Refuse sequences that take minutes to pack: a mistyped length, or a great number of short documents."""
     epochs, tokens = config.seq_len / stream.epoch_tokens, stream.epoch_tokens
     if epochs > EPOCHS_LIMIT:
         raise ValueError(
@@ -79,7 +79,7 @@ def _make_writable(out: Path) -> None:
 
 
 def start(config: TrainConfig, mine: Rank | None) -> int:
-    """Run ``config`` on local ranks, or as the rank ``mine``. Returns the exit status."""
+    """Run `config` on local ranks, or as the rank `mine` of torchrun. Returns the exit status."""
     check(config, mine.local_size if mine else config.ranks)
     if mine is not None:
         from torch.distributed.elastic.multiprocessing.errors import record

@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from spanwise import hardware as cost
-from spanwise.__main__ import app
 from spanwise.cli import plan as plan_command
-from spanwise.cli.plan import PlanOptions, build_masks, choose_sequence, describe_masks, parse_ranks, parse_window
+from spanwise.cli.app import app
+from spanwise.cli.lengths import read_lengths
+from spanwise.cli.plan import PlanOptions, build_masks, describe_masks, parse_ranks, parse_window
 from spanwise.cli.report import units
 from spanwise.cli.report.compare import Degree, _recommend, compare
-from spanwise.cli.report.lengths import read_lengths
+from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.train.data import DocumentStream, find_documents
@@ -122,31 +123,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_documents_are_packed_in_order_and_cut(tmp_path: Path) -> None:
     path = write(tmp_path / "d.json", "[3, 9, 0, 4, 4]")
-    every = [choose_sequence(PlanOptions(documents=path, seq_len=8, sequence=i)) for i in range(3)]
+    every = [choose_sequence(documents=path, seq_len=8, sequence=i) for i in range(3)]
     assert [cu.tolist() for cu, _ in every] == [[0, 3, 8], [0, 4, 8], [0, 4]]
     assert [(source.sequence, source.sequences) for _, source in every] == [(0, 3), (1, 3), (2, 3)]
-    assert choose_sequence(PlanOptions(documents=path))[0].tolist() == [0, 3, 12, 12, 16, 20]
+    assert choose_sequence(documents=path)[0].tolist() == [0, 3, 12, 12, 16, 20]
     with pytest.raises(ValueError, match=r"--sequence 3 does not exist: .* with --seq-len 8 gives 3"):
-        choose_sequence(PlanOptions(documents=path, seq_len=8, sequence=3))
+        choose_sequence(documents=path, seq_len=8, sequence=3)
 
 
 def test_several_sequences_are_not_packed_again(tmp_path: Path) -> None:
     path = write(tmp_path / "d.json", "[[3, 9], [5]]")
-    cu, source = choose_sequence(PlanOptions(documents=path, sequence=1))
+    cu, source = choose_sequence(documents=path, sequence=1)
     assert cu.tolist() == [0, 5] and "sequence 1 of 2, counted from 0" in source.describe()
     with pytest.raises(ValueError, match="holds 2 sequences that are packed already"):
-        choose_sequence(PlanOptions(documents=path, seq_len=4))
+        choose_sequence(documents=path, seq_len=4)
 
 
 def test_data_is_packed_as_train_packs_it(tmp_path: Path) -> None:
     for i, size in enumerate((50, 700, 3, 210)):
         (tmp_path / f"{i}.txt").write_bytes(b"x" * size)
-    options = PlanOptions(data=(str(tmp_path),), seq_len=128, sequence=2)
-    cu, source = choose_sequence(options)
+    cu, source = choose_sequence(data=(str(tmp_path),), seq_len=128, sequence=2)
     stream = DocumentStream(find_documents([tmp_path]).documents, 0, 128)
     np.testing.assert_array_equal(cu, stream.cu_seqlens(2 * 128, 128))
     assert source.sequences == -(-(50 + 700 + 3 + 210 + 4 * 2) // 128)
-    assert choose_sequence(PlanOptions(data=(str(tmp_path),)))[0].tolist() == [0, 52, 754, 759, 971]
+    assert choose_sequence(data=(str(tmp_path),))[0].tolist() == [0, 52, 754, 759, 971]
 
 
 # ---------------------------------------------------------------- masks
@@ -298,7 +298,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
 def test_counts_of_the_largest_options_fit_their_integers() -> None:
     # Bytes that a rank receives at most: of all tokens, padded to the largest shard for each rank.
     of_a_token = 2 * plan_command._LARGEST["kv_heads"] * plan_command._LARGEST["head_dim"] * 8
-    assert plan_command.RANKS_LIMIT * plan_command.SEQ_LIMIT * of_a_token < 2**63
+    assert plan_command.RANKS_LIMIT * SEQ_LIMIT * of_a_token < 2**63
 
 
 def test_few_tokens_are_planned_for_few_ranks(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from spanwise.cli.report import charts, units
-from spanwise.cli.report.figures import Figures, Source, figures, uncovered
-from spanwise.cli.report.html import render
+from spanwise.cli.report import plan_charts, units
 from spanwise.cli.report.partition import STEPS, closer_look, lines, pairs_below
-from spanwise.cli.report.svg import RANK_COLORS, Drawing, ticks
-from spanwise.cli.report.text import show
+from spanwise.cli.report.partition_chart import draw_partition
+from spanwise.cli.report.plan_figures import Figures, Source, figures, uncovered
+from spanwise.cli.report.plan_html import render
+from spanwise.cli.report.plan_text import show
+from spanwise.cli.report.svg import RANK_COLORS, WIDTH, Drawing, ticks
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -101,7 +102,7 @@ def test_areas_follow_the_work_where_lines_have_several_owners(name: str, count:
 
 def test_drawn_paths_hold_the_areas() -> None:
     plan = plan_of(MASKS["documents"], 4, balancer="local")
-    whole, _ = charts.partition("default", plan.mask(), plan.layout, range(4))
+    whole, _ = draw_partition("default", plan.mask(), plan.layout, range(4))
     areas = np.zeros((4, 2))
     for path in ET.fromstring(str(whole)).iter(f"{SVG}path"):
         kind, data = path.get("class", ""), path.get("d", "")
@@ -276,9 +277,9 @@ def test_timeline_is_to_scale_and_marks_waits() -> None:
     result = figures_of(MASKS["causal"], exchange="needed", hardware=slow)
     mask = result.masks[0]
     assert mask.exposed.max() > 0
-    drawing = charts.timeline("default", mask, result.plan.timeline().forward.seconds)
+    drawing = plan_charts.timeline("default", mask, result.plan.timeline().forward.seconds)
     rects = list(ET.fromstring(str(drawing)).iter(f"{SVG}rect"))
-    scale = (charts.WIDTH - 80) / mask.end
+    scale = (WIDTH - 80) / mask.end
     for rank in range(4):
         mine = [rect for rect in rects if f"k{rank}" in (rect.get("class") or "").split()]
         for kind, seconds in (
@@ -335,9 +336,9 @@ _SIGHT = {
 
 
 def test_neighbours_have_different_colors_where_there_are_enough() -> None:
-    assert charts.colors_of(plan_of(MASKS["causal"], 8, balancer="lpt").layout) == tuple(range(8))
+    assert plan_charts.colors_of(plan_of(MASKS["causal"], 8, balancer="lpt").layout) == tuple(range(8))
     layout = plan_of(MASKS["causal"], 32, balancer="head_tail").layout
-    colors = charts.colors_of(layout)
+    colors = plan_charts.colors_of(layout)
     owners = layout.pieces()[np.argsort(layout.pieces()[:, 1]), 0].tolist()
     assert len(set(colors)) == len(RANK_COLORS) and len(colors) == 32
     assert all(a == b or colors[a] != colors[b] for a, b in itertools.pairwise(owners))

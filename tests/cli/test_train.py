@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import spanwise.cli.bench
-from spanwise.__main__ import app
-from spanwise.train.verify import MASKS
+from spanwise.cli.app import app
+from spanwise.cli.verify import MASKS
 
 
 def fails(*arguments: str) -> str:
@@ -164,7 +164,7 @@ def test_a_sequence_of_too_many_documents_is_refused_at_once(tmp_path: Path) -> 
 def test_verify_on_processes_is_planned_for_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from spanwise.train import verify
+    from spanwise.cli import verify
 
     monkeypatch.setattr(verify, "launch", lambda *_, **__: 0)
     assert verify.verify(verify.VerifyConfig(ranks=2, seq_len=100)) == 0

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import spanwise
-from spanwise.__main__ import app
+from spanwise.cli.app import app
 from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
 
 SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}

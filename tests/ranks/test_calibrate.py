@@ -13,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from spanwise import calibrate
-from spanwise.__main__ import app
 from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
 from spanwise.calibrate.links import SMALLEST
+from spanwise.calibrate.measure import Calibration, measure
 from spanwise.calibrate.ranks import Ranks
+from spanwise.cli.app import app
 from spanwise.cli.calibrate import show
 from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
 from tests.ranks.gloo import GlooPool
@@ -96,7 +96,7 @@ def test_fit_finds_the_link_and_what_a_backend_moves() -> None:
 
 def everything(rank: int, mesh, out: str | None, options: dict) -> tuple[dict, dict, float]:
     begin = time.perf_counter()
-    result = calibrate.measure(mesh, **options)
+    result = measure(mesh, **options)
     if out is not None and rank == 0:
         result.hardware.save(out)
     assert len({(s.figure, s.what) for s in result.samples}) == len(result.samples)
@@ -140,7 +140,11 @@ def test_two_levels(gloo_pool: GlooPool) -> None:
 
 def slower_on_one_rank(rank: int, mesh) -> tuple[list[float], list[float], int]:
     ranks = Ranks(mesh, torch.device("cpu"))
-    return ranks.agree([1.0 + rank, 5.0 - rank]), ranks.agree([1.0 + rank], largest=False), ranks.host_size(None)
+    return (
+        ranks.over_ranks([1.0 + rank, 5.0 - rank]),
+        ranks.over_ranks([1.0 + rank], largest=False),
+        ranks.host_size(None),
+    )
 
 
 def test_the_slowest_rank_counts(gloo_pool: GlooPool) -> None:
@@ -165,12 +169,12 @@ def test_host_names_tell_the_levels(gloo_pool: GlooPool) -> None:
 
 
 def one_rank(rank: int, mesh) -> None:
-    calibrate.calibrate(mesh, **QUICK)
+    measure(mesh, **QUICK)
 
 
 def test_one_rank_has_no_link(gloo_pool: GlooPool) -> None:
     with pytest.raises(ValueError, match="a link needs two ranks; got no mesh"):
-        calibrate.calibrate(None, **QUICK)
+        measure(None, **QUICK)
     with pytest.raises(ValueError, match="a link needs two ranks; got 1 rank"):
         gloo_pool.run(1, one_rank)
     result = CliRunner().invoke(app, ["calibrate", "--ranks", "1"])
@@ -181,7 +185,7 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     hardware = dataclasses.replace(CPU_HOST, name="my [/cluster] a[red]b")
     samples = (Sample("attention forward", "one", 1.0, 1.1), Sample("attention forward", "two", 1.0, 0.7))
     samples += tuple(Sample(figure, "call", 1.0, 1.0) for figure in ("link between hosts", "link inside a host"))
-    show(calibrate.Calibration(hardware, samples, 12.34))
+    show(Calibration(hardware, samples, 12.34))
     printed = capsys.readouterr().out
     assert "my [/cluster] a[red]b, measured in 12.3 s" in printed
     assert "399.4 GFLOP/s" in printed and "20.0%, 30.0% of 2 samples" in printed

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from spanwise.__main__ import app
+from spanwise.cli.app import app
 from spanwise.train.data import DocumentStream, find_documents
 from spanwise.train.loop import plan_sequence
 from spanwise.train.start import start

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from spanwise.__main__ import app
+from spanwise.cli.app import app
 from spanwise.train import checkpoint
 from spanwise.train.data import find_documents
 from spanwise.train.loop import Trainer, differences

@@ -58,7 +58,11 @@ class NoStop:
 def one_rank(config: TrainConfig) -> Iterator[Trainer]:
     """A trainer of one rank in this process."""
     threads = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder, mock.patch("spanwise.train.loop.cores", return_value=1):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("spanwise.train.loop.cores", return_value=1),
+        mock.patch("spanwise.train.launch.cores", return_value=1),
+    ):
         try:
             yield Trainer(config, Rank(0, 1, 0, 1, f"file://{folder}/rendezvous"))
         finally:

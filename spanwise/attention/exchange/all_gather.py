@@ -52,6 +52,7 @@ class AllGather(Exchange):
     """Every rank gets all K/V, in one chunk."""
 
     name: ClassVar[str] = "all_gather"
+    receives: ClassVar[str] = "all of the other ranks; {} of them are read, mean"
     arrival: ClassVar[str] = "in one chunk"
     baseline: ClassVar[bool] = True
 

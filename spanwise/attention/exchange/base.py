@@ -59,6 +59,7 @@ class Exchange:
 
     Attributes:
         name: in plans, reports and errors.
+        receives: which K/V tokens a rank receives, in words; "{}" stands for the mean of those that it reads.
         arrival: how K/V arrive, in words, where `stages` cannot be chosen.
         baseline: moves all K/V whatever the mask; locality of a layout gains nothing.
         exact: moves the K/V that are read and no others.
@@ -69,6 +70,7 @@ class Exchange:
     """
 
     name: ClassVar[str] = ""
+    receives: ClassVar[str] = "those that the exchange brings; {} of them are read, mean"
     arrival: ClassVar[str] = "in chunks of its own"
     baseline: ClassVar[bool] = False
     exact: ClassVar[bool] = False

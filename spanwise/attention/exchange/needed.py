@@ -62,6 +62,7 @@ class Needed(Exchange):
     """Every rank gets the K/V that its queries read, in one or several chunks."""
 
     name: ClassVar[str] = "needed"
+    receives: ClassVar[str] = "exactly those that the rank's rows read and it does not hold"
     exact: ClassVar[bool] = True
 
     def chunk_counts(self, stages: int | None) -> tuple[int, ...]:

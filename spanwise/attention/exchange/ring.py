@@ -66,6 +66,7 @@ class Ring(Exchange):
     """Shards of K/V go from rank to rank; two are in memory at a time, and nothing is copied on the way."""
 
     name: ClassVar[str] = "ring"
+    receives: ClassVar[str] = "whole shards, as they come round; {} tokens of them are read, mean"
     arrival: ClassVar[str] = "shard by shard"
     chained: ClassVar[bool] = True
     passes: ClassVar[tuple[float, float]] = (0.0, 1.5)

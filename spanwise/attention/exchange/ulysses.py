@@ -77,6 +77,10 @@ class Ulysses(Exchange):
     """
 
     name: ClassVar[str] = "ulysses"
+    receives: ClassVar[str] = (
+        "those of the ranks that it trades heads with, for its own heads, and from other groups what the exchange "
+        "between them brings"
+    )
     arrival: ClassVar[str] = "in no chunks: it trades heads for tokens"
 
     def levels(self, num_ranks: int) -> tuple[int, int]:

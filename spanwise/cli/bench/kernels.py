@@ -1,8 +1,8 @@
 """Attention on the CPU, forward and backward, against torch's own kernel: ``spanwise bench kernels``.
 
-Every figure is a ratio taken in one process: the repeats of what is compared alternate, and the smallest time of each
-counts. Beside it stands the floor, what the mask asks for: its non-empty 128-blocks and the FLOPs of its area (4 x head
-dim a pair and head forward, 10 x backward). Memory is the peak of a process of its own.
+Every figure is a ratio taken in one process: the repeats of both sides alternate, and the smallest time of each counts.
+Next to it stands the least work of the mask: its non-empty 128-blocks and the FLOPs of its area (4 x head dim a pair
+and head forward, 10 x backward). Memory is the peak of a separate process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spanwise.attention.kernels.sdpa import sdpa
-from spanwise.cli import bench
 from spanwise.cli.bench import plan
-from spanwise.cli.report import terminal
+from spanwise.cli.output import publish
+from spanwise.cli.report.terminal import console, table
+from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 
 BLOCK_SIZE = 128
@@ -42,7 +42,7 @@ def document_offsets(seq_len: int) -> np.ndarray:
 
 
 def masks(seq_len: int) -> dict[str, SpanMask]:
-    """What is measured, by name; the causal mask and the documents have baselines of their own."""
+    """The masks by name; the causal mask and the documents each have a baseline in torch."""
     offsets = document_offsets(seq_len)
     left = min(1024, seq_len // 4)
     rows = np.arange(seq_len)
@@ -67,14 +67,13 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         quick: one small size.
 
     Returns:
-        ``{"num_threads", "torch", "rows": [...], "memory": {...}}``; times in seconds, memory in bytes (None but on
-        Linux).
+        ``{"num_threads", "torch", "rows": [...], "memory": {...}}``; times in seconds, memory in bytes (Linux
+        only, else None).
     """
-    console = terminal.console()
     sizes = QUICK_SIZES if quick else SIZES
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     rows: list[dict[str, Any]] = []
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console(), transient=True) as progress:
         task = progress.add_task("", total=len(sizes) + 1)
         for tokens, heads, dim, repeats in sizes:
             progress.update(task, description=f"{tokens:,} tokens, {heads} heads of dim {dim}")
@@ -85,9 +84,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         memory = measure_memory(tokens, heads, dim) if Path("/proc/self/status").exists() else None  # Linux has it
         progress.advance(task)
     result = {"num_threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows, "memory": memory}
-    _print(console, result)
-    bench.write(result, out)
-    return result
+    return publish(result, out, _table(result), _memory_line(memory))
 
 
 def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, Any]]:
@@ -106,7 +103,7 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
     seconds = _alternate({name: _with_backward(f, (q, k, v), grad) for name, f in forwards.items()}, repeats)
 
     blocks = {name: int(mask.block_counts(BLOCK_SIZE).sum()) for name, mask in named.items()}
-    # The faster of the two causal rates is the harder one to keep.
+    # The faster of the two causal rates is the harder target.
     seconds_a_block = min(seconds["causal"], seconds["torch causal"]) / blocks["causal"]
     baselines = {"causal": "torch causal", "documents": "torch, loop over documents"}
     rows = []
@@ -155,7 +152,7 @@ def _peak_bytes(which: str, tokens: int, heads: int, dim: int) -> int:
         "torch": lambda size, q, k, v: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     before = 0
-    for size in (256, tokens):  # the small one loads what is loaded once
+    for size in (256, tokens):  # the small one loads libraries and code
         before = _resident("VmRSS")
         q, k, v, grad = _inputs(size, heads, dim)
         _with_backward(functions[which](size, q, k, v), (q, k, v), grad)()
@@ -191,7 +188,7 @@ def _with_backward(
 
 
 def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Smallest time of each step, in seconds; all steps take turns, so that a busy machine is busy for all of them."""
+    """Smallest time of each step, in seconds; all steps take turns, so that a busy machine slows all of them."""
     best = dict.fromkeys(steps, math.inf)
     for _ in range(repeats):
         for name, step in steps.items():
@@ -201,27 +198,31 @@ def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return best
 
 
-def _print(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"Attention forward + backward, float32, {result['num_threads']} threads")
-    for column in ("tokens", "heads", "mask", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to"):
-        table.add_column(column, justify="left" if column in ("mask", "to") else "right")
+def _table(result: dict[str, Any]) -> Table:
+    found = table(
+        f"Attention forward + backward, float32, {result['num_threads']} threads",
+        ("tokens", "heads", "mask", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to"),
+        ("mask", "to"),
+    )
     for row in result["rows"]:
-        table.add_row(
-            f"{row['tokens']:,}",
+        found.add_row(
+            count(row["tokens"]),
             f"{row['heads']} x {row['dim']}",
             row["mask"],
-            f"{row['blocks']:,}",
+            count(row["blocks"]),
             f"{row['seconds']:.3f}",
             f"{row['gflops_per_second']:.0f}",
             f"{row['ratio']:.2f}",
             f"{row['target']}",
             row["baseline"],
         )
-    console.print(table)
-    memory = result["memory"]
+    return found
+
+
+def _memory_line(memory: dict[str, Any] | None) -> str:
     if memory is None:
-        return
-    console.print(
+        return ""
+    return (
         f"Peak memory of a causal forward + backward at {memory['tokens']:,} tokens: "
         f"{memory['peak_bytes'] / 2**20:.0f} MiB, torch {memory['torch_peak_bytes'] / 2**20:.0f} MiB, "
         f"ratio {memory['ratio']:.2f} (target {memory['target']})"

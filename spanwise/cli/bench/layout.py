@@ -1,25 +1,24 @@
-"""What each balancer's layout costs: ``spanwise bench layout``.
+"""Balance and traffic of each balancer: ``spanwise bench layout``.
 
-Work and K/V traffic of the balancers on one sequence of 131,072 tokens, for masks of every kind: exact mask area for
-the imbalance, and the K/V tokens that a rank reads of other ranks, the floor of any exchange, against what a full
-gather brings. Nothing is executed; everything comes from the plan. Beside the masks that were also given to
-MagiAttention stand the figures of its own dispatch solver.
+One sequence of 131,072 tokens, masks of every kind. The imbalance is that of exact mask areas. The traffic is the K/V
+tokens that a rank reads of other ranks, the least of any exchange, next to those of a full gather. All figures come
+from the plan; nothing is executed. For some masks MagiAttention's own dispatch solver was run, too.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from spanwise.cli import bench
 from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.report.terminal import console
+from spanwise.cli.output import publish
+from spanwise.cli.report.terminal import table
+from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 
@@ -90,10 +89,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
                         "source": "MagiAttention's own dispatch solver run on the same mask",
                     }
                 )  # fmt: skip
-    result: dict[str, Any] = {"seq_len": SEQ_LEN, "rows": rows}
-    _print(rows)
-    bench.write(result, out)
-    return result
+    return publish({"seq_len": SEQ_LEN, "rows": rows}, out, _table(rows), width=130)
 
 
 def _row(
@@ -101,7 +97,7 @@ def _row(
 ) -> dict[str, Any]:
     times = []
     for repeat in range(repeats + 1):
-        fresh = SpanMask(mask.start, mask.end, mask.kv_len)  # so that nothing is remembered of the last time
+        fresh = SpanMask(mask.start, mask.end, mask.kv_len)  # without the caches of the last time
         begin = time.perf_counter()
         plan = make_plan(fresh, num_ranks, balancer=balancer, exchange="needed", cu_seqlens=cu_seqlens)
         if repeat:  # the first round warms allocators, caches and the compiled search
@@ -119,25 +115,24 @@ def _row(
     }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        title=f"Layouts of {SEQ_LEN:,} tokens: K/V tokens that a rank receives\n"
-        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)"
+def _table(rows: list[dict[str, Any]]) -> Table:
+    found = table(
+        f"Layouts of {SEQ_LEN:,} tokens: K/V tokens that a rank receives\n"
+        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)",
+        ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms"),
+        ("mask", "balancer"),
     )
-    for column in ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms"):
-        table.add_column(column, justify="left" if column in ("mask", "balancer") else "right")
-    number: Callable[[Any, str], str] = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before["mask"] != row["mask"]:
-            table.add_section()
-        table.add_row(
+            found.add_section()
+        found.add_row(
             str(row["num_ranks"]),
             row["mask"],
             row["balancer"],
             f"{row['imbalance']:.3f}",
-            f"{row['recv_mean']:,.0f}",
-            number(row["recv_max"], ","),
-            f"{row['gather']:,}",
-            number(row["ms"], ".1f"),
+            count(row["recv_mean"]),
+            "–" if row["recv_max"] is None else count(row["recv_max"]),
+            count(row["gather"]),
+            "–" if row["ms"] is None else f"{row['ms']:.1f}",
         )
-    console(130).print(table)
+    return found

@@ -1,11 +1,11 @@
-"""K/V that each exchange holds, against the length of the sequence: ``spanwise bench memory``.
+"""K/V that each exchange holds, by the length of the sequence: ``spanwise bench memory``.
 
-From plans, for lengths that no CPU computes: `Plan.resident_bytes`, what the busiest rank holds at most in a layer's
-forward beside its own shards, and `Plan.saved_bytes`, what it keeps of that for the backward. Then measured, for
-lengths that a CPU does compute: real ranks over gloo run one forward and backward, and every storage to which q, K, V
-or the output were copied is counted for as long as it lives. Where K/V alone travel the two are equal, but for gloo,
-which may let go of what an all-gather sent a moment late; under Ulysses, where q and the output travel as well, the
-results of the kernel and of the merge are counted in the measurement and not in the plan.
+From plans, for lengths that no CPU computes: `Plan.resident_bytes`, the most that a rank holds in a layer's forward in
+addition to its own shards, and `Plan.saved_bytes`, the part that it keeps for the backward. Then measured, for lengths
+that a CPU computes: real ranks over gloo run one forward and backward, and every storage to which q, K, V or the output
+were copied counts while it lives. If only K/V travel the two are equal, except that gloo may free the buffer of an
+all-gather a moment late. Under Ulysses q and the output travel as well; the measurement, unlike the plan, then counts
+results of the kernel and of the merge.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spanwise import _torch
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.cli import bench
 from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.report import terminal, units
+from spanwise.cli.output import publish
+from spanwise.cli.report.terminal import console, table
+from spanwise.cli.report.units import count, num_bytes
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -38,7 +38,7 @@ RANKS = 8
 LENGTHS = tuple(2**n for n in range(14, 21))
 SHAPE: dict[str, Any] = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 WINDOW = 4096
-# What is compared: ranks, or (outer, inner) of two levels; exchange.
+# Ways to exchange: ranks, or (outer, inner) of two levels; exchange.
 WAYS: dict[str, tuple[int | tuple[int, int], str]] = {
     "all_gather": (RANKS, "all_gather"),
     "needed": (RANKS, "needed"),
@@ -48,17 +48,17 @@ WAYS: dict[str, tuple[int | tuple[int, int], str]] = {
     "ulysses x 2, ring": ((RANKS // 2, 2), "ring"),
 }
 BALANCERS = {"documents": "local", "causal": "head_tail", "window": "contiguous"}
-# Bytes follow from heads and tokens alone: fewer heads, and masks whose area grows with the length, for a CPU's sake.
+# Bytes follow from heads and tokens alone. A CPU gets fewer heads, and masks whose area grows with the length.
 MEASURED_LENGTHS, QUICK_LENGTHS = (8192, 16_384, 32_768), (2048,)
 MEASURED_MASKS = ("documents", "window")
 MEASURED_SHAPE = {**SHAPE, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 
 
 class Copies(_torch.TorchDispatchMode):
-    """Follows tensors through operators that only move their elements, and counts the storages that are alive.
+    """Follows tensors through operators that only move their elements, and sums the bytes of live storages.
 
-    What an operator makes of a tensor that is followed is followed under the same name, but for the results of an
-    attention kernel, which are called "out".
+    Results of operators on a followed tensor are followed under its name. Results of an attention kernel are named
+    "out".
 
     Args:
         tensors: by name; their own storages do not count.
@@ -78,11 +78,11 @@ class Copies(_torch.TorchDispatchMode):
         self._own = set(self._followed)
 
     def alive(self) -> dict[str, int]:
-        """Bytes by name, beside the tensors that were given."""
+        """Bytes by name, without the tensors that were given."""
         found: dict[str, int] = {}
-        for storage, (name, num_bytes) in self._followed.items():
+        for storage, (name, size) in self._followed.items():
             if storage not in self._own and not storage.expired():
-                found[name] = found.get(name, 0) + num_bytes
+                found[name] = found.get(name, 0) + size
         return found
 
     def _follow(self, x: torch.Tensor, name: str) -> None:
@@ -111,7 +111,7 @@ class Copies(_torch.TorchDispatchMode):
         return results
 
 
-def held(
+def copied_bytes(
     plan: Plan, mesh: DeviceMesh | None, inputs: list[torch.Tensor], grad_out: torch.Tensor, kept: int
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Bytes of copies of "q", "kv" and "out" in one call: most in the forward, after it, most in the backward.
@@ -121,8 +121,8 @@ def held(
     Args:
         inputs: this rank's q, k and v, leaves that require gradients.
         grad_out: of the output.
-        kept: bytes of "kv" expected after the forward. gloo's threads let go of what an all-gather sent when they get
-            round to it; where there is more they are given five seconds.
+        kept: bytes of "kv" expected after the forward. gloo's threads free the buffer of an all-gather late; while
+            there is more, wait up to five seconds.
     """
     q, k, v = inputs
     local = plan.local(mesh, "cpu", kernel="sdpa")
@@ -149,7 +149,7 @@ def masks(seq_len: int) -> dict[str, SpanMask]:
 
 
 def plan_of(way: str, name: str, mask: SpanMask, shape: dict[str, Any]) -> Plan:
-    """The plan of one way to exchange; K/V are kept as by default: not by a ring."""
+    """The plan of one way to exchange. K/V are kept by default, except in a ring."""
     ranks, exchange = WAYS[way]
     return make_plan(mask, ranks, balancer=BALANCERS[name], exchange=exchange, **shape)
 
@@ -162,35 +162,30 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
 
     Returns:
         ``{"torch", "ranks", "shape", "planned": [...], "measured_shape", "measured": [...]}``; all sizes in bytes, of
-        the rank that has most. A row has ``tokens``, ``mask``, ``way``, ``shard`` (K/V that a rank holds anyway),
+        the rank with the most. A row has ``tokens``, ``mask``, ``way``, ``shard`` (K/V that a rank holds anyway),
         ``resident`` and ``saved``, and where it was measured ``resident_measured`` (K/V alive at once; under Ulysses q
         and outputs too) and ``saved_measured`` (after the forward, without the layer's output and lse).
     """
-    console = terminal.console()
     planned = []
     for seq_len in LENGTHS[:3] if quick else LENGTHS:
         for name, mask in masks(seq_len).items():
             planned += [_row(way, name, plan_of(way, name, mask, SHAPE)) for way in WAYS]
-    _print(console, planned, f"K/V beside a rank's own, from plans: {RANKS} ranks, 32 heads (8 K/V) of 128, bfloat16")
-    cases = [
-        (way, name, n)
-        for n in (QUICK_LENGTHS if quick else MEASURED_LENGTHS)
-        for name in MEASURED_MASKS
-        for way in WAYS
-    ]
-    with console.status(f"measuring {len(cases)} forwards and backwards on {RANKS} processes"):
+    title = f"K/V in addition to a rank's own, from plans: {RANKS} ranks, 32 heads (8 K/V) of 128, bfloat16"
+    console().print(_table(planned, title))
+    lengths = QUICK_LENGTHS if quick else MEASURED_LENGTHS
+    cases = [(way, name, n) for n in lengths for name in MEASURED_MASKS for way in WAYS]
+    with console().status(f"measuring {len(cases)} forwards and backwards on {RANKS} processes"):
         measured = measure(cases)
-    _print(console, measured, f"The same measured: {RANKS} processes, 8 heads (2 K/V) of 64, bfloat16")
-    shapes = {"shape": SHAPE, "measured_shape": MEASURED_SHAPE}
-    result: dict[str, Any] = {
+    result = {
         "torch": torch.__version__,
         "ranks": RANKS,
-        **shapes,
+        "shape": SHAPE,
+        "measured_shape": MEASURED_SHAPE,
         "planned": planned,
         "measured": measured,
     }
-    bench.write(result, out)
-    return result
+    title = f"The same measured: {RANKS} processes, 8 heads (2 K/V) of 64, bfloat16"
+    return publish(result, out, _table(measured, title))
 
 
 def _row(way: str, name: str, plan: Plan) -> dict[str, Any]:
@@ -234,7 +229,7 @@ def _measure_rank(rank: int, cases: list[tuple[str, str, int]], folder: str) -> 
 
 
 def measure_plan(rank: int, mesh: DeviceMesh, plan: Plan) -> tuple[int, int]:
-    """Bytes that this rank holds at most in a forward, and keeps after it, of K/V or of all that is traded."""
+    """Most bytes of this rank in a forward, and bytes it keeps after it: of K/V, or of everything that travels."""
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
     tokens, group = plan.layout.num_tokens(rank), plan.groups.num_tokens(rank // plan.inner)
     sizes = (heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim), (heads, v_dim)
@@ -242,29 +237,26 @@ def measure_plan(rank: int, mesh: DeviceMesh, plan: Plan) -> tuple[int, int]:
     q, k, v, grad = (torch.randn(1, tokens, n, d, dtype=dtype).transpose(1, 2) for n, d in sizes)
     saved, share = int(plan.saved_bytes()[rank]), group * heads // plan.inner
     kept = saved - (share * (qk_dim + v_dim) * plan.itemsize if plan.inner > 1 else 0)
-    forward, after, _ = held(plan, mesh, [x.requires_grad_() for x in (q, k, v)], grad, kept)
+    forward, after, _ = copied_bytes(plan, mesh, [x.requires_grad_() for x in (q, k, v)], grad, kept)
     dist.barrier()
     # Every exchange keeps the layer's output and its lse, in float32.
     return _exchanged(forward), sum(after.values()) - grad.numel() * plan.itemsize - share * 4
 
 
 def _exchanged(peaks: dict[str, int]) -> int:
-    """Most bytes of K/V, or of everything that is traded, at once."""
+    """Most bytes at once: of K/V, or of everything that travels."""
     return peaks.get("all" if peaks.get("q", 0) else "kv", 0)
 
 
-def _print(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
     columns = ["tokens", "mask", "exchange", "own shard", "resident", "in shards", "saved"]
+    keys = ["shard", "resident", "saved"]
     if "saved_measured" in rows[0]:
         columns += ["resident, measured", "saved, measured"]
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("mask", "exchange") else "right")
+        keys += ["resident_measured", "saved_measured"]
+    found = table(title, columns, ("mask", "exchange"))
     for row in rows:
-        sizes = [
-            row[key] for key in ("shard", "resident", "saved", "resident_measured", "saved_measured") if key in row
-        ]
-        cells = [units.num_bytes(size) for size in sizes]
+        cells = [num_bytes(row[key]) for key in keys]
         cells.insert(2, f"{row['resident'] / row['shard']:.2f}")
-        table.add_row(f"{row['tokens']:,}", row["mask"], row["way"], *cells)
-    console.print(table)
+        found.add_row(count(row["tokens"]), row["mask"], row["way"], *cells)
+    return found

@@ -2,11 +2,10 @@
 
 TransformerEngine's context parallelism pads every document to a multiple of twice the number of ranks. The same
 documents are planned three ways: padded in its order (balancer "dual_chunk"), unpadded in the same order
-("per_document_head_tail"), and unpadded where most K/V are at home ("local"). The kernels of every rank's share run in
-one process, forward and backward, one rank after the other, with the K/V of other ranks already there; the ways take
-turns. What is reported of a way is its busiest rank, which a step waits for, and all ranks together. Padding costs
-nothing but its rows here, for no span holds them; a kernel that computes padding pays its share on top, and every other
-layer of a model does.
+("per_document_head_tail"), and unpadded with the least traffic ("local"). The kernels of every rank's share run in one
+process, forward and backward, one rank after the other, with the K/V of other ranks already present; the ways take
+turns. Reported are the busiest rank, for which a step waits, and all ranks together. Padding costs only its rows here,
+because no span holds them. A kernel that computes padding also pays for its share, as do all other layers of a model.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
-from spanwise.cli import bench
 from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.report.terminal import console
+from spanwise.cli.output import publish
+from spanwise.cli.report.terminal import table
+from spanwise.cli.report.units import count, percent
 from spanwise.layouts.packing import Packing
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -90,9 +90,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
         "head_dim": HEAD_DIM, "rows": rows,
     }  # fmt: skip
-    _print(result)
-    bench.write(result, out)
-    return result
+    return publish(result, out, _table(result), width=140)
 
 
 def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> 
     times = {way: np.zeros((repeats, num_ranks)) for way in ways}
     for repeat in range(-1, repeats):  # the first round warms up
         for rank in range(num_ranks):
-            # Who is first alternates too: what one step leaves in the caches is the next one's gain.
+            # The order alternates too, because a step gains from caches that the one before it filled.
             for way in sorted(ways, reverse=bool(repeat % 2)):
                 begin = time.perf_counter()
                 steps[way][rank]()
@@ -115,7 +113,7 @@ def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> 
         "padding_share": 1 - int(cu_seqlens[-1]) / ways["padded"].seq_len,
     }
     for way, plan in ways.items():
-        # Of each rank its least time: what disturbs one rank's step does not make another the busiest.
+        # The least time of each rank, so that a disturbance of one step does not decide which rank is busiest.
         least = times[way].min(axis=0)
         received = plan.recv_tokens()
         row[way] = {
@@ -132,10 +130,10 @@ def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> 
 
 
 def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Forward and backward of one rank's attention, its K/V pieces there already; gives out, dq and those of K and V.
+    """Forward and backward of one rank's attention with all K/V present; returns out, dq, and gradients of K and V.
 
-    What `context_parallel_attention` computes with the kernel "sdpa" between its collectives, zeros in padding
-    included.
+    Computes the same as `context_parallel_attention` with the kernel "sdpa" between its collectives, with zeros in
+    padding.
     """
     local: RankPlan = build(plan, rank)
     generator = torch.Generator().manual_seed(rank)
@@ -150,7 +148,7 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
 
     def step() -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
-        # What others send is zero in padding already, or not sent.
+        # Tokens of other ranks are zero in padding already, or not sent.
         own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
         there = iter([ChunkKV(own_k, own_v), *map(ChunkKV, leaves[3::2], leaves[4::2])])
         rows = zero_in_padding(leaves[0], local.valid)
@@ -161,16 +159,16 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     return step
 
 
-def _print(result: dict[str, Any]) -> None:
-    table = Table(
-        title=f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
+def _table(result: dict[str, Any]) -> Table:
+    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
+    shown = table(
+        f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
         f"unpadded in the same order, and by 'local'\nforward + backward of the busiest rank, {HEADS} heads of "
         f"{HEAD_DIM}, float32, {result['num_threads']} threads; least (and median) of the repeats; then the "
-        f"ratio to padded of the busiest ranks, and of all"
+        f"ratio to padded of the busiest ranks, and of all",
+        (*names, "padded receives", "local receives"),
+        ("documents",),
     )
-    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
-    for column in (*names, "padded receives", "local receives"):
-        table.add_column(column, justify="left" if column == "documents" else "right")
 
     def seconds(found: dict[str, Any]) -> str:
         return f"{found['busiest']['min'] * 1e3:.1f} ({found['busiest']['median'] * 1e3:.1f})"
@@ -180,15 +178,15 @@ def _print(result: dict[str, Any]) -> None:
 
     for row in result["rows"]:
         padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
-        table.add_row(
+        shown.add_row(
             str(row["num_ranks"]),
             row["corpus"],
-            f"{row['documents']:,}",
-            f"{row['padding_share']:.1%}",
+            count(row["documents"]),
+            percent(row["padding_share"], 1),
             seconds(padded),
             compared(unpadded),
             compared(local),
-            f"{padded['recv_mean']:,.0f}",
-            f"{local['recv_mean']:,.0f}",
+            count(padded["recv_mean"]),
+            count(local["recv_mean"]),
         )
-    console(140).print(table)
+    return shown

@@ -1,10 +1,9 @@
-"""How long planning takes, and what the balancers give: ``spanwise bench plan``.
+"""Time of planning, and the plans of the balancers: ``spanwise bench plan``.
 
-One core, everything a rank needs before its first kernel: the mask from document lengths, the layout, what every rank
-receives of every other, the fingerprint, this rank's index tensors and FlexAttention block tables. Beside each time
-stands what was planned: imbalance, and the K/V tokens that a rank reads of other ranks against those that all_gather
-brings. "auto" prices its candidates for the attention of Llama 3 8B on H100s; everything else is told to send what is
-needed, in one piece.
+One core, everything a rank needs before its first kernel: the mask from document lengths, the layout, the traffic
+between ranks, the fingerprint, this rank's index tensors and FlexAttention block tables. Next to each time stand the
+imbalance of the plan, and the K/V tokens that a rank reads of other ranks and that all_gather brings. "auto" prices
+its candidates for the attention of Llama 3 8B on H100s; every other balancer plans the exchange "needed", in one piece.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from rich.table import Table
 
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.cli import bench
-from spanwise.cli.report.terminal import console
+from spanwise.cli.output import publish
+from spanwise.cli.report.terminal import table
+from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -33,7 +33,7 @@ BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr"
 
 
 def document_offsets(seq_len: int, seed: int, *, median: int = 4096, sigma: float = 1.0, least: int = 64) -> np.ndarray:
-    """Offsets of documents whose lengths are log-normal, at least `least`, until `seq_len` tokens are full."""
+    """Offsets of documents of log-normal length, at least `least` tokens each, that fill `seq_len` tokens."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     left = seq_len
@@ -59,10 +59,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         rows = [_row(*size, balancer, 3 if quick else 9) for size in sizes for balancer in BALANCERS]
     finally:
         torch.set_num_threads(threads)
-    result: dict[str, Any] = {"num_threads": 1, "rows": rows}
-    _print(rows)
-    bench.write(result, out)
-    return result
+    return publish({"num_threads": 1, "rows": rows}, out, _table(rows))
 
 
 def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str, Any]:
@@ -103,20 +100,22 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
     }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables")
-    for column in ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather"):
-        table.add_column(column, justify="left" if column == "balancer" else "right")
+def _table(rows: list[dict[str, Any]]) -> Table:
+    found = table(
+        "Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables",
+        ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather"),
+        ("balancer",),
+    )
     for row in rows:
         name = row["balancer"] if row["balancer"] != "auto" else f"auto ({row['chosen']})"
-        table.add_row(
-            f"{row['seq_len']:,}",
+        found.add_row(
+            count(row["seq_len"]),
             str(row["num_ranks"]),
             name,
             f"{row['total_ms']:.1f}",
             f"{row['imbalance']:.3f}",
-            f"{row['reads_tokens_mean']:,.0f}",
-            f"{row['reads_tokens_max']:,}",
-            f"{row['all_gather_tokens_mean']:,.0f}",
+            count(row["reads_tokens_mean"]),
+            count(row["reads_tokens_max"]),
+            count(row["all_gather_tokens_mean"]),
         )
-    console().print(table)
+    return found

@@ -1,6 +1,4 @@
-"""Turns a plan into what a person reads: figures as data, text for a terminal, one self-contained HTML file.
+"""Reports of a plan or of optimized graphs: figures as data, text for a terminal, one self-contained HTML page.
 
-    plan -> figures (plain numbers) -> text | html (svg inside) | JSON
-
-Nothing here decides anything; every number is the plan's own.
+plan, graphs ─► *_figures (plain numbers) ─► *_text | *_html (with *_chart, *_charts as SVG) | JSON
 """

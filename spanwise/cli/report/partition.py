@@ -1,7 +1,7 @@
-"""Who computes which part of a mask, as the lines of a drawing: exact counts at any resolution.
+"""The parts of a mask that each rank computes, as the lines of a drawing: exact counts at any resolution.
 
-Everything is counted from the spans, never from an S×S table: for a set of rows, the number of (query, key) pairs with
-a key below x is a sum of ramps, ``Σ max(0, x - start) - Σ max(0, x - end)``, which two sorted arrays answer for any x.
+Counts come from the spans, without an S×S table. For a set of rows, the number of (query, key) pairs with a key below x
+is a sum of ramps, ``Σ max(0, x - start) - Σ max(0, x - end)``; two sorted arrays give it for any x.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from spanwise.layouts.layout import Layout
 from spanwise.masks.span_mask import SpanMask
 
-#: A cell is drawn as high as its share of visible pairs, in eighths of a line.
+#: Heights of a cell: its share of visible pairs, in eighths of a line.
 STEPS = 8
 
 
 def pairs_below(start: np.ndarray, end: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Pairs of some rows whose key is below each of ``keys``; int64 like ``keys``.
+    """Pairs of some rows whose key is below each of `keys`; int64, in the shape of `keys`.
 
     Args:
-        start, end: spans of the rows, integers of equal shape (empty spans count nothing).
+        start, end: spans of the rows, integers of equal shape (empty spans add nothing).
         keys: positions.
     """
     total = np.zeros(len(keys), dtype=np.int64)
@@ -47,23 +47,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a drawing, and the rank whose rows it shows; pieces ascend and do not overlap."""
+    """One line of a drawing, and the rank of its rows; pieces ascend and do not overlap."""
 
     rank: int
     pieces: tuple[Piece, ...]
 
     def area(self, local_only: bool = False) -> float:
-        """What is drawn, in cells."""
+        """The drawn area, in cells."""
         return sum((p.stop - p.start) * p.height for p in self.pieces if p.is_local or not local_only) / STEPS
 
 
 def lines(mask: SpanMask, layout: Layout, count: int, window: tuple[int, int] | None = None) -> list[Line]:
-    """The mask of one sequence as ``count`` lines of ``count`` cells, and who computes them.
+    """The mask of one sequence as `count` lines of `count` cells, each with the rank that computes it.
 
-    A line stands for ``1 / count`` of the rows. Where several ranks hold rows of a line, the one whose work is drawn
-    least so far is shown, so that the area drawn for a rank stays in proportion to its work; the cells of a line are
-    counted from that rank's rows alone. A cell is drawn wholly as local or as received. What either rounds is carried
-    to the rank's next cell.
+    A line stands for ``1 / count`` of the rows. If several ranks hold rows of a line, it shows the rank whose drawn
+    area lags most behind its work, and counts the rows of that rank alone. So areas stay in proportion to work. A cell
+    is drawn wholly as local or wholly as received; rounding is carried to the rank's next cell.
 
     Args:
         mask: unbatched and square.
@@ -96,7 +95,7 @@ def lines(mask: SpanMask, layout: Layout, count: int, window: tuple[int, int] | 
 
 
 def _cells(start: np.ndarray, end: np.ndarray, edges: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of some rows in each cell of keys, on keys in the runs ``own`` and on others; int64 ``[num_cells]``."""
+    """Pairs of some rows in each cell of keys, on keys in the runs `own` and on others; int64 ``[num_cells]``."""
     points = np.union1d(edges, own[(own > edges[0]) & (own < edges[-1])])
     pairs = np.diff(pairs_below(start, end, points))
     cell = np.searchsorted(edges, points[:-1], side="right") - 1
@@ -107,7 +106,7 @@ def _cells(start: np.ndarray, end: np.ndarray, edges: np.ndarray, own: np.ndarra
 
 
 def _pieces(local: np.ndarray, received: np.ndarray, carried: np.ndarray) -> tuple[Piece, ...]:
-    """Pieces of a line from the shares of its cells; ``carried`` holds what is still to be drawn, in all and local."""
+    """Pieces of a line from the shares of its cells; `carried` is the area still to draw, in all and local."""
     pieces: list[Piece] = []
     visible = local + received
     seen = np.flatnonzero(visible)
@@ -139,14 +138,13 @@ def _pieces(local: np.ndarray, received: np.ndarray, carried: np.ndarray) -> tup
 
 
 def closer_look(mask: SpanMask, layout: Layout, drawn: list[Line]) -> tuple[int, int] | None:
-    """Tokens worth a drawing of their own: some four typical documents long, where most keys are received.
+    """Tokens to draw separately: about four typical documents, where most keys are received.
 
-    None where the drawing of everything, ``drawn``, shows as much.
+    None if `drawn`, the drawing of all tokens, shows as much.
     """
     area = mask.area()[0]
-    typical = (
-        2.0 * float((area.astype(np.float64) ** 2).sum()) / max(float(area.sum()), 1.0)
-    )  # keys of a typical pair's row
+    # Keys of the row of a typical pair.
+    typical = 2.0 * float((area.astype(np.float64) ** 2).sum()) / max(float(area.sum()), 1.0)
     length = max(int(4 * typical), 2 * len(drawn))
     if length * 3 > mask.q_len:
         return None

@@ -1,6 +1,6 @@
-"""SVG text: a drawing with a title and a description for those who do not see it, and the few shapes charts need.
+"""SVG text: a drawing with a title and a description for screen readers, and the shapes of charts.
 
-Colours are classes; the page that holds a drawing says what they look like, in light, in dark and in print.
+Colours are classes. The page of a drawing defines them for light, dark and print.
 """
 
 from __future__ import annotations
@@ -11,43 +11,46 @@ from html import escape
 
 import numpy as np
 
-#: Colours of ranks; past them they repeat. Chosen so that every two differ by 0.14 or more in OKLab, in normal sight
-#: and as people with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009);
-#: dark pages mix them with white, which leaves four fifths of that.
+#: Width of a page's drawings, CSS pixels.
+WIDTH = 800
+
+#: Colours of ranks; more ranks repeat them. Every two differ by 0.14 or more in OKLab, in normal sight and as people
+#: with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009). Dark pages mix them with
+#: white, which leaves four fifths of that.
 RANK_COLORS = ("#33467f", "#f2930d", "#207f93", "#cc460d", "#a67ff2", "#0dccb9", "#7f2020", "#930ddf")
 
 
 def rank_class(rank: int, colors: Sequence[int]) -> str:
-    """The classes of what belongs to ``rank``: its colour, and its number, by which a reader picks it out."""
+    """The classes of shapes of `rank`: its colour, and its number, by which the page highlights it."""
     return f"c{colors[rank]} k{rank}"
 
 
 def choose_colors(neighbours: np.ndarray) -> tuple[int, ...]:
-    """A colour for each rank, an index into `RANK_COLORS`; its own where they suffice.
+    """A colour for each rank, an index into `RANK_COLORS`; all different if there are enough.
 
-    Where they do not, each rank in turn takes the colour that its neighbours so far have least, of these the rarest.
+    Otherwise each rank in turn takes the colour that its neighbours so far use least, of these the rarest.
 
     Args:
-        neighbours: int ``[num_ranks, num_ranks]``, how often two ranks are seen side by side; symmetric.
+        neighbours: int ``[num_ranks, num_ranks]``, symmetric: times that two ranks are side by side.
     """
     count = len(neighbours)
     if count <= len(RANK_COLORS):
         return tuple(range(count))
     colors: list[int] = []
     for rank in range(count):
-        beside, used = np.zeros((2, len(RANK_COLORS)), dtype=np.int64)
-        np.add.at(beside, colors, neighbours[rank, :rank])
+        adjacent, used = np.zeros((2, len(RANK_COLORS)), dtype=np.int64)
+        np.add.at(adjacent, colors, neighbours[rank, :rank])
         np.add.at(used, colors, 1)
-        colors.append(int(np.lexsort((used, beside))[0]))
+        colors.append(int(np.lexsort((used, adjacent))[0]))
     return tuple(colors)
 
 
 class Drawing:
-    """Collects shapes; ``str()`` is one ``<svg>`` element.
+    """Collects shapes; `str` makes one ``<svg>`` element of them.
 
     Args:
-        name: prefix of the ids inside, unique in a page and without blanks, which would part it.
-        title, description: what a screen reader says.
+        name: prefix of the ids inside, unique in a page and without blanks.
+        title, description: for screen readers.
         width, height: in CSS pixels; the drawing scales down with its page.
     """
 
@@ -70,6 +73,7 @@ class Drawing:
         )
 
     def add(self, shape: str) -> None:
+        """Add an element as it is; its texts are escaped already."""
         self.shapes.append(shape)
 
     def text(self, x: float, y: float, value: str, kind: str = "", anchor: str = "start", turned: bool = False) -> None:
@@ -83,7 +87,7 @@ class Drawing:
         self.add(f"<line {points}{_class(kind)}/>")
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
-        """A rectangle; ``tip`` shows when the pointer rests on it."""
+        """A rectangle; `tip` shows under the pointer."""
         size = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
         self.add(
             f"<rect {size}{_class(kind)}><title>{escape(tip)}</title></rect>"
@@ -103,13 +107,13 @@ def number(value: float) -> str:
 
 
 def tick_step(most: float, about: int) -> float:
-    """1, 2 or 5 times a power of ten, of which ``most`` holds at most ``about``."""
+    """A step of 1, 2 or 5 times a power of ten, at most `about` of them up to `most`."""
     power = 10.0 ** math.floor(math.log10(most / about))
     return power * next((factor for factor in (1, 2, 5) if most / (factor * power) <= about), 10)
 
 
 def ticks(most: float, about: int) -> list[float]:
-    """Round numbers from 0 up to ``most``, at most ``about`` steps."""
+    """Round numbers from 0 up to `most`, at most `about` steps."""
     if most <= 0:
         return [0.0]
     step = tick_step(most, about)

@@ -1,10 +1,8 @@
-"""Numbers as people read them: one way for text, HTML and SVG."""
+"""Seconds, bytes, counts and shares as text: the same in terminals, HTML and SVG."""
 
 from __future__ import annotations
 
 import math
-
-import numpy as np
 
 
 def seconds(value: float) -> str:
@@ -13,6 +11,11 @@ def seconds(value: float) -> str:
         if value >= factor * 0.9995:
             return f"{three_digits(value / factor)} {unit}"
     return f"{three_digits(value / 1e-6)} µs" if value else "0"
+
+
+def milliseconds(value: float) -> str:
+    """Seconds of `value` milliseconds."""
+    return seconds(value / 1e3)
 
 
 def num_bytes(value: float) -> str:
@@ -26,6 +29,7 @@ def pairs(value: float) -> str:
 
 
 def scaled(value: float, units: tuple[str, ...]) -> str:
+    """`value` over the power of 1,000 that suits, with its unit."""
     step = 0
     while value >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
@@ -33,6 +37,7 @@ def scaled(value: float, units: tuple[str, ...]) -> str:
 
 
 def three_digits(value: float) -> str:
+    """Three significant digits; whole numbers below 1,000 as they are."""
     if value == int(value) and value < 1000:
         return str(int(value))
     rounded = float(f"{value:.3g}")
@@ -40,20 +45,21 @@ def three_digits(value: float) -> str:
     return f"{rounded:.{min(max(digits, 0), 6)}f}"
 
 
+def count(value: float) -> str:
+    """Tokens and other counts, in full: "107,520"."""
+    return f"{value:,.0f}"
+
+
+def percent(value: float, digits: int = 0) -> str:
+    """A share: "12%", or "12.3%" with a digit."""
+    return f"{value:.{digits}%}"
+
+
+def fine_percent(value: float) -> str:
+    """A share with three significant digits, for small ones: "0.0312%"."""
+    return f"{100 * value:.3g}%"
+
+
 def times(value: float) -> str:
+    """Numbers that are whole as a rule, such as layers: "4" or "2.5"."""
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
-
-
-def way(balancer: str, exchange: str, pieces: int, inner: int = 1) -> str:
-    """How a plan is cut and moved, in words: "local, needed in 2 pieces", "head_tail, ring, Ulysses inside 4"."""
-    staged = f" in {pieces} pieces" if exchange == "needed" and pieces > 1 else ""
-    inside = f", Ulysses inside {inner}" if inner > 1 and exchange != "ulysses" else ""
-    return f"{balancer}, {exchange}{staged}{inside}"
-
-
-def sample(values: np.ndarray, most: int) -> list[int]:
-    """Ranks to show, ascending: all, or ``most`` of them evenly from the largest value to the smallest."""
-    if len(values) <= most:
-        return list(range(len(values)))
-    order = np.argsort(-values, kind="stable")
-    return sorted(order[np.linspace(0, len(order) - 1, most).round().astype(int)].tolist())

@@ -1,4 +1,4 @@
-"""Every number of a report, read off a plan once: text, HTML and JSON show these and compute none of their own."""
+"""Every number of a plan's report, read off the plan once. Text, HTML and JSON show these and compute nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 
 from spanwise.cli.report.compare import Comparison
 from spanwise.planning.plan import Plan
-from spanwise.planning.plan_data import Candidate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where the planned sequence comes from: a file, how it was packed, and which sequence of how many it is."""
+    """Source of the planned sequence: a file, how it was packed, and the sequence's index among `sequences`."""
 
     origin: str
     packing: str
@@ -23,9 +22,16 @@ class Source:
     sequences: int
 
     def describe(self) -> str:
-        """Where from, which of several, and how it was packed, in a line."""
+        """The source in a line."""
         which = f"sequence {self.sequence} of {self.sequences:,}, counted from 0; " if self.sequences > 1 else ""
         return f"{self.origin}: {which}{self.packing}"
+
+
+#: Names in JSON of the figures of a mask that have others here.
+_JSON = {
+    "work": "work_pairs", "local": "local_pairs", "traffic": "traffic_tokens", "compute": "compute_seconds",
+    "exchange": "exchange_seconds", "exposed": "exposed_seconds", "end": "end_seconds", "intervals": "timeline",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,17 +39,19 @@ class MaskFigures:
     """One mask of a plan; arrays have an entry a rank.
 
     Attributes:
-        note: what a row reads, in words.
-        layers: how many layers use the mask.
+        note: the keys that a row reads, in words.
+        layers: layers that use the mask.
         pairs: visible (query, key) pairs of the whole mask.
-        work: pairs of each rank; ``local`` those whose key it holds.
-        needed_tokens: K/V tokens a rank reads and does not hold; ``recv_tokens`` those it receives in a forward.
-        recv_bytes: bytes it receives in a forward; under Ulysses q and the output are among them.
-        resident_bytes, saved_bytes: what it holds at most for the exchange, and keeps of that for the backward.
+        imbalance: busiest over mean rank.
+        work: pairs of each rank; `local`: those whose key it holds.
+        needed_tokens: K/V tokens that a rank reads and does not hold; `recv_tokens`: those it receives in a forward.
+        recv_bytes: bytes it receives in a forward, with q and the output under Ulysses.
+        resident_bytes: bytes it holds at most for the exchange; `saved_bytes`: those it keeps for the backward.
         traffic: K/V tokens ``[receivers, senders]`` of a forward.
-        compute, exchange, exposed: predicted seconds of each rank, forward and backward: its streams busy, and
-            the exchange while nothing is computed.
-        end: when the last rank is done.
+        compute, exchange: predicted seconds of each rank's streams, forward and backward.
+        exposed: seconds of the exchange while nothing is computed.
+        end: seconds at which the last rank is done.
+        intervals: of the timeline.
     """
 
     name: str
@@ -65,10 +73,23 @@ class MaskFigures:
     end: float
     intervals: tuple[Any, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["intervals"] = [dataclasses.asdict(interval) for interval in self.intervals]
+        return {_JSON.get(k, k): v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+#: Attributes of a plan that JSON holds as they are.
+_OF_PLAN = (
+    "fingerprint", "inner", "block_size", "balancer", "exchange", "stages", "reason", "num_q_heads", "num_kv_heads",
+    "head_dim", "dtype",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """A plan and everything a report says about it."""
+    """A plan and all figures of its report."""
 
     plan: Plan
     source: Source
@@ -80,56 +101,23 @@ class Figures:
     masks: tuple[MaskFigures, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the plan's arrays, as JSON holds it. Seconds, bytes, tokens and pairs are in the names."""
+        """All figures for JSON, without the plan's arrays. Names hold the unit: seconds, bytes, tokens or pairs."""
         plan = self.plan
         return {
             "command": self.command,
-            "fingerprint": plan.fingerprint,
             "source": dataclasses.asdict(self.source),
             "tokens": plan.seq_len,
             "documents": len(self.lengths),
             "document_tokens": self.lengths.tolist(),
             "ranks": plan.num_ranks,
-            "inner": plan.inner,
-            "block_size": plan.block_size,
-            "balancer": plan.balancer,
-            "exchange": plan.exchange,
-            "stages": plan.stages,
-            "reason": plan.reason,
-            "num_q_heads": plan.num_q_heads,
-            "num_kv_heads": plan.num_kv_heads,
-            "head_dim": plan.head_dim,
-            "dtype": plan.dtype,
+            **{name: getattr(plan, name) for name in _OF_PLAN},
             "hardware": plan.hardware.to_dict(),
             "tokens_per_rank": plan.layout.tokens_per_rank.tolist(),
             "predicted_seconds": self.predict,
             "candidates": list(self.candidates),
-            "masks": [_mask_dict(mask) for mask in self.masks],
+            "masks": [mask.as_dict() for mask in self.masks],
             "compare_ranks": self.comparison.as_dict() if self.comparison else None,
         }
-
-
-def _mask_dict(mask: MaskFigures) -> dict[str, Any]:
-    return {
-        "name": mask.name,
-        "note": mask.note,
-        "layers": mask.layers,
-        "pairs": mask.pairs,
-        "imbalance": mask.imbalance,
-        "work_pairs": mask.work.tolist(),
-        "local_pairs": mask.local.tolist(),
-        "needed_tokens": mask.needed_tokens.tolist(),
-        "recv_tokens": mask.recv_tokens.tolist(),
-        "recv_bytes": mask.recv_bytes.tolist(),
-        "resident_bytes": mask.resident_bytes.tolist(),
-        "saved_bytes": mask.saved_bytes.tolist(),
-        "traffic_tokens": mask.traffic.tolist(),
-        "compute_seconds": mask.compute.tolist(),
-        "exchange_seconds": mask.exchange.tolist(),
-        "exposed_seconds": mask.exposed.tolist(),
-        "end_seconds": mask.end,
-        "timeline": [dataclasses.asdict(interval) for interval in mask.intervals],
-    }
 
 
 def figures(
@@ -139,12 +127,13 @@ def figures(
     comparison: Comparison | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Figures:
-    """All figures of ``plan``, which has the attention's shape and one batch row.
+    """All figures of `plan`, which has the attention's shape and one batch row.
 
     Args:
-        source: where the sequence comes from; ``command`` what a shell runs to get the plan again.
+        source: of the sequence.
+        command: the shell command that makes the plan.
         comparison: other numbers of ranks, if they were compared.
-        notes: what a row reads under each mask, in words.
+        notes: the keys that a row reads under each mask, in words.
 
     Raises:
         ValueError: the plan has several batch rows, or no attention shape.
@@ -154,13 +143,9 @@ def figures(
             f"a report shows one sequence, and the plan has {plan.batch_size} batch rows with masks of their own"
         )
     lengths = np.diff(plan.cu_seqlens[0]) if plan.cu_seqlens else np.array([plan.seq_len])
-    candidates = tuple(_candidate(candidate) for candidate in plan.candidates)
+    candidates = tuple({**dataclasses.asdict(one), "seconds": dict(one.seconds)} for one in plan.candidates)
     masks = tuple(mask_figures(plan, name, (notes or {}).get(name, "")) for name in plan.masks)
     return Figures(plan, source, command, comparison, lengths, plan.predict(), candidates, masks)
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {**dataclasses.asdict(candidate), "seconds": dict(candidate.seconds)}
 
 
 def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
@@ -206,7 +191,7 @@ def _union(intervals: list[Any]) -> np.ndarray:
 
 
 def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, float]]:
-    """Parts of ``intervals`` that ``cover`` leaves open; both float ``[n, 2]``, ascending and disjoint."""
+    """Parts of `intervals` outside `cover`; both float ``[n, 2]``, ascending and disjoint."""
     parts = []
     for start, stop in intervals.tolist():
         at = start
@@ -220,6 +205,14 @@ def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, flo
 
 
 def exposed_parts(intervals: tuple[Any, ...], rank: int) -> list[tuple[float, float]]:
-    """When ``rank`` exchanges and computes nothing: (start, end) in seconds."""
+    """(start, end) in seconds of each time that `rank` exchanges and computes nothing."""
     of = {stream: [i for i in intervals if i.rank == rank and i.stream == stream] for stream in ("compute", "exchange")}
     return uncovered(_union(of["exchange"]), _union(of["compute"]))
+
+
+def sample_ranks(values: np.ndarray, most: int) -> list[int]:
+    """Ranks to show, ascending: all, or `most` of them evenly from the largest value to the smallest."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    order = np.argsort(-values, kind="stable")
+    return sorted(order[np.linspace(0, len(order) - 1, most).round().astype(int)].tolist())

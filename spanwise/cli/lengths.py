@@ -1,7 +1,7 @@
-"""Document lengths from a JSON or CSV file: what ``spanwise plan --documents`` reads.
+"""Reads document lengths from a JSON or CSV file, for ``spanwise plan --documents``.
 
-A file holds one sequence (its documents in order) or, as a JSON list of lists, several. Every error names the file, the
-place in it and the value found there.
+A file holds one sequence (its documents in order) or, as a JSON list of lists, several. Every error names the file,
+the place and the value.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-#: Names that a column or key may have without being asked for by name; those of offsets come last.
+#: Names of a column or key that is found without --column; names of offsets come last.
 LENGTH_NAMES = ("lengths", "length", "seqlens", "num_tokens", "tokens")
 OFFSET_NAMES = ("cu_seqlens", "offsets")
 
 
 def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray]:
-    """Document lengths in ``path``, int64 ``[num_docs]`` for each sequence in it.
+    """Document lengths in the file `path`, int64 ``[num_docs]`` for each sequence in it.
 
     Args:
         path: ``.json``: a list of lengths, a list of such lists (one a sequence), or an object that holds one under
@@ -30,7 +30,7 @@ def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray
             `OFFSET_NAMES`. Names that begin with ``cu_`` or are in `OFFSET_NAMES` hold offsets ``0 = cu[0] <= …``.
 
     Raises:
-        ValueError: the file cannot be read, or holds something that is no length.
+        ValueError: the file cannot be read, or holds a value that is not a length.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -140,7 +140,7 @@ def _lengths(values: list[int], places: list[str], where: str, offsets: bool) ->
 
 
 def _whole(value: Any, place: str) -> int:
-    """``value`` as an int; 12, "12" and 12.0 are one, True and "12k" are not."""
+    """`value` as an int: 12, "12" and 12.0 are whole numbers, True and "12k" are not."""
     try:
         number = float("nan") if isinstance(value, (bool, list, dict)) or value is None else float(value)
         if number == int(number):

@@ -1,6 +1,7 @@
-"""Timelines drawn: a lane for the compute stream and one for each process group; bars too thin to see become one.
+"""Drawings of timelines: a lane for the compute stream and one for each process group.
 
-`lanes` takes a timeline apart; `draw` draws all of it, and the page's script draws parts of it by the same rules.
+`lanes` cuts a timeline into bars; `draw` draws all of them, neighbours too thin to see as one bar. The page's script
+``overlap.js`` draws parts of a timeline by the same rules.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from spanwise.overlap.ir.simulate import Timeline
 # CSS pixels.
 WIDTH, LEFT, RIGHT = 1030, 96, 22
 LANE, BAR, AXIS = 30, 20, 24
-#: Bars of fewer pixels are drawn together with the next ones of their kind.
+#: Bars of fewer pixels are drawn as one with the next bars of their kind.
 THIN = 1.0
 
-#: Classes of bars: compute, a collective, what of it compute waits for.
+#: Classes of bars: compute, a collective, the part of it that compute waits for.
 KINDS = ("local", "exchange", "waited")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """What a stream does from `begin` to `end`, milliseconds; kind: an index into `KINDS`."""
+    """Work of a stream from `begin` to `end`, milliseconds; `kind` is an index into `KINDS`."""
 
     begin: float
     end: float
@@ -37,22 +38,22 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """Bars of one stream, by when they begin; those that take no time are left out."""
+    """Bars of one stream in order of their begin, without those that take no time."""
 
     label: str
     bars: tuple[Bar, ...]
 
     def as_list(self) -> list[object]:
-        """For the page's script: the label, and the numbers and names of the bars; nanoseconds are enough."""
+        """The label, and numbers and names of the bars for the page's script, rounded to nanoseconds."""
         return [self.label, [[round(b.begin, 6), round(b.end - b.begin, 6), b.kind, b.name] for b in self.bars]]
 
 
 def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reason] | None = None) -> list[Lane]:
-    """Compute, then each group; on each, what is exposed lies over it.
+    """Lanes of compute and of each group. A bar of exposed time lies over its collective.
 
     Args:
-        labels: what groups are called, by their names; others keep theirs.
-        why: of collectives by their starts, why they are exposed.
+        labels: labels of groups by their names; other groups keep their names.
+        why: reasons of exposed collectives by their starts.
     """
     dag = timeline.dag
     groups = in_order(dag.groups, labels)
@@ -78,13 +79,13 @@ def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reaso
 
 
 def merged(bars: tuple[Bar, ...], per_pixel: float) -> list[tuple[Bar, int]]:
-    """Bars as they are drawn, and how many each stands for.
+    """Bars to draw, and the number of bars that each stands for.
 
     Args:
         per_pixel: milliseconds.
     """
     found: list[tuple[Bar, int]] = []
-    open_: dict[int, int] = {}  # of each kind, the bar of thin ones that is still as thin
+    open_: dict[int, int] = {}  # by kind: the bar of thin ones that may take one more
     for bar in bars:
         thin = bar.end - bar.begin < THIN * per_pixel
         at = open_.get(bar.kind) if thin else None
@@ -105,7 +106,8 @@ def draw(key: str, title: str, lanes: list[Lane], most: float) -> Drawing:
 
     Args:
         key: for the ids inside, unique in a page.
-        most: milliseconds that the width stands for.
+        lanes: of the timeline.
+        most: milliseconds of the full width.
     """
     height = LANE * len(lanes) + AXIS
     drawing = Drawing(f"lanes-{key}", f"Timeline of the {title}", _described(lanes), WIDTH, height)
@@ -127,13 +129,13 @@ def draw(key: str, title: str, lanes: list[Lane], most: float) -> Drawing:
 
 def _tip(bar: Bar, count: int) -> str:
     more = f" and {count - 1:,} more" if count > 1 else ""
-    return f"{bar.name}{more}: {units.seconds((bar.end - bar.begin) / 1e3)}, from {number(bar.begin)} ms"
+    return f"{bar.name}{more}: {units.milliseconds(bar.end - bar.begin)}, from {number(bar.begin)} ms"
 
 
 def _described(lanes: list[Lane]) -> str:
     waits = sum(bar.end - bar.begin for bar in lanes[0].bars if bar.kind == 2)
     busy = sum(bar.end - bar.begin for bar in lanes[0].bars if bar.kind == 0)
     return (
-        f"Compute is busy for {units.seconds(busy / 1e3)} and waits for {units.seconds(waits / 1e3)}; lanes: "
+        f"Compute is busy for {units.milliseconds(busy)} and waits for {units.milliseconds(waits)}; lanes: "
         f"{', '.join(lane.label for lane in lanes)}."
     )

@@ -1,4 +1,4 @@
-"""The job behind ``spanwise verify``: attention and the decoder under a plan, against one device, on local ranks."""
+"""``spanwise verify``: attention and the decoder under a plan, compared with one device, on local ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.train.launch import Rank, cores, launch
+from spanwise.train.launch import Rank, join_ranks, launch
 from spanwise.train.model import ModelConfig, build_model
 
-#: Tokens at most: every rank computes the dense float64 reference, and a leak is followed over a dense mask.
+#: Most tokens: every rank computes the dense float64 reference, and leaks are followed over a dense mask.
 LIMIT = 4096
 
 
@@ -36,7 +36,7 @@ def _shared_prefix(seq_len: int, seed: int) -> SpanMask:
     return SpanMask.shared_prefix(prefix, np.diff(_cuts(seq_len - prefix, seed)))
 
 
-#: What ``--mask`` names, made for a sequence length and a seed.
+#: Masks of ``--mask`` by name, made for a sequence length and a seed.
 MASKS: dict[str, Callable[[int, int], SpanMask]] = {
     "documents": lambda n, seed: SpanMask.documents(_cuts(n, seed)),
     "causal": lambda n, seed: SpanMask.causal(n),
@@ -50,22 +50,36 @@ MASKS: dict[str, Callable[[int, int], SpanMask]] = {
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """What to verify.
+    """Options of ``spanwise verify``.
+
+    Attributes:
+        ranks: local processes to start.
+        seq_len: tokens; any number.
+        mask: one of documents, causal, full, sliding_window, prefix_lm, shared_prefix and block_causal, of sizes that
+            follow from --seq-len.
+        num_heads: query heads.
+        num_kv_heads: heads of K and V.
+        head_dim: width of a head.
+        dtype: of weights and inputs: float32 or float64.
+        balancer: as `make_plan` takes it.
+        exchange: as `make_plan` takes it.
+        inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
+        seed: of documents, weights and inputs.
 
     Raises:
-        ValueError: an option that nothing goes by, or a plan that cannot be made.
+        ValueError: an option is out of range.
     """
 
-    ranks: int
-    seq_len: int
+    ranks: int = 4
+    seq_len: int = 1000
     mask: str = "documents"
-    balancer: str = "auto"
-    exchange: str = "auto"
-    inner: int = 1
-    dtype: str = "float32"
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
+    dtype: str = "float32"
+    balancer: str = "auto"
+    exchange: str = "auto"
+    inner: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,6 +104,7 @@ class VerifyConfig:
         return (self.ranks,) if self.inner == 1 else (self.ranks // self.inner, self.inner)
 
     def plan(self) -> spanwise.Plan:
+        """The plan to verify."""
         return spanwise.make_plan(
             MASKS[self.mask](self.seq_len, self.seed),
             num_ranks=self.ranks if self.inner == 1 else (self.ranks // self.inner, self.inner),
@@ -103,6 +118,7 @@ class VerifyConfig:
         )
 
     def model(self) -> ModelConfig:
+        """Two decoder layers with the heads of the options."""
         return ModelConfig(
             dim=self.num_heads * self.head_dim,
             num_layers=2,
@@ -113,16 +129,15 @@ class VerifyConfig:
 
 
 def verify(config: VerifyConfig) -> int:
-    """Verify on local ranks and print what was found. Returns 0 if all held, otherwise 1."""
+    """Compare attention and a small decoder with one device, and probe them for leaks across the mask."""
     config.model()
     print(config.plan().explain(), flush=True)
     return launch(verify_rank, config, ranks=config.ranks)
 
 
 def verify_rank(rank: Rank, config: VerifyConfig) -> int:
-    """A rank's part: the attention call, then the decoder around it."""
-    torch.set_num_threads(max(1, cores() // rank.local_size))
-    dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=rank.size)
+    """A rank's part: the attention call, then the decoder around it. Returns 0 if both pass, else 1."""
+    join_ranks(rank, "cpu")
     names = ("cp",) if config.inner == 1 else ("cp_outer", "cp_inner")
     mesh = init_device_mesh("cpu", config.axes, mesh_dim_names=names)
     plan, dtype = config.plan(), getattr(torch, config.dtype)

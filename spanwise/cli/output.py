@@ -1,0 +1,62 @@
+"""Files that commands write: checked before the work, written after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spanwise.cli.report.terminal import console
+
+
+def check_writable(*paths: str | None) -> None:
+    """Refuse a path that cannot become a file.
+
+    Raises:
+        ValueError: a path is a folder, or its folder does not exist.
+    """
+    for path in paths:
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"cannot write {path}: name a file in a folder that exists")
+
+
+def write(path: str | None, writer: Callable[[Path], object]) -> None:
+    """Let `writer` write the file `path` and report it; nothing if `path` is None.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        writer(Path(path))
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
+    console().print(f"wrote {path}", highlight=False)
+
+
+def write_text(path: str | None, text: Callable[[], str]) -> None:
+    """Write ``text()``, which is called only if `path` is given; see `write`."""
+    write(path, lambda file: file.write_text(text(), encoding="utf-8"))
+
+
+def json_text(figures: Any) -> str:
+    """`figures` as a JSON file holds them."""
+    return json.dumps(figures, indent=1) + "\n"
+
+
+def publish(result: dict[str, Any], out: Path | None, *tables: Any, width: int = 120) -> dict[str, Any]:
+    """Print a benchmark's `tables` (empty ones are left out), write `result` to `out`, and return it.
+
+    Args:
+        result: as JSON holds it.
+        out: file for it; its folder is made.
+        width: columns of the tables where there is no terminal.
+    """
+    for table in filter(None, tables):
+        console(width).print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json_text(result), encoding="utf-8")
+    return result
