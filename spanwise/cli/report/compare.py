@@ -39,7 +39,7 @@ class Degree:
     imbalance: float
     recv_bytes: int
     kv_bytes: int
-    way: str
+    way: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
