@@ -51,9 +51,7 @@ def picture(plan: spanwise.Plan, row: int = 0) -> str:
     """The mask of one batch row: colour is the rank that computes, pale where it receives the key from another rank."""
     mask = plan.mask().row(row)
     at, keys = np.arange(SIDE) * mask.q_len // SIDE, np.arange(SIDE) * mask.kv_len // SIDE
-    inside = [
-        (mask.start[0, j, at, None] <= keys) & (keys < mask.end[0, j, at, None]) for j in range(mask.num_spans)
-    ]
+    inside = [(mask.start[0, j, at, None] <= keys) & (keys < mask.end[0, j, at, None]) for j in range(mask.num_spans)]
     visible = np.any(inside, axis=0)
     of_rows, of_keys = owners(plan, row, SIDE), owners(plan, row, SIDE, key=True)
     own = visible & (of_rows[:, None] == of_keys)
@@ -99,7 +97,7 @@ def figures(name: str, mask: spanwise.SpanMask, balancers: tuple[str, ...], fold
             shown.append(f"<figure markdown>\n{image}\n<figcaption>{title}</figcaption>\n</figure>")
         rows.append([f"`{balancer}`", f"{plan.imbalance():.3f}", f"{received.mean():,.0f}", f"{received.max():,}"])
     header = ["balancer", "imbalance", "K/V tokens received, mean", "most"]
-    pictures = "\n".join(["<div class=\"panels\" markdown>", *shown, "</div>"])
+    pictures = "\n".join(['<div class="panels" markdown>', *shown, "</div>"])
     return f"{pictures}\n\n{table(header, rows)}"
 
 

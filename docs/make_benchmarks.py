@@ -263,10 +263,9 @@ def planning() -> str:
 
 
 def versions() -> str:
-    names = sorted(path.stem for path in RESULTS.glob("*.json"))
-    torch = {name: found.get("torch") or found.get("machine", {}).get("torch") for name in names if (found := load(name))}
-    made = sorted({version for version in torch.values() if version})
-    return f"All results are from two CPU cores, with torch {', '.join(made)}."
+    results = [load(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    made = {found.get("torch") or found.get("machine", {}).get("torch") for found in results} - {None}
+    return f"All results are from two CPU cores, with torch {', '.join(sorted(made))}."
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -1,8 +1,8 @@
 """Write generated text into pages of the site, between two comments that name the script and the block.
 
-    <!-- draw_gallery.py: causal -->
-    ...
-    <!-- end -->
+<!-- draw_gallery.py: causal -->
+...
+<!-- end -->
 """
 
 from __future__ import annotations

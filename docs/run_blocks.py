@@ -5,7 +5,7 @@
 
 - ``python``: runs in the page's namespace. With ``title="name.py"`` it is saved under that name instead.
 - ``bash``: runs in the folder of the saved files.
-- ``text title="output"``: what the block above it printed.
+- ``text title="output"`` (``txt`` for tables, which do not wrap): what the block above it printed.
 - Other languages are shown and not run: ``console`` for commands of other machines.
 """
 
@@ -25,6 +25,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+# On a busy machine a gloo process sometimes aborts like this while it exits, after all its work.
+ABORTED = "terminate called without an active exception"
 
 
 class PageError(AssertionError):
@@ -60,7 +64,7 @@ def run_page(path: Path, folder: Path) -> str:
         elif language == "bash":
             output = run_command(text, folder, f"{path.name}:{line}")
         elif title == "output":
-            return f'```text title="output"\n{output.strip()}\n```'
+            return f'```{language} title="output"\n{output.strip()}\n```'
         return match[0]
 
     return FENCE.sub(run, page)
@@ -85,7 +89,10 @@ def run_command(command: str, folder: Path, place: str) -> str:
         "GLOO_SOCKET_IFNAME": "lo",
         "COLUMNS": "100",
     }
-    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+    for _ in range(3):
+        done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+        if ABORTED not in done.stderr:
+            break
     if done.returncode:
         raise PageError(f"{place}: {command} failed\n{done.stdout}\n{done.stderr}")
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
