@@ -8,15 +8,19 @@ from typing import Any
 from griffe import Extension, Object
 
 ROLE = re.compile(r":(?:class|func|meth|data|attr|mod):`")
-NAMES = re.compile(r"^( +)(\w+(?:, \w+)+):", re.MULTILINE)
-NO_BREAK = "\u00a0"
+ATTRIBUTES = re.compile(r"^Attributes:\n.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+SHARED = re.compile(r"^( +)(\w+(?:, \w+)+):(.*\n(?:\1 .*\n?)*)", re.MULTILINE)
 
 
 class Docstrings(Extension):
-    """Shows Sphinx roles as code, and one entry for several names, such as ``start, end:``, with all of its names."""
+    """Shows Sphinx roles as code, and an attribute entry for several names, such as ``start, end:``, once for each."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:
             text = ROLE.sub("`", obj.docstring.value)
-            # Griffe takes what follows a space for a type.
-            obj.docstring.value = NAMES.sub(lambda m: f"{m[1]}{m[2].replace(' ', NO_BREAK)}:", text)
+            obj.docstring.value = ATTRIBUTES.sub(lambda section: SHARED.sub(_each, section[0]), text)
+
+
+def _each(entry: re.Match[str]) -> str:
+    body = entry[3] if entry[3].endswith("\n") else entry[3] + "\n"
+    return "".join(f"{entry[1]}{name}:{body}" for name in entry[2].split(", "))
