@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench dist clean
+.PHONY: help setup demo test check docs bench dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,11 @@ check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(STAMP)  ## build the site into site/, and check its links
+	$(BIN)/python -m pip install $(if $(CI),-qq) --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check_site.py site
+
 bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/spanwise bench plan
 	$(BIN)/spanwise bench layout
@@ -50,5 +55,5 @@ dist: $(STAMP)  ## build dist/*.tar.gz and, from it, dist/*.whl
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove .venv, caches, runs and dist
-	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,133 @@
+"""Draw the masks of gallery.md and index.md under several layouts, and write their figures into the pages.
+
+    python docs/draw_gallery.py
+
+The Python block above each comment `<!-- draw_gallery.py: NAME -->` makes `mask`; the pictures show that mask.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pages import DOCS, filled, table
+
+import spanwise
+
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+RANKS, BLOCK = len(COLORS), 16
+SIDE, STRIP, EDGE = 256, 8, 12  # pixels: the mask, the strips that show owners, where the mask begins
+TITLES = {"contiguous": "contiguous", "head_tail": "head_tail", "lpt": "lpt (longest first)", "local": "local"}
+
+
+def owners(plan: spanwise.Plan, row: int, steps: int, key: bool = False) -> np.ndarray:
+    """Rank of the token at each of `steps` even positions."""
+    layout = plan.kv_layout if key else plan.layout
+    owner = np.empty(layout.seq_len, dtype=int)
+    for rank in range(plan.num_ranks):
+        for start, stop in layout.runs(rank, row if layout.batch_size > 1 else 0):
+            owner[start:stop] = rank
+    return owner[np.arange(steps) * layout.seq_len // steps]
+
+
+def rectangles(cells: np.ndarray) -> str:
+    """SVG path of the true cells ``[rows, columns]``: equal runs of consecutive rows are one rectangle."""
+    parts: list[str] = []
+    open_runs: dict[tuple[int, int], int] = {}
+    for y, line in enumerate([*cells, np.zeros(cells.shape[1], bool)]):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], line.astype(np.int8), [0]]))).reshape(-1, 2)
+        runs = {(int(a), int(b)) for a, b in edges}
+        for run in sorted(open_runs.keys() - runs):
+            top = open_runs.pop(run)
+            parts.append(f"M{run[0]} {top}h{run[1] - run[0]}v{y - top}h{run[0] - run[1]}z")
+        for run in runs - open_runs.keys():
+            open_runs[run] = y
+    return "".join(parts)
+
+
+def picture(plan: spanwise.Plan, row: int = 0) -> str:
+    """The mask of one batch row: colour is the rank that computes, pale where it receives the key from another rank."""
+    mask = plan.mask().row(row)
+    at, keys = np.arange(SIDE) * mask.q_len // SIDE, np.arange(SIDE) * mask.kv_len // SIDE
+    inside = [(mask.start[0, j, at, None] <= keys) & (keys < mask.end[0, j, at, None]) for j in range(mask.num_spans)]
+    visible = np.any(inside, axis=0)
+    of_rows, of_keys = owners(plan, row, SIDE), owners(plan, row, SIDE, key=True)
+    own = visible & (of_rows[:, None] == of_keys)
+    shapes = []
+    for rank, color in enumerate(COLORS):
+        mine = (of_rows == rank)[:, None]
+        column, line = np.zeros((2, SIDE, SIDE), bool)
+        column[:, :STRIP], line[:STRIP] = mine, of_keys == rank
+        for cells, opacity, x, y in (
+            (own & mine, "", EDGE, EDGE),
+            (visible & ~own & mine, ' fill-opacity=".4"', EDGE, EDGE),
+            (column, "", 0, EDGE),
+            (line, "", EDGE, 0),
+        ):
+            if d := rectangles(cells):
+                shapes.append(f'<path transform="translate({x} {y})" fill="{color}"{opacity} d="{d}"/>')
+    size = SIDE + EDGE + 1
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {size + 2} {size + 2}" width="{size + 2}">',
+            f'<rect x="-1" y="-1" width="{size + 2}" height="{size + 2}" fill="#fff"/>',
+            f'<rect x="{EDGE}" y="{EDGE}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#bbb"/>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+def figures(name: str, mask: spanwise.SpanMask, balancers: tuple[str, ...], folder: Path) -> str:
+    """Write the pictures of a mask; Markdown that shows them with their costs."""
+    shown, rows = [], []
+    for balancer in balancers:
+        plan = spanwise.make_plan(
+            mask, RANKS, balancer=balancer, exchange="needed", stages=1, block_size=BLOCK,
+            num_q_heads=8, head_dim=64,
+        )  # fmt: skip
+        received = plan.needed_tokens()
+        for row in range(mask.batch_size):
+            file = f"{name}-{balancer}{f'-row{row}' if mask.batch_size > 1 else ''}.svg"
+            (folder / file).write_text(picture(plan, row))
+            title = TITLES[balancer] + (f", batch row {row}" if mask.batch_size > 1 else "")
+            image = f"![{name}, {title}](gallery/{file})"
+            shown.append(f"<figure markdown>\n{image}\n<figcaption>{title}</figcaption>\n</figure>")
+        rows.append([f"`{balancer}`", f"{plan.imbalance():.3f}", f"{received.mean():,.0f}", f"{received.max():,}"])
+    header = ["balancer", "imbalance", "K/V tokens received, mean", "most"]
+    pictures = "\n".join(['<div class="panels" markdown>', *shown, "</div>"])
+    return f"{pictures}\n\n{table(header, rows)}"
+
+
+def code_above(page: str, name: str) -> str:
+    """The last Python block above the comment of `name`."""
+    above = page[: page.index(f"<!-- draw_gallery.py: {name} -->")]
+    return re.findall(r"^```python\n(.*?)^```$", above, re.DOTALL | re.MULTILINE)[-1]
+
+
+def draw(source: Path = DOCS, target: Path = DOCS) -> None:
+    """Read gallery.md and index.md from `source`; write them and the pictures to `target`."""
+    folder = target / "gallery"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        old.unlink()
+    page = (source / "gallery.md").read_text()
+    blocks = {}
+    for name in re.findall(r"<!-- draw_gallery\.py: (.+?) -->", page):
+        scope: dict[str, Any] = {}
+        exec(code_above(page, name), scope)
+        mask = scope["mask"]
+        # Keys that are not the queries' tokens are laid out contiguously, as make_plan asks.
+        balancers = ("contiguous", "head_tail", "local") if mask.q_len == mask.kv_len else ("contiguous",)
+        blocks[name] = figures(name, mask, balancers, folder)
+    (target / "gallery.md").write_text(filled(page, "draw_gallery.py", blocks))
+    mask = spanwise.SpanMask.documents([0, 96, 224, 672, 800, 1024])
+    layouts = figures("layouts", mask, ("contiguous", "lpt", "local"), folder)
+    index = (source / "index.md").read_text()
+    (target / "index.md").write_text(filled(index, "draw_gallery.py", {"layouts": layouts}))
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,299 @@
+"""Write the tables of benchmarks.md from benchmarks/results/*.json.
+
+    python docs/make_benchmarks.py
+
+No number of that page is typed: a table, or a sentence with figures, stands between two comments and is made here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pages import DOCS, filled, table
+
+RESULTS = DOCS.parent / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def pick(rows: list[Row], **values: Any) -> Row:
+    """The one row with these values."""
+    found = [row for row in rows if all(row[key] == value for key, value in values.items())]
+    assert len(found) == 1, (values, len(found))
+    return found[0]
+
+
+def distinct(rows: list[Row], *keys: str) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
+
+
+def kernels() -> str:
+    rows = load("kernels-cpu")["rows"]
+    lengths = sorted({row["tokens"] for row in rows})
+
+    def ratios(mask: str, tokens: int) -> str:
+        of_mask = [row for row in rows if (row["mask"], row["tokens"]) == (mask, tokens)]
+        return ", ".join(f"{row['ratio']:.2f}" for row in sorted(of_mask, key=lambda row: row["dim"]))
+
+    body = [[mask, *(ratios(mask, n) for n in lengths), base] for mask, base in distinct(rows, "mask", "baseline")]
+    return table(["mask", *(f"{n:,} tokens" for n in lengths), "compared with"], body)
+
+
+def kernel_memory() -> str:
+    memory = load("kernels-cpu")["memory"]
+    ours, theirs = (f"{memory[name] / 2**20:,.0f} MiB" for name in ("peak_bytes", "torch_peak_bytes"))
+    return (
+        f"Peak memory of a causal forward and backward at {memory['tokens']:,} tokens, {memory['heads']} heads of "
+        f"{memory['dim']}: {ours}; torch takes {theirs}."
+    )
+
+
+def link_name(row: Row) -> str:
+    scenario = row["scenario"]
+    name = scenario["name"]
+    if scenario["kind"] == "causal":
+        name += f" {scenario['seq_len']:,}, {scenario['balancer']}"
+    inside = f" of {scenario['per_host']} ranks" if scenario.get("per_host", 1) > 1 else ""
+    return f"{name}; {scenario['num_hosts']}{inside}"
+
+
+def slow_link() -> str:
+    body = []
+    for row in load("slow-link-cpu")["rows"]:
+        gather, needed, pieces = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
+        steps = [f"{one['exchange_seconds']:.2f}, {one['step_seconds']:.2f}" for one in (gather, needed)]
+        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, pieces))
+        body.append(
+            [link_name(row), f"{pieces['compute_seconds']:.2f}", *steps, f"{pieces['step_seconds']:.2f}",
+             f"{pieces['reached']:.2f}; {pieces['possible']:.2f}", f"{pieces['exposed_share']:.0%}", ratios]
+        )  # fmt: skip
+    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 pieces",
+              "times as fast; possible", "exposed", "predicted / measured"]  # fmt: skip
+    return table(header, body)
+
+
+def slow_link_errors() -> str:
+    rows = [*load("slow-link-cpu")["rows"], *load("slow-link-exchanges-cpu")["rows"]]
+    worst = max(e for row in rows for one in row["variants"] for e in one["relative_error"].values())
+    return f"Outputs and gradients differ from float64 on one device by at most {worst:.1e} of the largest entry."
+
+
+def exchanges() -> str:
+    body = []
+    for row in load("slow-link-exchanges-cpu")["rows"]:
+        for i, one in enumerate(row["variants"]):
+            name = one["name"].replace("ulysses, ", "ulysses inside, ")
+            seconds = [f"{one[key]:.2f}" for key in ("step_seconds", "compute_seconds", "exchange_seconds")]
+            floor, ratio = f"{one['floor_seconds']:.2f}", f"{one['predicted']['step_ratio']:.2f}"
+            body.append([link_name(row) if i == 0 else "", name, *seconds, floor, ratio])
+    header = ["mask; hosts", "exchange", "step", "compute", "exchange alone", "floor", "predicted / measured"]
+    return table(header, body)
+
+
+def peers() -> str:
+    rows = load("slow-link-cpu")["peers"]
+
+    def verdict(row: Row) -> str:
+        if "refused" in row or "failed" in row:
+            return "refused" if "refused" in row else "fails"
+        return f"{row['ratio']:.1f}" + (f" (wrong {', '.join(row['wrong'])})" if row["wrong"] else "")
+
+    def cell(peer: str, kind: str) -> str:
+        own = [row for row in rows if row["peer"] == peer and row["scenario"]["kind"] == kind]
+        return " / ".join(verdict(row) for row in sorted(own, key=lambda row: row["scenario"]["num_hosts"]))
+
+    body = [[peer, cell(peer, "documents"), cell(peer, "causal")] for (peer,) in distinct(rows, "peer")]
+    return table(["package and variant", "documents, 2 / 4 hosts", "causal, 2 / 4 hosts"], body)
+
+
+def orders(rows: list[Row]) -> list[Row]:
+    """The rows of one graph: as given, PyTorch, PyTorch with buckets, spanwise, spanwise with buckets."""
+    names = ("original", "PyTorch, reorder", "PyTorch, buckets", "spanwise", "spanwise, buckets")
+    return [pick(rows, order=name) for name in names]
+
+
+def with_bound(row: Row) -> str:
+    return f"{row['makespan']:.1f} ({row['makespan'] / row['bound']:.3f})"
+
+
+def overlap() -> str:
+    rows = load("overlap-peers")["rows"]
+    body = []
+    for graph, costs, batch in sorted(distinct(rows, "graph", "costs", "batch")):
+        own = [row for row in rows if (row["graph"], row["costs"], row["batch"]) == (graph, costs, batch)]
+        given, theirs, their_buckets, ours, our_buckets = orders(own)
+        peaks = [f"{a['peak']:.2f}, {b['peak']:.2f}" for a, b in ((theirs, their_buckets), (ours, our_buckets))]
+        times = ours["seconds"] / theirs["seconds"], our_buckets["seconds"] / their_buckets["seconds"]
+        body.append(
+            [f"{graph}, {costs}, {batch}", f"{given['makespan']:.1f}", f"{theirs['makespan']:.1f}",
+             f"{their_buckets['makespan']:.1f}", with_bound(ours), with_bound(our_buckets), *peaks,
+             ", ".join(f"{ratio:.2f}" for ratio in times)]
+        )  # fmt: skip
+    header = ["graph, costs, batch", "as given", "PyTorch", "PyTorch, buckets", "spanwise", "spanwise, buckets",
+              "peak, PyTorch", "peak, spanwise", "pass time"]  # fmt: skip
+    return table(header, body)
+
+
+def hidden() -> str:
+    rows = [row for row in load("overlap-peers")["rows"] if (row["graph"], row["costs"]) == ("backward", "calibrated")]
+    body = []
+    for (batch,) in distinct(rows, "batch"):
+        for order in ("PyTorch, reorder", "spanwise"):
+            body.append([f"{batch}", order.split(",")[0], *pick(rows, batch=batch, order=order)["hidden"].split("/")])
+    return table(["batch", "order", "hidden wholly", "partly", "not at all"], body)
+
+
+def noise() -> str:
+    rows = load("overlap-peers")["noise"]
+    ahead, draws = sum(row["ahead"] for row in rows), sum(row["draws"] for row in rows)
+    low, high = min(row["sigma"] for row in rows), max(row["sigma"] for row in rows)
+    worst = max(row["worst"] for row in rows)
+    return (
+        f"Costs are guesses. With every node's cost off by a log-normal factor (σ from {low} to {high}, "
+        f"{rows[0]['draws']} draws for each graph, cost and batch), the order of spanwise is ahead of PyTorch's in "
+        f"{ahead} of {draws} draws. The worst draw takes {worst:.4f} of PyTorch's time."
+    )
+
+
+def growth() -> str:
+    rows = load("overlap-growth")["rows"]
+    body = []
+    for graph, layers, nodes in sorted(distinct(rows, "graph", "layers", "nodes")):
+        own = [row for row in rows if (row["graph"], row["layers"]) == (graph, layers)]
+        _, *four = orders(own)
+        theirs, their_buckets, ours, our_buckets = four
+        seconds = [f"{a['seconds']:.2f}, {b['seconds']:.2f}" for a, b in ((theirs, their_buckets), (ours, our_buckets))]
+        shares = ours["seconds"] / theirs["seconds"], our_buckets["seconds"] / their_buckets["seconds"]
+        body.append(
+            [f"{graph}, {layers}", f"{nodes:,}", f"{theirs['makespan']:.1f}, {their_buckets['makespan']:.1f}",
+             with_bound(ours), with_bound(our_buckets), *seconds, ", ".join(f"{share:.2f}" for share in shares)]
+        )  # fmt: skip
+    header = ["graph, layers", "fx nodes", "PyTorch; with buckets", "spanwise", "spanwise, buckets", "s, PyTorch",
+              "s, spanwise", "share"]  # fmt: skip
+    return table(header, body)
+
+
+def overlap_link() -> str:
+    body = [
+        [f"{row['share']:g}", row["way"], f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}",
+         f"{row['bound']:,.0f}", f"{row['faster']:.2f}", f"{row['difference']:.1e}" if row["difference"] else "0"]
+        for row in load("overlap-link-cpu")["rows"]
+    ]  # fmt: skip
+    header = ["communication / compute", "step", "predicted", "measured", "lower bound", "times as fast", "difference"]
+    return table(header, body)
+
+
+def packed() -> str:
+    body = []
+    for row in load("packed-cpu")["rows"]:
+        name = f"{row['num_ranks']}; {row['corpus'].removeprefix('median ')}; {row['documents']}"
+        tokens = f"{row['padded']['recv_mean']:,.0f}, {row['local']['recv_mean']:,.0f}"
+        ratios = [f"{row[way]['ratio']:.2f}" for way in ("unpadded", "local")]
+        body.append([name, f"{row['padding_share']:.1%}", *ratios, tokens])
+    header = ["ranks; median length; documents", "padding", "same order, unpadded", "`local`",
+              "K/V tokens a rank receives: padded, `local`"]  # fmt: skip
+    return table(header, body)
+
+
+WAYS = {"all_gather": "all_gather", "needed": "needed", "ring": "ring", "ulysses": "ulysses",
+        "ulysses x 2, needed": "ulysses inside 2, needed", "ulysses x 2, ring": "ulysses inside 2, ring"}  # fmt: skip
+
+
+def memory() -> str:
+    rows = load("memory-cpu")["planned"]
+
+    def units(row: Row) -> str:
+        return ", ".join(f"{row[key] / row['shard']:.2f}".removesuffix(".00") for key in ("resident", "saved"))
+
+    body = []
+    for mask, tokens in [*itertools.product(["documents"], (16_384, 131_072, 1_048_576)), ("causal", 131_072),
+                         ("window", 131_072)]:  # fmt: skip
+        body.append([f"{tokens:,} {mask}", *(units(pick(rows, mask=mask, tokens=tokens, way=way)) for way in WAYS)])
+    return table(["tokens, mask", *WAYS.values()], body)
+
+
+def memory_measured() -> str:
+    rows = load("memory-cpu")["measured"]
+    plain = [row for row in rows if "ulysses" not in row["way"]]
+    equal = all(row[f"{key}_measured"] == row[key] for row in plain for key in ("resident", "saved"))
+    assert equal
+    most = max(row["resident_measured"] / row["resident"] for row in rows)
+    lengths = sorted({row["tokens"] for row in rows})
+    return (
+        f"The benchmark also measures the memory on 8 processes, at {lengths[0]:,} to {lengths[-1]:,} tokens. Without "
+        f"Ulysses every measured figure equals the plan to the byte. With Ulysses the measurement includes results of "
+        f"kernels and merges, and is up to {most:.2f} times the plan."
+    )
+
+
+def layouts() -> str:
+    rows = load("layout-cpu")["rows"]
+    balancers = ("contiguous", "head_tail", "ptrr", "lpt", "local")
+    solvers = ("MagiAttention MinHeap", "MagiAttention ToppHeap")
+
+    def cell(mask: str, ranks: int, balancer: str) -> str:
+        found = [row for row in rows if (row["mask"], row["num_ranks"], row["balancer"]) == (mask, ranks, balancer)]
+        return f"{found[0]['imbalance']:.3f}, {found[0]['recv_mean']:,.0f}" if found else "–"
+
+    body = [
+        [f"{mask}, {ranks}", *(cell(mask, ranks, name) for name in (*balancers, *solvers))]
+        for mask, ranks in distinct(rows, "mask", "num_ranks")
+    ]
+    return table(["mask, ranks", *(f"{name}" for name in (*balancers, *solvers))], body)
+
+
+def planning() -> str:
+    body = []
+    for row in load("plan-cpu")["rows"]:
+        name = f"auto ({row['chosen']})" if row["balancer"] == "auto" else row["balancer"]
+        reads = f"{row['reads_tokens_mean']:,.0f}", f"{row['reads_tokens_max']:,}"
+        body.append(
+            [f"{row['seq_len']:,}", f"{row['num_ranks']}", name, f"{row['total_ms']:.1f}", f"{row['imbalance']:.3f}",
+             *reads, f"{row['all_gather_tokens_mean']:,.0f}"]
+        )  # fmt: skip
+    header = ["tokens", "ranks", "balancer", "ms", "imbalance", "reads, mean", "reads, most", "all_gather moves"]
+    return table(header, body)
+
+
+def versions() -> str:
+    results = [load(path.stem) for path in sorted(RESULTS.glob("*.json"))]
+    made = {found.get("torch") or found.get("machine", {}).get("torch") for found in results} - {None}
+    return f"All results are from two CPU cores, with torch {', '.join(sorted(made))}."
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "versions": versions,
+    "kernels": kernels,
+    "kernel memory": kernel_memory,
+    "slow link": slow_link,
+    "slow link errors": slow_link_errors,
+    "exchanges": exchanges,
+    "peers": peers,
+    "overlap": overlap,
+    "hidden": hidden,
+    "noise": noise,
+    "growth": growth,
+    "overlap link": overlap_link,
+    "packed": packed,
+    "memory": memory,
+    "memory measured": memory_measured,
+    "layouts": layouts,
+    "planning": planning,
+}
+
+
+def page(text: str) -> str:
+    """benchmarks.md with every block made anew."""
+    return filled(text, Path(__file__).name, {name: make() for name, make in BLOCKS.items()})
+
+
+if __name__ == "__main__":
+    path = DOCS / "benchmarks.md"
+    path.write_text(page(path.read_text()))

@@ -1,0 +1,41 @@
+"""The pages of the site: their code runs, and what scripts write into them is up to date."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(DOCS))
+
+import draw_gallery  # noqa: E402
+import make_benchmarks  # noqa: E402
+import run_blocks  # noqa: E402
+
+PAGES = sorted(path for path in DOCS.rglob("*.md") if re.search(r"^```(python|bash)$", path.read_text(), re.MULTILINE))
+DRAWN = "gallery.md"  # draw_gallery runs its code
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != DRAWN], ids=lambda page: page.stem)
+def test_code_blocks_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    assert run_blocks.run_page(page, tmp_path) == page.read_text()
+
+
+@pytest.mark.timeout(600)
+def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
+    draw_gallery.draw(target=tmp_path)
+    drawn = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.*")}
+    assert len(drawn) > 50
+    assert drawn == {path: (DOCS / path).read_text() for path in drawn}
+    assert {path.name for path in (DOCS / "gallery").iterdir()} == {
+        path.name for path in drawn if path.suffix == ".svg"
+    }
+
+
+def test_benchmarks_are_what_the_script_writes() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    assert make_benchmarks.page(page) == page
