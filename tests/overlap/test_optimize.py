@@ -62,7 +62,7 @@ def inputs_of(gm: fx.GraphModule, seed: int) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("bucket", [False, True])
+@pytest.mark.parametrize("bucket", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_ranks_graphs_give_the_same_bits(bucket: bool) -> None:
     graphs = [captured(rank) for rank in range(SMALL.num_ranks)]
     results = {

@@ -389,6 +389,7 @@ def by_inductor_apart(rank: int, mesh: DeviceMesh, folders: list[str], costs: li
     return by_inductor(rank, mesh, folders[rank], costs[rank])
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_warm_cache_and_one_without_agree(gloo_pool: GlooPool, tmp_path: Path) -> None:
     cold = [str(tmp_path / name) for name in ("first", "second", "third")]
     same = [Cost(), Cost()]
@@ -409,6 +410,7 @@ def activated(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | No
     return x
 
 
+@pytest.mark.slow
 def test_inductors_step_is_the_eager_one_to_rounding(gloo_pool: GlooPool) -> None:
     for answer in gloo_pool.run(2, by_inductor, None, Cost(), activated, timeout=120):
         assert answer["error"] < 1e-6
