@@ -246,6 +246,7 @@ def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tup
     return equal, counters["stats"]["unique_graphs"], told.call_count
 
 
+@pytest.mark.slow
 def test_ranks_need_not_compile_anew_at_the_same_time(gloo_pool: GlooPool) -> None:
     """Rank 0 sees another size and compiles for all of them; rank 1 does not, and their collectives are the same.
 
@@ -447,6 +448,7 @@ def from_autograds_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[in
         return counters["aot_autograd"]["autograd_cache_hit"], said
 
 
+@pytest.mark.slow
 def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """The comparison is part of what the cache holds: a rank that compiles nothing finds out that another differs."""
     assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(0, ""), (0, "")]
