@@ -6,9 +6,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
+# A file runs on one worker, for what its tests share; in the order of tests/conftest.py, long files first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs bench dist clean
+.PHONY: help setup demo test test-all check docs bench dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,8 +33,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and gradients against one device
 	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
 
-test: $(STAMP)  ## all tests (PYTEST_ARGS='-k mask' for some)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+test: $(STAMP)  ## a representative part of the tests (PYTEST_ARGS='-k mask' for some)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## all tests; writes tests/results/test-all.json
+	mkdir -p runs && rm -f runs/test-all.xml
+	$(PYTEST) --junitxml=runs/test-all.xml $(PYTEST_ARGS) || true
+	$(BIN)/python -m tests.summary runs/test-all.xml tests/results/test-all.json
 
 check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check .

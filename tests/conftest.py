@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,12 +28,32 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of tests/ranks take longest: first, so that no worker has one left when the other is done.
+    items.sort(key=lambda item: item.path.parent.name != "ranks")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, all files that use the pool of gloo processes are one file: one worker starts them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnePool(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "gloo_pool" if _uses_pool(config.rootpath / file) else file
+
+    return OnePool(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@functools.cache
+def _uses_pool(file: Path) -> bool:
+    return "gloo_pool" in file.read_text()
 
 
 @pytest.fixture(scope="session")

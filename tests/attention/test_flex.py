@@ -121,6 +121,13 @@ def without_inductor(forget_graphs: None, monkeypatch: pytest.MonkeyPatch) -> It
     flex_module._compiled.cache_clear()
 
 
+@pytest.fixture(params=["dense", pytest.param("inductor", marks=pytest.mark.slow)])
+def either_backend(request: pytest.FixtureRequest) -> None:
+    """Torch's dense stand-in, and Inductor, whose C++ takes long to compile."""
+    if request.param == "dense":
+        request.getfixturevalue("without_inductor")
+
+
 ONE_SPAN = {
     "causal": SpanMask.causal(Q_LEN),
     "documents": SpanMask.documents([0, 1, 40, 41, 170, Q_LEN]),
@@ -182,6 +189,7 @@ def test_bfloat16() -> None:
     torch.testing.assert_close(lse.double(), want[1], rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.usefixtures("either_backend")
 def test_score_mod_sees_global_positions_and_softcap_comes_after() -> None:
     x = problem(random_mask(Q_LEN, 500, 2, batch=2))
     softcap = 15.0
@@ -272,9 +280,10 @@ class Remote(torch.nn.Module):
         return flex(q, key, key + 1, *spans, scale=SCALE)
 
 
+@pytest.mark.parametrize("name", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("forget_graphs")
-def test_fourteen_plans_share_two_graphs_inside_a_compiled_module() -> None:
-    backend = CompileCounterWithBackend("inductor")
+def test_fourteen_plans_share_two_graphs_inside_a_compiled_module(name: str) -> None:
+    backend = CompileCounterWithBackend(name)
     module = torch.compile(Remote(), backend=backend, fullgraph=True)
     buffer = torch.randn(2, KV_HEADS, 2000, DIM)
     for seed, mask in enumerate(plans(14)):

@@ -212,9 +212,16 @@ def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
     assert_exact(run(attend, case), oracle(case))
 
 
-@pytest.mark.parametrize("cuts", [CUTS, (0, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "cuts"),
+    [
+        ("aot_eager", torch.float32, CUTS),
+        ("aot_eager", torch.bfloat16, CUTS),
+        ("aot_eager", torch.bfloat16, (0, 1)),
+        pytest.param("inductor", torch.bfloat16, CUTS, marks=pytest.mark.slow),
+        pytest.param("inductor", torch.float32, (0, 1), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch's own, on import
 def test_compiles_fullgraph(backend: str, dtype: torch.dtype, cuts: tuple[float, ...]) -> None:

@@ -117,6 +117,7 @@ def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
         assert sum(found["after"]["given_counts"].values()) == sum(found["before"]["counts"].values())
 
 
+@pytest.mark.slow
 def test_ours_without_buckets_is_what_no_bucket_gives(
     written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -180,10 +180,10 @@ def test_a_million_tokens():
     [
         (SpanMask.documents(document_offsets(131_072, 0)), 8, "best", 50),
         (SpanMask.documents(document_offsets(131_072, 0)), 64, "best", 150),
-        (million_tokens(), 64, "best", 500),
+        pytest.param(million_tokens(), 64, "best", 500, marks=pytest.mark.slow),
         (SpanMask.documents(document_offsets(131_072, 0)), 8, "fast", 15),
         (SpanMask.documents(document_offsets(131_072, 0)), 64, "fast", 60),
-        (million_tokens(), 64, "fast", 250),
+        pytest.param(million_tokens(), 64, "fast", 250, marks=pytest.mark.slow),
     ],
 )
 def test_planning_time(mask, num_ranks, quality, milliseconds):

@@ -128,6 +128,14 @@ def test_select(data):
     check_canonical(local)
 
 
+def test_select_of_many_runs_of_keys():
+    """Spans begin and end in the gaps between ten runs of keys, more than are passed one by one."""
+    mask = SpanMask.sliding_window(60, 7, 5)
+    rows, keys = [[3, 58]], [[6 * i + 2, 6 * i + 5] for i in range(10)]
+    local = mask.select(rows, keys)
+    np.testing.assert_array_equal(local.dense(), mask.dense()[:, positions(rows)][:, :, positions(keys)])
+
+
 @given(st.data())
 def test_select_of_a_selection_is_a_selection(data):
     mask = data.draw(masks())

@@ -418,6 +418,7 @@ def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
         assert view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
 
 
+@pytest.mark.slow
 def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:
     results: list[Result] = []
     x, shards = inputs()

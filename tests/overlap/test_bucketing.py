@@ -118,7 +118,7 @@ def graphs(draw: st.DrawFn) -> Dag:
     return Dag(dag.nodes, tuple(storages))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(graphs(), st.randoms(use_true_random=False), st.booleans())
 def test_a_merge_is_legal_or_refused(dag: Dag, draw: random.Random, late: bool) -> None:
     buckets = [[i for i in dag.starts if dag.nodes[i].group == group and draw.random() < 0.8] for group in dag.groups]
@@ -425,7 +425,7 @@ def test_buckets_hold_the_limits_in_flight(
     assert after.timeline.makespan < before.timeline.makespan and merged.launches <= launches
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
 def test_what_is_in_flight_is_within_limits_or_as_it_was(
     dag: Dag, most: int, most_bytes: int | None, draw: random.Random
@@ -480,7 +480,7 @@ def test_moves_merge_neighbours_and_cut_buckets() -> None:
     assert [*batched(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
 def test_never_longer_never_over_the_budget_nothing_twice(
     dag: Dag, room: int, saved: float, draw: random.Random
@@ -505,7 +505,7 @@ def test_never_longer_never_over_the_budget_nothing_twice(
             assert node.ms == merged_ms(list(members))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_whatever_is_taken_together_the_order_is_legal_and_fits(dag: Dag, room: int, draw: random.Random) -> None:
     """Of a schedule that is taken for granted, as bad as it may be."""

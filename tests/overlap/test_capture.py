@@ -117,10 +117,10 @@ def cut_over_tp(config: CaptureConfig) -> list[int | None]:
     ("sizes", "exchange"),
     [
         ({}, ""),
-        ({"dp": 2, "tp": 2, "layers": 1}, ""),
+        pytest.param({"dp": 2, "tp": 2, "layers": 1}, "", marks=pytest.mark.slow),
         ({"dp": 2, "tp": 2, "layers": 1, "vocab": 24}, ""),
         ({"cp": 2, "layers": 1}, "needed"),
-        ({"cp": 4, "layers": 1}, "ring"),
+        pytest.param({"cp": 4, "layers": 1}, "ring", marks=pytest.mark.slow),
     ],
     ids=str,
 )

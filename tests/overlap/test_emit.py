@@ -137,7 +137,7 @@ def some_buckets(captured: Captured, choose: random.Random) -> list[list[int]]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(programs(), st.randoms(use_true_random=False))
 def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Program, choose: random.Random) -> None:
     gm, inputs = traced(program)

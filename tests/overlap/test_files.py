@@ -33,6 +33,7 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_another_process_loads_our_own_operators(saved: Path) -> None:
     done = python("-m", "spanwise", "overlap", "--load", saved, "--graph", "forward")
     assert done.returncode == 0, done.stderr
@@ -57,6 +58,7 @@ print(*load_graphs({path!r}).graphs)
 """
 
 
+@pytest.mark.slow
 def test_operators_that_are_not_registered(saved: Path) -> None:
     """Alone, this half of the package does not have the other's; the error says what does."""
     done = python("-c", UNREGISTERED.format(path=str(saved), package=str(Path(spanwise.__file__).parent)))

@@ -112,7 +112,13 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "function", "shapes", "flops"), PRODUCTS)
+def first_of_each(cases: list[Any]) -> list[Any]:
+    """All cases; those of an operator that had one before are slow."""
+    names = [case[0] for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow if case[0] in names[:i] else []) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("name", "function", "shapes", "flops"), first_of_each(PRODUCTS))
 def test_flops_of_a_composite_are_those_of_what_it_decomposes_into(
     name: str, function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], flops: float | None
 ) -> None:

@@ -62,7 +62,7 @@ def inputs_of(gm: fx.GraphModule, seed: int) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("bucket", [False, True])
+@pytest.mark.parametrize("bucket", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_ranks_graphs_give_the_same_bits(bucket: bool) -> None:
     graphs = [captured(rank) for rank in range(SMALL.num_ranks)]
     results = {
@@ -89,7 +89,7 @@ def test_all_ranks_graphs_give_the_same_bits(bucket: bool) -> None:
     assert len(orders) == 1 and orders != {tuple(range(len(graphs[0].backward.graph.nodes)))}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left(device: str) -> None:
     graphs = captured(0, device)
     for gm in (graphs.forward, graphs.backward):

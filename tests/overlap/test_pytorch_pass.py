@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from torch import fx
 
 from spanwise import _torch
@@ -37,6 +38,7 @@ print(len(began - early), *sorted(ended - began))
 """
 
 
+@pytest.mark.slow
 def test_imports_are_not_timed() -> None:
     done = subprocess.run([sys.executable, "-c", NOTED], capture_output=True, text=True, timeout=100, check=True)
     warm, *timed = done.stdout.split()

@@ -273,7 +273,7 @@ def test_several_reasons_are_told_with_their_milliseconds() -> None:
     assert str(alone) == "dependency"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(dags(), st.data())
 def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.DataObject) -> None:
     some = list(itertools.islice(orders(dag), 40))
@@ -299,7 +299,7 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
                 assert not any(min(high, stop) - max(low, first) > 0 for first, stop in busy)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(dags(), st.data())
 def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
     """The moves of which `ORDER` and `MEMORY` speak are legal orders, in which they gain what they are said to."""

@@ -279,7 +279,7 @@ def test_an_order_to_fall_back_to() -> None:
         schedule(dag, fallback=[2, 0, 1, 3, 4])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(with_memory())
 def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
     own, least = dag.peak_bytes(), min(map(dag.peak_bytes, orders(dag)))
@@ -349,7 +349,7 @@ def test_large_random_graphs_within_any_budget(seed: int) -> None:
     assert found.timeline.makespan <= 1.1 * found.bounds.makespan
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10))
 def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int) -> None:
     budget = dag.peak_bytes() + room
@@ -363,7 +363,7 @@ def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int
         assert found.timeline.makespan <= 2 * best
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10), st.randoms(use_true_random=False))
 def test_the_guard_knows_what_is_alive_and_always_has_a_way_out(dag: Dag, room: int, draw: random.Random) -> None:
     """Any nodes that are called safe may run: memory stays within the budget, and the own order can always go on."""
@@ -426,7 +426,7 @@ def test_noise_in_costs_is_survived() -> None:
         assert simulate(noisy, order).makespan < 0.85 * simulate(noisy).makespan
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: random.Random) -> None:
     """Any order, made room in: other costs than were thought never make it slower, nor does it take more memory."""

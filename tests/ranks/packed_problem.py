@@ -16,6 +16,7 @@ import torch
 import spanwise
 from spanwise import AuxRequest
 from spanwise.layouts.packing import Packing
+from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_attention import mesh_of
 
@@ -37,6 +38,11 @@ def ways(*ranks: int) -> list[Any]:
     """Parameters ``num_ranks, exchange``: every exchange on so many ranks, and on 2 x 2 of them."""
     cases = [(p, way) for p in ranks for way in ONE_LEVEL] + [((2, 2), way) for way in TWO_LEVELS]
     return [pytest.param(p, way, id="-".join(map(str, (p, *way.values())))) for p, way in cases]
+
+
+def covering_ways(ranks: tuple[int, ...], *axes: Any) -> list[tuple[Any, ...]]:
+    """Parameters ``num_ranks, exchange`` of `ways` and a value of each axis: cells that hold all pairs of settings."""
+    return covering([*ranks, (2, 2)], ONE_LEVEL, *axes, possible=lambda p, way, *_: p != (2, 2) or way in TWO_LEVELS)
 
 
 class Packed(NamedTuple):

@@ -232,6 +232,14 @@ def test_loss_without_any_valid_token_is_zero() -> None:
     assert run_ranks(2, on_rank) == [(0.0, 0.0)] * 2
 
 
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
+    logits = torch.randn(500, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(500) % 7
+    loss = spanwise.cross_entropy(logits, labels, None)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
+
+
 def test_documents_are_not_guessed() -> None:
     """Spans do not tell where documents start; where the mask has a cut, the offsets have to be given."""
     tokens = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import AuxRequest, SpanMask
+from spanwise.attention.kernels import flex as flex_module
 from tests.oracle import make_problem, relative_error
 from tests.ranks.gloo import GlooPool
 
@@ -23,8 +27,18 @@ def plan_number(i: int) -> spanwise.Plan:
     return spanwise.make_plan(mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], exchange=exchange, block_size=10)
 
 
-def infer(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+def infer(
+    rank: int, mesh: DeviceMesh, num_plans: int, backend: str
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
     torch._dynamo.reset()
+    flex_module._compiled.cache_clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        found = _infer(mesh, num_plans)
+    flex_module._compiled.cache_clear()
+    return found
+
+
+def _infer(mesh: DeviceMesh, num_plans: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
     torch._dynamo.utils.counters.clear()
     results = []
     for i in range(num_plans):
@@ -38,8 +52,9 @@ def infer(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[tuple[torch
     return results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_matches_one_device_on_cpu(gloo_pool: GlooPool) -> None:
-    for rank, (results, graphs) in enumerate(gloo_pool.run(2, infer, 5, timeout=110)):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_matches_one_device_on_cpu(gloo_pool: GlooPool, backend: str) -> None:
+    for rank, (results, graphs) in enumerate(gloo_pool.run(2, infer, 5, backend, timeout=110)):
         # One span or several; the local and the remote stage of all plans share the graphs.
         assert graphs <= 2
         for i, (out, lse) in enumerate(results):

@@ -76,6 +76,7 @@ def hang(rank: int, mesh: DeviceMesh) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_dead_and_hanging_ranks() -> None:
     with GlooPool(num_ranks=2) as pool:
         with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -11: (?s:.*)in die"):

@@ -246,6 +246,7 @@ def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tup
     return equal, counters["stats"]["unique_graphs"], told.call_count
 
 
+@pytest.mark.slow
 def test_ranks_need_not_compile_anew_at_the_same_time(gloo_pool: GlooPool) -> None:
     """Rank 0 sees another size and compiles for all of them; rank 1 does not, and their collectives are the same.
 
@@ -389,6 +390,7 @@ def by_inductor_apart(rank: int, mesh: DeviceMesh, folders: list[str], costs: li
     return by_inductor(rank, mesh, folders[rank], costs[rank])
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_warm_cache_and_one_without_agree(gloo_pool: GlooPool, tmp_path: Path) -> None:
     cold = [str(tmp_path / name) for name in ("first", "second", "third")]
     same = [Cost(), Cost()]
@@ -409,6 +411,7 @@ def activated(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | No
     return x
 
 
+@pytest.mark.slow
 def test_inductors_step_is_the_eager_one_to_rounding(gloo_pool: GlooPool) -> None:
     for answer in gloo_pool.run(2, by_inductor, None, Cost(), activated, timeout=120):
         assert answer["error"] < 1e-6
@@ -445,6 +448,7 @@ def from_autograds_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[in
         return counters["aot_autograd"]["autograd_cache_hit"], said
 
 
+@pytest.mark.slow
 def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """The comparison is part of what the cache holds: a rank that compiles nothing finds out that another differs."""
     assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(0, ""), (0, "")]

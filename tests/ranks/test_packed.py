@@ -12,8 +12,9 @@ import torch
 import spanwise
 from spanwise import SpanMask
 from spanwise.layouts.packing import Packing
+from tests.pairs import named
 from tests.ranks.harness import run_ranks
-from tests.ranks.packed_problem import check, cumulative, make_packed, run, slots_for, ways
+from tests.ranks.packed_problem import check, covering_ways, cumulative, make_packed, run, slots_for, ways
 
 LENS = [0, 1, 13, 2, 0, 30, 21]
 BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local", "auto"]
@@ -33,8 +34,7 @@ def ranks_of(num_ranks: int | tuple[int, int]) -> int:
 # ---------------------------------------------------------------- without padding
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 3, 4))
-@pytest.mark.parametrize("reads", READS.values(), ids=list(READS))
+@pytest.mark.parametrize(("num_ranks", "exchange", "reads"), covering_ways((2, 3, 4), list(READS.values())), ids=named)
 def test_documents_of_any_length(num_ranks: Any, exchange: dict[str, Any], reads: dict[str, Any]) -> None:
     cu_seqlens = cumulative(LENS)
     problem = make_packed(Packing(cu_seqlens), **reads)
@@ -44,8 +44,7 @@ def test_documents_of_any_length(num_ranks: Any, exchange: dict[str, Any], reads
     check(problem, plan, run(problem, plan, kernel="sdpa"), 1e-10)
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(3, 4))
-@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize(("num_ranks", "exchange", "balancer"), covering_ways((3, 4), BALANCERS), ids=named)
 def test_every_balancer(num_ranks: Any, exchange: dict[str, Any], balancer: str) -> None:
     packing = Packing(cumulative(LENS))
     problem = make_packed(packing)
@@ -73,8 +72,7 @@ def padded(num_ranks: Any, lens: list[int] = LENS) -> Packing:
     return Packing(cumulative(lens), cu_seqlens_q_padded=offsets, q_len=int(offsets[-1]) + 2 * multiple)
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 3, 4))
-@pytest.mark.parametrize("reads", READS.values(), ids=list(READS))
+@pytest.mark.parametrize(("num_ranks", "exchange", "reads"), covering_ways((2, 3, 4), list(READS.values())), ids=named)
 def test_padding_is_zero_whatever_it_holds(num_ranks: Any, exchange: dict[str, Any], reads: dict[str, Any]) -> None:
     packing = padded(num_ranks)
     plan = spanwise.make_plan(packing.mask(**reads), num_ranks, packing=packing, balancer="dual_chunk", **exchange)
@@ -84,8 +82,11 @@ def test_padding_is_zero_whatever_it_holds(num_ranks: Any, exchange: dict[str, A
         check(problem, plan, run(problem, plan, kernel=kernel), 1e-10)
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(3))
-@pytest.mark.parametrize("balancer", ["local", "lpt", "ptrr", "contiguous", "per_document_head_tail", "auto"])
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange", "balancer"),
+    covering_ways((3,), ["local", "lpt", "ptrr", "contiguous", "per_document_head_tail", "auto"]),
+    ids=named,
+)
 def test_padding_with_other_balancers(num_ranks: Any, exchange: dict[str, Any], balancer: str) -> None:
     """They need no multiple of anything."""
     offsets = cumulative([0, 3, 17, 2, 4, 31, 25], first=5)
@@ -131,9 +132,11 @@ def crossed(num_ranks: Any, balancer: str) -> Packing:
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 3, 4))
-@pytest.mark.parametrize("balancer", ["dual_chunk", "contiguous"])
-@pytest.mark.parametrize("reads", CROSS_READS.values(), ids=list(CROSS_READS))
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange", "balancer", "reads"),
+    covering_ways((2, 3, 4), ["dual_chunk", "contiguous"], list(CROSS_READS.values())),
+    ids=named,
+)
 def test_cross_attention(num_ranks: Any, exchange: dict[str, Any], balancer: str, reads: dict[str, Any]) -> None:
     packing = crossed(num_ranks, balancer)
     problem = make_packed(packing, **reads)

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 import spanwise
 from spanwise import AuxRequest, SpanMask, _torch
 from spanwise.layouts.packing import Packing
+from tests.pairs import named
 from tests.ranks.harness import run_ranks
-from tests.ranks.packed_problem import check, cumulative, make_packed, run, ways
+from tests.ranks.packed_problem import check, covering_ways, cumulative, make_packed, run, ways
 
 # Offsets that begin after 0, slots that are full, empty and nothing but padding, and rows after the last slot.
 PADDED = Packing(
@@ -30,6 +31,9 @@ CROSS = Packing(
 )
 
 
+PACKINGS = {"padded": PADDED, "unpadded": UNPADDED, "cross": CROSS}
+
+
 def plan_of(packing: Packing, num_ranks: Any, exchange: dict[str, Any], causal: bool = True) -> spanwise.Plan:
     dealt = "dual_chunk" if packing.padded and num_ranks != 3 else "lpt"  # slots are multiples of 8
     mask = packing.mask(causal=causal)
@@ -39,8 +43,7 @@ def plan_of(packing: Packing, num_ranks: Any, exchange: dict[str, Any], causal: 
 # ---------------------------------------------------------------- max_logit, softcap, sinks, score_mod
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 4))
-@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("num_ranks", "exchange", "softcap"), covering_ways((2, 4), [None, 0.7]), ids=named)
 def test_max_logit_is_that_of_valid_tokens_on_all_ranks(
     num_ranks: Any, exchange: dict[str, Any], softcap: float | None
 ) -> None:
@@ -71,10 +74,10 @@ def test_softcap(num_ranks: Any, exchange: dict[str, Any]) -> None:
         check(problem, plan, run(problem, plan, kernel=kernel, softcap=0.7, scale=0.5), 1e-10)
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 4))
-@pytest.mark.parametrize("packing", [PADDED, UNPADDED, CROSS], ids=["padded", "unpadded", "cross"])
-def test_sinks_and_their_gradient(num_ranks: Any, exchange: dict[str, Any], packing: Packing) -> None:
+@pytest.mark.parametrize(("num_ranks", "exchange", "kind"), covering_ways((2, 4), list(PACKINGS)), ids=named)
+def test_sinks_and_their_gradient(num_ranks: Any, exchange: dict[str, Any], kind: str) -> None:
     """Summed over the ranks, the gradients of the sinks are those of one device; no cotangent of padding enters."""
+    packing = PACKINGS[kind]
     causal = packing.square
     problem = make_packed(packing, causal=causal, with_sinks=True, with_grad_lse=True)
     plan = plan_of(packing, num_ranks, exchange, causal=causal)
@@ -82,9 +85,9 @@ def test_sinks_and_their_gradient(num_ranks: Any, exchange: dict[str, Any], pack
         check(problem, plan, run(problem, plan, kernel=kernel), 1e-10)
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 3, 4))
-@pytest.mark.parametrize("packing", [PADDED, UNPADDED], ids=["padded", "unpadded"])
-def test_score_mod_sees_global_heads_and_positions(num_ranks: Any, exchange: dict[str, Any], packing: Packing) -> None:
+@pytest.mark.parametrize(("num_ranks", "exchange", "kind"), covering_ways((2, 3, 4), ["padded", "unpadded"]), ids=named)
+def test_score_mod_sees_global_heads_and_positions(num_ranks: Any, exchange: dict[str, Any], kind: str) -> None:
+    packing = PACKINGS[kind]
     slopes = torch.linspace(-1, 1, 12, dtype=torch.float64)
 
     def change(scores: torch.Tensor, q_rows: torch.Tensor, kv_rows: torch.Tensor) -> torch.Tensor:
@@ -101,24 +104,23 @@ def test_score_mod_sees_global_heads_and_positions(num_ranks: Any, exchange: dic
 # ---------------------------------------------------------------- heads and head dims
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(4))
-@pytest.mark.parametrize(
-    ("heads", "dims"),
-    [
-        ((4, 4), (192, 128)),  # multi-head latent attention, as DeepSeek trains it
-        ((4, 1), (192, 128)),
-        ((4, 1), (576, 512)),  # and with its projections absorbed: one latent K/V head
-        ((12, 12), (8, 8)),
-        ((12, 6), (8, 8)),
-        ((12, 3), (8, 8)),
-        ((12, 1), (8, 8)),
-        ((32, 4), (8, 12)),  # values wider than keys
-    ],
-    ids=str,
-)
+SHAPES = [
+    ((4, 4), (192, 128)),  # multi-head latent attention, as DeepSeek trains it
+    ((4, 1), (192, 128)),
+    ((4, 1), (576, 512)),  # and with its projections absorbed: one latent K/V head
+    ((12, 12), (8, 8)),
+    ((12, 6), (8, 8)),
+    ((12, 3), (8, 8)),
+    ((12, 1), (8, 8)),
+    ((32, 4), (8, 12)),  # values wider than keys
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange", "shape"), covering_ways((4,), SHAPES), ids=named)
 def test_heads_and_head_dims(
-    num_ranks: Any, exchange: dict[str, Any], heads: tuple[int, int], dims: tuple[int, int]
+    num_ranks: Any, exchange: dict[str, Any], shape: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
+    heads, dims = shape
     problem = make_packed(PADDED, heads=heads, dims=dims)
     plan = plan_of(PADDED, num_ranks, exchange)
     for kernel in ("reference", "sdpa"):
@@ -139,18 +141,20 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@pytest.mark.parametrize(("num_ranks", "exchange"), ways(2, 4))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3.5e-2)], ids=str)
-@pytest.mark.parametrize("packing", [PADDED, UNPADDED, CROSS], ids=["padded", "unpadded", "cross"])
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange", "dtype", "kind"),
+    covering_ways((2, 4), [torch.float32, torch.bfloat16], list(PACKINGS)),
+    ids=named,
+)
 def test_deterministic_mode(
     deterministic: None,
     num_ranks: Any,
     exchange: dict[str, Any],
     dtype: torch.dtype,
-    tolerance: float,
-    packing: Packing,
+    kind: str,
 ) -> None:
     """Nothing raises, two runs agree bit by bit, and no value that nothing has written gets into a result."""
+    packing, tolerance = PACKINGS[kind], 2e-6 if dtype == torch.float32 else 3.5e-2
     causal = packing.square
     problem = make_packed(packing, causal=causal, dtype=dtype, with_sinks=True, with_grad_lse=True)
     plan = plan_of(packing, num_ranks, exchange, causal=causal)

@@ -63,7 +63,7 @@ def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: 
     # rank idle in the last round.
     assert 2 < sum(d.num_tokens for d in find_documents([data]).split(0.4)[1]) / 101 <= 3
     shared = SHARED | {"steps": 5, "prove": 5}
-    assert start(tiny(data, ranks=4, dp=2, out=str(whole), **shared), None) == 0
+    assert start(tiny(data, ranks=4, dp=2, exchange="ulysses", out=str(whole), **shared), None) == 0
     shutil.copytree(three_steps, resumed)
     assert (
         start(
@@ -84,6 +84,7 @@ def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: 
     assert len(two["reference_losses"]) == 2  # the steps of the resumed run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(2, {"exchange": "ulysses"}), (4, {"exchange": "ring", "inner": 2})],
@@ -113,6 +114,7 @@ def test_ranks_that_cannot_trade_heads(data: str) -> None:
         start(tiny(data, ranks=4, inner=2, exchange="ulysses"), None)
 
 
+@pytest.mark.slow
 def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(app, ["verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"])
     assert result.exit_code == 0, result.output
@@ -120,6 +122,7 @@ def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert "attention: verified" in printed and "decoder: verified" in printed
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path: Path, data: str) -> None:
     sizes = "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden-dim 16 --seq-len 51 --steps 1 --prove 1"
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m spanwise train"

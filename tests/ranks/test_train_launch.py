@@ -43,6 +43,7 @@ def _returns(rank: Rank, text: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_ranks_run_with_their_arguments() -> None:
     assert launch(_returns, "argument", ranks=2) == 0
 
@@ -84,6 +85,7 @@ def _launches(folder: str) -> None:
     launch(_never_returns, folder, ranks=1)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = multiprocessing.get_context("spawn").Process(target=_launches, args=(str(tmp_path),))
     launcher.start()
@@ -131,7 +133,7 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.Monke
     assert time.monotonic() - started < 50
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_reaches_every_rank_and_the_handlers_come_back(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
