@@ -1,0 +1,43 @@
+"""Module paths of version 0.1, kept for one release: each file forwards names to where they are now, and warns.
+
+`spanwise.__path__` leads here, so that ``from spanwise.cost import H100`` still finds a module. Delete this folder, and
+the lines that name it in `spanwise`, `attention` and `batch`, with version 0.3. docs/moved.md lists old and new paths.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+MODULES = (
+    "balancers",
+    "cost",
+    "layout",
+    "mask",
+    "packed",
+    "packing",
+    "parallel",
+    "plan",
+    "planner",
+    "ptrr",
+    "rank_plan",
+    "thd_order",
+)
+
+
+def forward(old: str, *new: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` that finds names of the module `old` in the modules `new`, with a warning."""
+
+    def find(name: str) -> Any:
+        if not name.startswith("__"):
+            for path in new:
+                module = importlib.import_module(path)
+                if hasattr(module, name):
+                    text = f"{old}.{name} is now {path}.{name}; the old path goes with spanwise 0.3"
+                    warnings.warn(text, DeprecationWarning, stacklevel=2)
+                    return getattr(module, name)
+        raise AttributeError(f"module {old!r} has no attribute {name!r}; its names are now in {', '.join(new)}")
+
+    return find
