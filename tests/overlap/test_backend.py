@@ -23,9 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from spanwise import _torch
 from spanwise.hardware import H100, H200
-from spanwise.overlap import consensus as agree
+from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import Backend, _implicit, _is_tied, backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
@@ -349,7 +348,7 @@ def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -
     for target, args in calls:
         graph.call_function(target, (x, *args)).meta["val"] = torch.empty(shape)
     graph.output(x)
-    node = agree.insert(graph, {"costs": "none"})
+    node = consensus.insert(graph, {"costs": "none"})
     if node is None:
         return {}
     assert node is next(n for n in graph.nodes if n.op == "call_function")

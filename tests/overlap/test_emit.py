@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import merge
 from spanwise.overlap.fx.capture import Axis, relabel
 from spanwise.overlap.fx.emit import bucket_keys, emit

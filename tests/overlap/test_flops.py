@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.utils.flop_counter import FlopCounterMode
 
-from spanwise import _torch
 from spanwise.hardware import H100
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.explain.report import arithmetic

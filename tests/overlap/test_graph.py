@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import tensors_in
 from spanwise.overlap.ir.dag import GraphError, Kind

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.overlap.explain.reasons import Why, _Looked, hidden_counts, hideable, independent_compute, reasons
+from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, independent_compute, reasons
 from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.search.schedule import schedule
@@ -305,20 +305,20 @@ def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
     """The moves of which `ORDER` and `MEMORY` speak are legal orders, in which they gain what they are said to."""
     some = list(itertools.islice(orders(dag), 40))
     timeline = simulate(dag, data.draw(st.sampled_from(some)))
-    looked = _Looked(timeline, None)
-    assert all(looked.ready[i] <= timeline.issued[i] for i in range(len(dag)) if dag.nodes[i].kind != W)
+    analysis = _Analysis(timeline, None)
+    assert all(analysis.ready[i] <= timeline.issued[i] for i in range(len(dag)) if dag.nodes[i].kind != W)
     for start, exposed in timeline.exposed.items():
         if not exposed:
             continue
-        gained, moved, first = looked.earlier(start, exposed)
+        gained, moved, first = analysis.earlier(start, exposed)
         assert 0 <= gained <= exposed
         if gained:
-            again = simulate(dag, looked.with_moved(np.array(moved), first).tolist())
+            again = simulate(dag, analysis.with_moved(np.array(moved), first).tolist())
             assert again.issued[start] <= timeline.issued[start] - gained
-        wait = looked.wait[start]
-        gained, moved = looked.behind(wait, exposed)
+        wait = dag.wait_of[start]
+        gained, moved = analysis.behind(wait, exposed)
         if gained:
-            again = simulate(dag, looked.with_moved(np.array(moved), int(looked.place[wait])).tolist())
+            again = simulate(dag, analysis.with_moved(np.array(moved), int(analysis.place[wait])).tolist())
             assert again.exposed[start] == exposed - gained
 
 

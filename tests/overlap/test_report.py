@@ -12,13 +12,15 @@ import torch
 
 from spanwise.hardware import H100
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.explain.reasons import Reason, Why, duration, hidden_counts, hideable, reasons
-from spanwise.overlap.explain.report import MOST, _hideable, arithmetic, bound_by, figures, report, summary
+from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
+from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
+from spanwise.overlap.explain.report import MOST, Result, figures, report, summary
+from spanwise.overlap.explain.units import duration
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.optimize import optimize
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 
@@ -99,7 +101,7 @@ def test_nothing_is_exposed() -> None:
     assert "exposed for" not in report(result) and "most exposed" not in report(result)
 
 
-def test_only_arithmetic_makes_a_collective_hideable() -> None:
+def test_only_arithmetic_makes_a_collectivehideable_by() -> None:
     """In a forward, nothing but casts of weights is independent of a chain of products."""
     config = dataclasses.replace(CONFIG, dp=1, tp=2)
     graphs = capture(config)
@@ -135,7 +137,7 @@ def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, st
     assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
     after, before = found.after, found.before
     assert after.launches < before.launches and after.hideable < before.hideable  # a bucket is one launch
-    assert after.counts == hidden_counts(result.timeline, _hideable(result.timeline.dag, arithmetic(graphs.backward)))
+    assert after.counts == hidden_counts(result.timeline, hideable_by(result.timeline.dag, arithmetic(graphs.backward)))
     assert before.given_counts == before.counts != after.counts
     assert after.given_counts is not None and sum(after.given_counts.values()) == before.hideable
     of_given = ", ".join(f"{after.given_counts[key]} {key}" for key in ("hidden", "partly", "exposed"))

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import spanwise
 from spanwise import SpanMask, _torch
-from spanwise.overlap import consensus as agree
+from spanwise.overlap import consensus
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
@@ -238,12 +238,13 @@ def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tup
     module = Sharded(mesh)
     run = torch.compile(module, backend=backend("aot_eager", cost=Cost()))
     equal = []
-    with mock.patch.object(agree._Told, "tell", autospec=True, side_effect=agree._Told.tell) as told:
+    publish = consensus._Comparison.publish
+    with mock.patch.object(consensus._Comparison, "publish", autospec=True, side_effect=publish) as published:
         for batch in batches[rank]:
             x, grad = torch.randn(2, batch, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
             expected, got = (step(f, module, x.requires_grad_(), grad) for f in (module, run))
             equal += [relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True)]
-    return equal, counters["stats"]["unique_graphs"], told.call_count
+    return equal, counters["stats"]["unique_graphs"], published.call_count
 
 
 def test_ranks_need_not_compile_anew_at_the_same_time(gloo_pool: GlooPool) -> None:
@@ -269,7 +270,7 @@ def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
         x = graph.call_function(operators.WAIT, (x,))
         x.meta["val"] = torch.ones(1)
     graph.output(x)
-    agree.insert(graph, {})
+    consensus.insert(graph, {})
     return fx.GraphModule({}, graph)
 
 
@@ -324,12 +325,13 @@ def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
 def stop_midway(rank: int, mesh: DeviceMesh) -> str:
     """Rank 1 tells what it decided, and dies before it says that it is there for the others to compare."""
     short = dist.new_group(timeout=timedelta(seconds=1))
-    told = agree._Told(short, "digest", base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode())
+    record = base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode()
+    comparison = consensus._Comparison(short, "digest", record)
     if rank == 1:
-        told.tell()
+        comparison.publish()
     else:
         with pytest.raises(ValueError, match="did not come") as failed:
-            agree._compare([told], 1)
+            consensus._compare([comparison], 1)
     dist.barrier()
     return "" if rank else str(failed.value)
 

@@ -14,8 +14,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
 from spanwise.hardware import CPU_HOST
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag

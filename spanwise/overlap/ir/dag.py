@@ -133,6 +133,11 @@ class Dag:
         return tuple(i for i, node in enumerate(self.nodes) if node.kind == Kind.START)
 
     @functools.cached_property
+    def wait_of(self) -> dict[int, int]:
+        """The wait of each start that has one."""
+        return {node.start: i for i, node in enumerate(self.nodes) if node.kind == Kind.WAIT}
+
+    @functools.cached_property
     def groups(self) -> tuple[str, ...]:
         """Process groups in the order in which they appear."""
         return tuple(dict.fromkeys(self.nodes[i].group for i in self.starts))

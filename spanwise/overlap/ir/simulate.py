@@ -6,75 +6,33 @@ A discrete-event simulation of what `dag` describes, linear in nodes and depende
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.timeline import Intervals
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Timeline:
-    """When the nodes of `dag` run if they are issued in `order`.
+class Timeline(Intervals):
+    """When the nodes of a `Dag` run in a given order; `Intervals` lists its attributes.
 
-    Attributes:
-        order: nodes as they are issued, int64 ``[n]``.
-        begin, end: milliseconds, float64 ``[n]``, by node: of compute on its stream, of a collective (its start) on the
-            stream of its group; a wait begins when the compute stream reaches it and ends when it goes on.
-        issued: when the compute stream reaches each node, float64 ``[n]``.
+    Example:
+        >>> from spanwise.overlap.ir.dag import Node
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+        >>> timeline.makespan, timeline.exposed_ms, timeline.counts()
+        (4.0, 1.0, {'hidden': 0, 'partly': 1, 'exposed': 0})
     """
 
-    dag: Dag
-    order: NDArray[np.int64]
-    begin: NDArray[np.float64]
-    end: NDArray[np.float64]
-    issued: NDArray[np.float64]
-
-    @functools.cached_property
-    def makespan(self) -> float:
-        """Milliseconds until the last node has ended, collectives that nobody waits for included."""
-        return float(self.end.max(initial=0.0))
-
-    @functools.cached_property
-    def exposed(self) -> dict[int, float]:
-        """Milliseconds for which the compute stream stood still at the wait of each collective, by its start."""
-        found = dict.fromkeys(self.dag.starts, 0.0)
-        for i, node in enumerate(self.dag.nodes):
-            if node.kind == Kind.WAIT:
-                found[node.start] = float(self.end[i] - self.begin[i])
-        return found
-
-    @functools.cached_property
-    def exposed_ms(self) -> float:
-        """All that compute waits for collectives."""
-        return math.fsum(self.exposed.values())
-
-    @functools.cached_property
-    def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
-        return self.dag.peak_bytes(self.order.tolist())
-
     def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write it as Chrome's trace events, to look at in Perfetto; see `trace`."""
+        """Write Chrome trace events for Perfetto (ui.perfetto.dev); see `explain.trace`."""
         from spanwise.overlap.explain.trace import save_chrome_trace
 
         save_chrome_trace(path, {"step": self})
-
-    def counts(self) -> dict[str, int]:
-        """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time.
-
-        Those that take no time are hidden.
-        """
-        found = {"hidden": 0, "partly": 0, "exposed": 0}
-        for start, ms in self.exposed.items():
-            cost = self.dag.nodes[start].ms
-            tiny = 1e-9 * max(1.0, self.makespan)
-            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
-        return found
 
 
 def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float = 1.0) -> Timeline:
