@@ -1,4 +1,4 @@
-"""Private and version-dependent names of torch, for all of the package; `overlap._torch` has those of overlap alone."""
+"""Private and version-dependent names of torch for the whole package; `overlap._torch` adds those of overlap alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name under which functional collectives know ``group``."""
+    """Name of ``group`` in functional collectives."""
     return group.group_name
 
 
@@ -38,7 +38,7 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.T
 def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
     """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
 
-    Eager code on gloo sends and receives by itself. gloo's all-to-all sends before it says that it is ready to receive:
+    Eager code on gloo uses sends and receives instead. gloo's all-to-all sends before it announces that it can receive:
     on a rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
     Selective checkpointing, which decides by operators, sees the operator.
     """
@@ -144,7 +144,7 @@ def index_with_scalars() -> AbstractContextManager[Any]:
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """The group that functional collectives know under ``name``."""
+    """Group of this name in functional collectives."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 

@@ -133,7 +133,7 @@ def partition(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.G
 
 
 def sdpa_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device_type: str) -> tuple[torch.Tensor, ...]:
-    """Causal attention by the flash operator of a device: the output, then what the backward needs."""
+    """Causal attention by the flash operator of a device: the output, then tensors for the backward."""
     if device_type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)

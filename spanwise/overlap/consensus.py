@@ -239,22 +239,20 @@ def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> 
         return ""
     camps: dict[str, list[int]] = {}  # numbers of records that agree
     for at, entry in enumerate(entries):
-        camps.setdefault("nothing more here" if entry is None else _said(*entry), []).append(at)
+        camps.setdefault("nothing more here" if entry is None else _text(*entry), []).append(at)
     ranks = dist.get_process_group_ranks(group)
-    parts = [f"ranks {[ranks[at] for at in camp]} start {said}" for said, camp in camps.items()]
+    parts = [f"ranks {[ranks[at] for at in camp]} start {text}" for text, camp in camps.items()]
     different = _differing([records[camp[0]]["facts"] for camp in camps.values()])
     causes = [f"{name} is {' / '.join(values)}" for name, values in different]
-    why = "They went by the same options and costs, as far as these can be told apart"
-    if causes:
-        why = f"Of what they went by, {'; '.join(causes)}"
+    why = f"Their inputs differ: {'; '.join(causes)}" if causes else "Their known options and costs are the same"
     return (
-        f"ranks of {_named(group)} scheduled the collectives of a graph differently, by their places among all that it "
+        f"ranks of {_named(group)} scheduled the collectives of a graph differently, by places in the order of all "
         f"starts: {'; '.join(parts)}. {why}. "
         "Compile the same model with the same costs, options and versions on every rank"
     )
 
 
-def _said(what: str, sizes: _Sizes) -> str:
+def _text(what: str, sizes: _Sizes) -> str:
     return " ".join([what, *(f"[{', '.join('?' if n is None else str(n) for n in shape)}]" for shape in sizes)])
 
 

@@ -17,7 +17,7 @@ from spanwise.hardware import H100
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.explain.report import arithmetic
+from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.fx.sizes import assumed
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's, in export

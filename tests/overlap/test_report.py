@@ -14,7 +14,7 @@ from spanwise.hardware import H100
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
 from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
-from spanwise.overlap.explain.report import MOST, Result, figures, report, summary
+from spanwise.overlap.explain.report import MOST, Result, figures, summary
 from spanwise.overlap.explain.units import duration
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
@@ -72,7 +72,7 @@ def test_collectives_as_they_are_issued(optimized: tuple[Result, dict[str, str]]
 
 def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     result, names = optimized
-    found, text = figures(result, names), report(result, names)
+    found, text = figures(result, names), result.report(names)
     facts = dict(line.split("  ", 1) for line in text.split("\n\n")[0].splitlines())
     assert f"{duration(result.timeline.makespan)}, was {duration(result.before.makespan)} (" in facts["makespan"]
     assert f"{duration(result.bounds.makespan)}, by {found.after.bound_by}" in facts["bound"]
@@ -89,7 +89,7 @@ def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     assert len(rows) == MOST and [duration(ms) in row for ms, row in zip(longest, rows, strict=True)] == [True] * MOST
     at = heads.index("group")
     assert {row[at - 2 : at + 2] for row in rows} <= {"  dp", "  tp"}  # columns are aligned
-    assert report(result) != text  # the groups' own names
+    assert result.report() != text  # the groups' own names
 
 
 def test_nothing_is_exposed() -> None:
@@ -98,7 +98,7 @@ def test_nothing_is_exposed() -> None:
     result = optimize(capture(config).forward, H100)
     found = figures(result)
     assert found.collectives == () and found.after.hideable == 0 and found.most_exposed == []
-    assert "exposed for" not in report(result) and "most exposed" not in report(result)
+    assert "exposed for" not in result.report() and "most exposed" not in result.report()
 
 
 def test_only_arithmetic_makes_a_collectivehideable_by() -> None:

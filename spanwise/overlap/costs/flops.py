@@ -28,23 +28,15 @@ _CPU_ATTENTION: dict[Any, Callable[..., float]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
 }
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
-_ATTENTION = frozenset(
-    {
-        _aten.scaled_dot_product_attention,
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-    }
-)
-_ATTENTION_BACKWARD = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention_backward,
-        _aten._scaled_dot_product_efficient_attention_backward,
-        _aten._scaled_dot_product_cudnn_attention_backward,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    }
-)
+_ATTENTION = frozenset({
+    _aten.scaled_dot_product_attention, _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu
+})  # fmt: skip
+_ATTENTION_BACKWARD = frozenset({
+    _aten._scaled_dot_product_flash_attention_backward, _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward
+})  # fmt: skip
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -59,8 +51,6 @@ def is_attention(node: fx.Node) -> bool:
 def is_attention_backward(node: fx.Node) -> bool:
     """Whether a node is the backward of attention."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in _ATTENTION_BACKWARD:
-        return True
     return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
 
 

@@ -219,9 +219,12 @@ def measure(
     places, on_file = _places(where, group), {}
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
+    error: tuple[str, str] | None = None
     try:  # if one rank raised here, the others would wait for it
         jobs, left_out = _jobs(graphs, known_ranks)
-        error = _refusal(left_out) if fallback is None else None
+        if fallback is None and left_out:
+            name, reason = next(iter(left_out.items()))
+            error = name, f"it cannot be measured: {reason}; pass fallback="
         on_file = _on_file(cache, places) if cache is not None else {}
     except (OSError, ValueError) as refused:
         error = "", str(refused)
@@ -288,12 +291,6 @@ def _members(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> tuple[str | N
     if _torch.is_simulated(group):
         return f"its process group {name!r} is simulated", ()
     return None, ranks_of(name, ranks)
-
-
-def _refusal(left_out: Mapping[str, str]) -> tuple[str, str] | None:
-    for name, reason in left_out.items():
-        return name, f"it cannot be measured: {reason}; pass fallback="
-    return None
 
 
 def _time(

@@ -60,23 +60,10 @@ A vector holds half as many float64 as float32. VDPBF16PS, which Zen 4 has, does
 place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
 
 # Operators that do not read their first argument: they overwrite it, or use its shape.
-_UNREAD = frozenset(
-    {
-        _aten.copy,
-        _aten.copy_,
-        _aten.fill,
-        _aten.fill_,
-        _aten.full_like,
-        _aten.new_full,
-        _aten.new_ones,
-        _aten.new_zeros,
-        _aten.ones_like,
-        _aten.rand_like,
-        _aten.randn_like,
-        _aten.zero_,
-        _aten.zeros_like,
-    }
-)
+_UNREAD = frozenset({
+    _aten.copy, _aten.copy_, _aten.fill, _aten.fill_, _aten.full_like, _aten.new_full, _aten.new_ones, _aten.new_zeros,
+    _aten.ones_like, _aten.rand_like, _aten.randn_like, _aten.zero_, _aten.zeros_like
+})  # fmt: skip
 # Kinds of collectives, by the names of `Hardware.wire`.
 _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_GATHER, "all_gather"),

@@ -28,30 +28,12 @@ from spanwise.overlap.fx.operators import COALESCED, STARTS, Role, nodes_in, ten
 _aten = torch.ops.aten
 
 # Operators whose integer arguments are data, or indices into a dim of another argument: any small ones will do.
-_INTEGERS_WELCOME = frozenset(
-    {
-        _aten.amax,
-        _aten.amin,
-        _aten.any,
-        _aten.argmax,
-        _aten.cat,
-        _aten.cumsum,
-        _aten.embedding,
-        _aten.embedding_dense_backward,
-        _aten.gather,
-        _aten.index,
-        _aten.index_add,
-        _aten.index_put,
-        _aten.index_put_,
-        _aten.index_select,
-        _aten.nll_loss_backward,
-        _aten.nll_loss_forward,
-        _aten.scatter,
-        _aten.scatter_add,
-        _aten.sort,
-        _aten.sum,
-    }
-)
+_INTEGERS_WELCOME = frozenset({
+    _aten.amax, _aten.amin, _aten.any, _aten.argmax, _aten.cat, _aten.cumsum, _aten.embedding,
+    _aten.embedding_dense_backward, _aten.gather, _aten.index, _aten.index_add, _aten.index_put, _aten.index_put_,
+    _aten.index_select, _aten.nll_loss_backward, _aten.nll_loss_forward, _aten.scatter, _aten.scatter_add, _aten.sort,
+    _aten.sum
+})  # fmt: skip
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch draws random numbers of these
 _WARM_UP = 2
 _FLUSH_BYTES = 1 << 28  # more than the last-level cache of any GPU so far

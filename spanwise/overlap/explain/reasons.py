@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spanwise.overlap.explain.units import duration
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.order import positions
-from spanwise.overlap.ir.timeline import Intervals
+from spanwise.overlap.ir.timeline import Intervals, rounding
 
 _BLOCK = 512  # collectives whose bits are unpacked at once
 
@@ -105,7 +105,7 @@ def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[in
         unpacked = np.unpackbits(packed[:, first : first + _BLOCK // 8], axis=1, bitorder="little")
         of_block = ms @ unpacked
         bound_up[8 * first : 8 * first + len(of_block)] = of_block[: len(starts) - 8 * first]
-    total, tiny = float(ms.sum()), _tiny(float(ms.sum()))
+    total, tiny = float(ms.sum()), rounding(float(ms.sum()))
     free = total - bound_up
     return {start: float(free[k]) if free[k] > tiny else 0.0 for k, start in enumerate(starts)}
 
@@ -140,7 +140,7 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
         budget: most bytes of the order; None: no limit.
     """
     dag = timeline.dag
-    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > _tiny(timeline.makespan)}
+    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > rounding(timeline.makespan)}
     if not exposed:
         return {}
     analysis = _Analysis(timeline, budget)
@@ -151,11 +151,6 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
         if start in exposed
     }
     return dict(sorted(found.items()))
-
-
-def _tiny(ms: float) -> float:
-    """Milliseconds below which a difference is rounding, as in `Timeline.counts`."""
-    return 1e-9 * max(1.0, ms)
 
 
 class _Analysis:
@@ -174,7 +169,7 @@ class _Analysis:
         dag, order = self.dag, timeline.order.tolist()
         self.order, self.place = timeline.order, positions(order)
         self.begin, self.end, self.issued = (x.tolist() for x in (timeline.begin, timeline.end, timeline.issued))
-        self.tiny = _tiny(timeline.makespan)
+        self.tiny = rounding(timeline.makespan)
         self.spare = np.where(dag.kinds == Kind.COMPUTE, timeline.end - timeline.begin, 0.0)
         ready = [0.0] * len(dag)
         for i, node in enumerate(dag.nodes):
@@ -293,10 +288,4 @@ def hidden_counts(
     if members is not None:
         became = {i: start for start in timeline.dag.starts for i in members[start]}
         chosen = [became[i] for i in chosen]
-    found, tiny = {"hidden": 0, "partly": 0, "exposed": 0}, _tiny(timeline.makespan)
-    for start in chosen:
-        ms = timeline.exposed[start]
-        cost = timeline.dag.nodes[start].ms
-        if cost:
-            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
-    return found
+    return timeline.count(start for start in chosen if timeline.dag.nodes[start].ms)

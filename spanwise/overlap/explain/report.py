@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from torch import fx
@@ -53,7 +53,10 @@ class Result:
         Args:
             groups: labels of process groups, by their names in the graph.
         """
-        return report(self, groups)
+        found = figures(self, groups)
+        facts = summary(found)
+        width = max(map(len, facts))
+        return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), *_exposed_rows(found)])
 
     def save_chrome_trace(self, path: str | os.PathLike[str], groups: Mapping[str, str] | None = None) -> None:
         """Write both timelines as Chrome trace events for Perfetto (ui.perfetto.dev); see `trace`.
@@ -121,32 +124,6 @@ def _collective(
     return Collective(i, start.name, operator, group, members, size, start.ms, begin, issued, reason, spread)
 
 
-def report(result: Result, groups: Mapping[str, str] | None = None) -> str:
-    """Text of about twenty lines: the gain, the rest, and the most exposed collectives with reasons.
-
-    Args:
-        groups: labels of process groups, by their names in the graph.
-    """
-    found = figures(result, groups)
-    facts = summary(found)
-    width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
-    rows = [
-        (
-            one.name,
-            one.group,
-            "" if one.num_bytes is None else num_bytes(one.num_bytes),
-            duration(one.ms),
-            duration(one.exposed),
-            one.why,
-        )
-        for one in found.most_exposed[:MOST]
-    ]
-    if rows:
-        lines += ["", *_table(("most exposed", "group", "size", "takes", "exposed", "why"), rows, "<<>>><")]
-    return "\n".join(lines)
-
-
 def summary(found: Figures) -> dict[str, str]:
     """Facts about both orders in words, by topic."""
     before, after = found.before, found.after
@@ -188,9 +165,12 @@ def _share(ms: float, of: float) -> str:
     return f" ({ms / of:.1%})" if of > 0 else ""
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in (heads, *rows)
-    ]
+def _exposed_rows(found: Figures) -> list[str]:
+    """Lines of the table of the most exposed collectives; none if none is exposed."""
+    rows = [("most exposed", "group", "size", "takes", "exposed", "why")]
+    for one in found.most_exposed[:MOST]:
+        size = "" if one.num_bytes is None else num_bytes(one.num_bytes)
+        rows.append((one.name, one.group, size, duration(one.ms), duration(one.exposed), one.why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map("{:{}{}}".format, row, "<<>>><", widths)).rstrip() for row in rows]
+    return ["", *lines] if len(rows) > 1 else []

@@ -30,30 +30,18 @@ _ops = _torch.functional_collectives
 _autograd = _torch.autograd_collectives
 
 # Operators by kind of collective; each starts one and returns before its end.
-ALL_GATHER = frozenset(
-    {
-        _ops.all_gather_into_tensor.default,
-        _ops.all_gather_into_tensor_out.default,
-        _ops.all_gather_into_tensor_coalesced.default,
-        _autograd.all_gather_into_tensor.default,
-    }
-)
-REDUCE_SCATTER = frozenset(
-    {
-        _ops.reduce_scatter_tensor.default,
-        _ops.reduce_scatter_tensor_out.default,
-        _ops.reduce_scatter_tensor_coalesced.default,
-        _autograd.reduce_scatter_tensor.default,
-    }
-)
-ALL_REDUCE = frozenset(
-    {
-        _ops.all_reduce.default,
-        _ops.all_reduce_.default,
-        _ops.all_reduce_coalesced.default,
-        _ops.all_reduce_coalesced_.default,
-    }
-)
+ALL_GATHER = frozenset({
+    _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default,
+    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default
+})  # fmt: skip
+REDUCE_SCATTER = frozenset({
+    _ops.reduce_scatter_tensor.default, _ops.reduce_scatter_tensor_out.default,
+    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default
+})  # fmt: skip
+ALL_REDUCE = frozenset({
+    _ops.all_reduce.default, _ops.all_reduce_.default, _ops.all_reduce_coalesced.default,
+    _ops.all_reduce_coalesced_.default
+})  # fmt: skip
 ALL_TO_ALL = frozenset({_ops.all_to_all_single.default, _autograd.all_to_all_single.default})
 BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
 STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
@@ -100,45 +88,21 @@ _UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 # Pointwise operators without torch's tag.
-_UNTAGGED = frozenset(
-    {
-        _aten._to_copy,
-        _aten.clone,
-        _aten.copy,
-        _aten.copy_,
-        _aten.fill,
-        _aten.full,
-        _aten.full_like,
-        _aten.native_dropout,
-        _aten.ones_like,
-        _aten.where,
-        _aten.zeros_like,
-        torch.ops.prims.iota,
-    }
-)
+_UNTAGGED = frozenset({
+    _aten._to_copy, _aten.clone, _aten.copy, _aten.copy_, _aten.fill, _aten.full, _aten.full_like, _aten.native_dropout,
+    _aten.ones_like, _aten.where, _aten.zeros_like, torch.ops.prims.iota
+})  # fmt: skip
 
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 
 # Higher-order operators that only run subgraphs, kernels or an operator on their arguments. A subgraph that does more
 # than compute makes them barriers.
-_PLAIN_HOPS = frozenset(
-    {
-        "associative_scan",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "cond",
-        "control_deps",
-        "flex_attention",
-        "flex_attention_backward",
-        "invoke_subgraph",
-        "map_impl",
-        "out_dtype",
-        "scan",
-        "triton_kernel_wrapper_functional",
-        "while_loop",
-    }
-)
+_PLAIN_HOPS = frozenset({
+    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "control_deps", "flex_attention",
+    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "triton_kernel_wrapper_functional",
+    "while_loop"
+})  # fmt: skip
 # Runs a Triton kernel that may write any of its tensors (only Triton can tell which), and that may communicate if it
 # gets pointers.
 _TRITON = "triton_kernel_wrapper_mutation"
@@ -326,7 +290,7 @@ def is_free(node: fx.Node, known: Traits | None = None) -> bool:
     """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes.
 
     Args:
-        known: the node's `traits`, where they are at hand.
+        known: the node's `traits`, if already computed.
     """
     known = known or traits(node)
     if known.role is Role.FREE:

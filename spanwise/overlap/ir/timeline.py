@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,17 @@ class Intervals:
 
         Collectives that take no time are hidden.
         """
-        found = {"hidden": 0, "partly": 0, "exposed": 0}
-        for start, ms in self.exposed.items():
-            cost = self.dag.nodes[start].ms
-            tiny = 1e-9 * max(1.0, self.makespan)
-            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
+        return self.count(self.dag.starts)
+
+    def count(self, starts: Iterable[int]) -> dict[str, int]:
+        """`counts` of these starts."""
+        found, tiny = {"hidden": 0, "partly": 0, "exposed": 0}, rounding(self.makespan)
+        for start in starts:
+            ms = self.exposed[start]
+            found["hidden" if ms <= tiny else "partly" if ms < self.dag.nodes[start].ms - tiny else "exposed"] += 1
         return found
+
+
+def rounding(ms: float) -> float:
+    """Milliseconds below which a difference is rounding, for sums of about `ms`."""
+    return 1e-9 * max(1.0, ms)
