@@ -14,16 +14,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
-import socket
-import tempfile
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +28,13 @@ from torch import fx
 
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
+from spanwise.overlap.costs import cache_file
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
-from spanwise.overlap.costs.timing import calls, device_of, milliseconds, name_of, smallest, trial, why_not
+from spanwise.overlap.costs.timing import calls, device_of, milliseconds, smallest, trial, why_not
 from spanwise.overlap.fx.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of, traits
 from spanwise.overlap.ir.dag import GraphError
 
-_FORMAT = "spanwise measured costs 1"
-_LATENCY, _OVER = "latency of ", " over +0"
+_LATENCY = "latency of "
 
 Timer = Callable[[fx.Node, Callable[[], Any]], float]
 """``(node, call) -> milliseconds``."""
@@ -216,7 +212,7 @@ def measure(
         where = torch.device("cuda", torch.cuda.current_device())
     alone = group is None or _torch.is_simulated(group)
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    places, on_file = _places(where, group), {}
+    sections, on_file = cache_file.sections(where, group), {}
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
     error: tuple[str, str] | None = None
@@ -225,7 +221,7 @@ def measure(
         if fallback is None and left_out:
             name, reason = next(iter(left_out.items()))
             error = name, f"it cannot be measured: {reason}; pass fallback="
-        on_file = _on_file(cache, places) if cache is not None else {}
+        on_file = cache_file.read(cache, sections) if cache is not None else {}
     except (OSError, ValueError) as refused:
         error = "", str(refused)
     own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
@@ -250,7 +246,7 @@ def measure(
                     raise GraphError(name, text)
     if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
         try:
-            _save(cache, places, table)
+            cache_file.write(cache, sections, table)
         except (OSError, ValueError) as failed:  # go on like the other ranks
             warnings.warn(f"measured costs were not written to {os.fspath(cache)}: {failed}", stacklevel=2)
     model = None if fallback is None else as_cost(fallback)
@@ -337,56 +333,3 @@ def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
             if ms is not None:
                 found[key] = max(ms, found.get(key, 0.0))
     return dict(sorted(found.items()))
-
-
-def _places(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool, str]:
-    """Sections of the file for operators (False) and collectives (True: this host only, as networks have no names)."""
-    operators = name_of(device)
-    size = 1 if group is None else group.size()
-    backend = "" if group is None else f", {dist.get_backend_config(group)}"
-    return {False: operators, True: f"{operators}, {size} ranks, {socket.gethostname()}{backend}"}
-
-
-def _on_file(path: str | os.PathLike[str], places: Mapping[bool, str]) -> dict[str, float]:
-    content = _load(path)
-    return {
-        key: ms
-        for of_groups, place in places.items()
-        for key, ms in content.get(place, {}).items()
-        if (_OVER in key) == of_groups
-    }
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
-    """Milliseconds by section and key; empty without a file."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:  # errors of JSON and Unicode are ValueErrors
-        raise ValueError(_no_cache(path, str(error))) from error
-    if not (isinstance(content, dict) and content.get("format") == _FORMAT and isinstance(content.get("ms"), dict)):
-        raise ValueError(_no_cache(path, f'its format is not "{_FORMAT}"'))
-    for place, table in content["ms"].items():
-        if not isinstance(table, dict):
-            raise ValueError(_no_cache(path, f"{place!r} has no times"))
-        for key, ms in table.items():
-            if not (isinstance(ms, (int, float)) and math.isfinite(ms) and ms >= 0):
-                raise ValueError(_no_cache(path, f"{key!r} takes {ms} ms"))
-    return content["ms"]
-
-
-def _no_cache(path: str | os.PathLike[str], why: str) -> str:
-    return f"{os.fspath(path)} is not a file of measured costs ({why}): remove it, or name another file"
-
-
-def _save(path: str | os.PathLike[str], places: Mapping[bool, str], table: Mapping[str, float]) -> None:
-    """Add to the file; of several writers at once, the last one's whole file stays."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    everything = _load(target)
-    for key, ms in table.items():
-        everything.setdefault(places[_OVER in key], {})[key] = ms
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-        json.dump({"format": _FORMAT, "ms": everything}, file, indent=1, sort_keys=True)
-    os.replace(file.name, target)
