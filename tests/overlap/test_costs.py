@@ -233,7 +233,7 @@ def test_pointwise_chains_are_one_kernel() -> None:
     # A constant is made where it is read.
     fused, _ = chain(lambda x: torch.full_like(x, 2.0) * x, empty(4, 4))
     assert fused == {"full_like": 0, "mul": 128}
-    # What writes an argument, writes.
+    # Operators that write an argument count it.
     fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
     assert fused["add_"] == 64 and fused["sin"] == 128
 
@@ -435,7 +435,7 @@ def test_flops_and_collectives_of_a_step() -> None:
         assert all(captured.dag.nodes[i].ms >= 1 for i in waits)  # α
 
 
-# What users have.
+# Costs that users pass.
 
 
 def test_as_cost() -> None:

@@ -40,7 +40,7 @@ def exported(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Exported
 
 
 def decomposed(program: ExportedProgram) -> fx.GraphModule:
-    """All the way, but for attention, of which torch would make products that know nothing of what is masked."""
+    """Decompose everything except attention; torch would make plain products of that, without the mask."""
     table = default_decompositions()
     table.pop(ATEN._scaled_dot_product_flash_attention_for_cpu.default)
     return program.run_decompositions(table).graph_module
@@ -169,7 +169,7 @@ def test_operators_are_run_without_contents_once_and_not_if_they_talk() -> None:
     assert outside.get_total_flops() == 0
     assert seen == ["meta", "meta"]
     assert node_flops(node(ops.talks.default, x, x, "g", val=x)) == 0 and len(seen) == 2
-    # What writes, writes nothing; what reads contents, or draws, is 0 and draws nothing.
+    # Writes have no effect; operators that read contents or draw random numbers have 0 FLOPs and draw nothing.
     assert node_flops(node(ATEN.fill_diagonal_.default, x, 1.0, val=x)) == 0 and not x.any()
     assert node_flops(node(ATEN.isclose.default, x, x)) == 0 == node_flops(node(ATEN.item.default, x[0, 0]))
     before = torch.get_rng_state()

@@ -223,7 +223,7 @@ def test_compute_that_could_hide_either_counts_once() -> None:
         b.compute(f"after {name}", 5.0, f"w{name}")
     b.compute("free", 3.0)
     found = why(simulate(b.dag()))
-    # What follows the first could hide the second, but for this it is there already; what is free hides either.
+    # Compute after the first could hide the second but already does; free compute hides either.
     assert found == {"s": {Why.ORDER: 2.0}, "t": {Why.ORDER: 2.0}}
     b = Build()
     b.compute("begin", 1.0)
@@ -302,7 +302,7 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
 @settings(deadline=None, max_examples=300)
 @given(dags(), st.data())
 def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
-    """The moves of which `ORDER` and `MEMORY` speak are legal orders, in which they gain what they are said to."""
+    """The moves behind `ORDER` and `MEMORY` are legal orders with the claimed gain."""
     some = list(itertools.islice(orders(dag), 40))
     timeline = simulate(dag, data.draw(st.sampled_from(some)))
     analysis = _Analysis(timeline, None)

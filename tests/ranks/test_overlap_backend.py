@@ -121,7 +121,7 @@ def step(
 
 
 def sharded_step(rank: int, mesh: DeviceMesh, name: str, bucket: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Three compiled steps beside one in float64 that is not compiled."""
+    """Three compiled steps, and one in float64 that is not compiled."""
     torch._dynamo.reset()
     counters.clear()
     results: list[Result] = []
@@ -153,7 +153,7 @@ def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ra
 
 
 def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool]) -> tuple[str, float, float]:
-    """What a rank is told whose peers schedule by other costs, after how many seconds; and what it can do next."""
+    """Error of a rank whose peers have other costs, the seconds until it, and the sum of a later all-reduce."""
     torch._dynamo.reset()
     module = Sharded(mesh)
     run = torch.compile(module, backend=backend("aot_eager", cost=costs[rank], bucket=buckets[rank]))
@@ -188,7 +188,7 @@ def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: Gloo
 
 
 def refuse(rank: int, mesh: DeviceMesh) -> list[tuple[str, float]]:
-    """What ranks are told if rank 1 cannot schedule at first, and after how many seconds; then it can."""
+    """Errors if rank 1 cannot schedule at first, with the seconds until them; then it can."""
     said = []
     for refusing in (True, False):
         torch._dynamo.reset()
@@ -275,7 +275,7 @@ def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
 
 
 def reduce_differently(rank: int, mesh: DeviceMesh, orders: list[str]) -> list[str]:
-    """What is said at one step after another, in each of which another rank's order is the odd one."""
+    """Errors of several steps, in each of which another rank's order differs."""
     said = []
     for at in range(mesh.size()):
         order = orders[(rank - at) % mesh.size()]

@@ -26,7 +26,7 @@ OPS = torch.ops._c10d_functional
 
 
 def step(name: str, size: int, *, more: bool = False) -> fx.GraphModule:
-    """Two gathers of different shards, a reduction, and compute beside them."""
+    """Two gathers of different shards, a reduction, and independent compute."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         a = OPS.wait_tensor(OPS.all_gather_into_tensor(x, size, name))
