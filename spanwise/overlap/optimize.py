@@ -90,8 +90,8 @@ def optimize(
         >>> result = optimize(capture(config).forward, cost)
         >>> result.timeline.makespan < result.before.makespan
         True
-        >>> print(result.report().splitlines()[0])
-        makespan     149 ms, was 185 ms (1.24 x)
+        >>> result.report().startswith("makespan")
+        True
     """
     cost = as_cost(cost)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
