@@ -21,7 +21,7 @@ from torch import fx
 from spanwise import _torch
 from spanwise.hardware import Hardware
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.bucket import unmerged
+from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.fx import emit as emission
@@ -137,7 +137,7 @@ def optimize(
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     found = schedule(captured.dag, budget=memory_budget, **options)
     before = found.before if memory_budget is None else run(captured.dag)
-    merged = unmerged(captured.dag)
+    merged = without_buckets(captured.dag)
     if bucket:
         keys, price = emission.bucket_keys(captured), _bucket_price(captured, cost)
         merged, found = into_buckets(captured.dag, found, keys, price, **options)
