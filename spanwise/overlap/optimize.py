@@ -17,7 +17,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.bucket import unmerged
+from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.emit import bucket_keys, emit
@@ -101,7 +101,7 @@ def optimize(
 
     found = schedule(captured.dag, budget=memory_budget, **options)
     before = found.before if memory_budget is None else run(captured.dag)
-    merged = unmerged(captured.dag)
+    merged = without_buckets(captured.dag)
     if bucket:
         keys, price = bucket_keys(captured), _bucket_price(captured, cost)
         merged, found = into_buckets(captured.dag, found, keys, price, **options)

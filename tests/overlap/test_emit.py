@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.bucketing.bucket import merge
+from spanwise.overlap.bucketing.merge import merge
 from spanwise.overlap.fx.capture import Axis, relabel
 from spanwise.overlap.fx.emit import bucket_keys, emit
 from spanwise.overlap.fx.graph import Captured, to_dag

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spanwise.overlap.explain.units import duration
+from spanwise.overlap.ir.critical_path import starts_after, waits_before
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.order import positions
 from spanwise.overlap.ir.timeline import Intervals, rounding
@@ -76,25 +77,12 @@ def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[in
         among: compute nodes that count; default: all.
     """
     starts, nodes = dag.starts, dag.nodes
-    number = {start: k for k, start in enumerate(starts)}
-    leads_to, reached_by = [0] * len(dag), [0] * len(dag)
-    for i, node in enumerate(nodes):
-        bits = 1 << number[node.start] if node.kind == Kind.WAIT else 0
-        for dep in node.deps:
-            bits |= reached_by[dep]
-        reached_by[i] = bits
-    for i in range(len(dag) - 1, -1, -1):
-        if nodes[i].kind == Kind.START:
-            leads_to[i] |= 1 << number[i]
-        bits = leads_to[i]
-        if bits:
-            for dep in nodes[i].deps:
-                leads_to[dep] |= bits
+    leads_to, depends_on = starts_after(dag), waits_before(dag)
     # No node both leads to a start and depends on its wait. Nodes between two collectives have the same bits.
     bound: dict[int, float] = {}
     for i in range(len(dag)) if among is None else sorted(among):
         if nodes[i].kind == Kind.COMPUTE and nodes[i].ms:
-            bits = leads_to[i] | reached_by[i]
+            bits = leads_to[i] | depends_on[i]
             bound[bits] = bound.get(bits, 0.0) + nodes[i].ms
     ms = np.array(list(bound.values()))
     width = -(-len(starts) // 8)

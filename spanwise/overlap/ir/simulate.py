@@ -1,6 +1,6 @@
-"""Timeline of a `Dag` in a given order: when each node runs, and how long each collective keeps compute waiting.
+"""Timeline of a `Dag` in a given order: when each node runs, and how long compute waits for each collective.
 
-A discrete-event simulation of what `dag` describes, linear in nodes and dependencies. Pure.
+A discrete-event simulation of the model in `dag`, linear in nodes and dependencies.
 """
 
 from __future__ import annotations
@@ -39,21 +39,30 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
     """Run `dag` in the given order, or in its own.
 
     Args:
-        contention: how much longer compute takes while a collective is under way, at least 1. A node of compute is
-            stretched over the time in which any stream of a group is busy, as it is known when the node is issued.
+        order: every node once, each after its dependencies; see `Dag.check_order`.
+        contention: factor by which compute takes longer while a collective runs, at least 1. It applies for as long as
+            any group's stream is known to be busy when the node is issued.
 
     Raises:
-        GraphError, ValueError: `order` is no order of these nodes.
+        GraphError: a node of `order` comes before one of its dependencies.
+        ValueError: `order` misses a node or repeats one, or `contention` is below 1.
+
+    Examples:
+        >>> from spanwise.overlap.ir.dag import Node
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+        >>> timeline.makespan, timeline.exposed
+        (4.0, {0: 1.0})
     """
     if not (math.isfinite(contention) and contention >= 1):
         raise ValueError(f"contention must be at least 1, got {contention}")
     if order is not None:
         dag.check_order(order)
-    places = list(range(len(dag)) if order is None else map(int, order))
+    nodes = list(range(len(dag)) if order is None else map(int, order))
     begin, end, issued = ([0.0] * len(dag) for _ in range(3))
     now = 0.0
     free = dict.fromkeys(dag.groups, 0.0)
-    for i in places:
+    for i in nodes:
         node = dag.nodes[i]
         issued[i] = begin[i] = now
         if node.kind == Kind.START:
@@ -67,11 +76,11 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
         else:
             now += _stretched(node.ms, max(free.values(), default=0.0) - now, contention)
         end[i] = now
-    return Timeline(dag, np.array(places, np.int64), *map(np.array, (begin, end, issued)))
+    return Timeline(dag, np.array(nodes, np.int64), *map(np.array, (begin, end, issued)))
 
 
 def _stretched(ms: float, busy: float, contention: float) -> float:
-    """How long `ms` of compute take that begin while streams are busy for `busy` more milliseconds."""
+    """Milliseconds that `ms` of compute take if streams are busy for the first `busy` of them."""
     if busy <= 0:
         return ms
     return ms * contention if ms * contention <= busy else busy + ms - busy / contention
