@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import spanwise
-from spanwise import SpanMask, _torch
-from spanwise.overlap import consensus
+from spanwise import SpanMask
+from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
