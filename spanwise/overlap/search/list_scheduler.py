@@ -141,7 +141,7 @@ class _ListScheduler:
                         self.add_ready(user)
 
     def add_ready(self, i: int) -> None:
-        """Put a node whose dependencies have all run where it is looked for."""
+        """Put a node whose dependencies have all run into its heap."""
         stream = self.stream[i]
         if stream < 0:
             heappush(self.waits, (self.end[self.start_of[i]], i))
@@ -200,7 +200,7 @@ class _ListScheduler:
             heappush(self.ready[self.stream[by_priority[at]]], at)
 
     def choose_compute(self) -> int:
-        """Take the next compute off its heap; -1 for none, or if it is better to wait."""
+        """Take the next compute off its heap; -1 if there is none, or if waiting is better."""
         chosen = self.take(self.ready[0])
         if chosen >= 0 and self.options.patience and self.waits:
             until, wait = self.waits[0]
@@ -229,7 +229,7 @@ class _ListScheduler:
         return started
 
     def take(self, heap: list[int]) -> int:
-        """Remove and return the first node of a heap that fits the limits; -1 for none."""
+        """Remove and return the first node of a heap that fits the limits; -1 if none does."""
         too_large: list[int] = []
         found = -1
         while heap and len(too_large) < _LOOKAHEAD:
@@ -246,7 +246,7 @@ class _ListScheduler:
         return found
 
     def choose_wait(self) -> int:
-        """The wait at which compute should be idle; -1 for none.
+        """The wait at which compute should be idle; -1 if there is none.
 
         Of the next collectives to end, choose the one of the smallest priority, or one that ends before it and unlocks
         enough work to fill a quarter of the time until then. Others are left: they may end later than estimated.
