@@ -29,9 +29,9 @@ from spanwise.overlap.search.schedule import Schedule, schedule
 _SLACKS = (0.1, 0.5)
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; not measured apart
 _REPAIRABLE = 1.01  # of the makespan: scheduled again up to here, given up above; not measured apart
-# Trials end after so many without a gain: as many as have so many nodes together, or a single one of a large graph.
+# Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
 _TRIALS, _TRIED_NODES = 32, 10_000  # not measured apart
-# A gain of this share of the makespan gives all trials back, up to so many times as many; not measured apart.
+# A gain of this share of the makespan gives all trials back, up to 3 times as many in all; not measured apart.
 _PAYS, _REFILLED = 1e-3, 3
 _MIN_GAIN = 1e-6  # share of the makespan below which a gain does not count; not measured apart
 _ONE_BY_ONE = 4  # moves for each trial up to which they are tried one by one, not in batches; not measured apart

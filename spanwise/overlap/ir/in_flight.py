@@ -24,14 +24,14 @@ def flights(dag: Dag, group: str, size: dict[int, int]) -> Lifetimes:
     """The collectives of a group as storages: each is taken by its start and freed by its wait.
 
     Args:
-        size: of each start, what it takes; a start without a size is not counted.
+        size: of each start, its units of the limit; a start without a size is not counted.
     """
     starts = [i for i in dag.starts if i in size and dag.nodes[i].group == group]
     return Lifetimes(len(dag), tuple(Storage(size[i], i, (dag.wait_of[i],)) for i in starts))
 
 
 def flight_sizes(dag: Dag) -> tuple[dict[int, int], dict[int, int]]:
-    """What a collective takes of the two limits in flight, by its start: 1, and its bytes."""
+    """Units that each collective takes of the two limits in flight, by its start: 1, and its bytes."""
     return dict.fromkeys(dag.wait_of, 1), collective_bytes(dag)
 
 

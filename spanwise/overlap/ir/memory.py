@@ -189,9 +189,10 @@ class ResourceLimit:
         self._num_bytes, self._kept = lifetimes.num_bytes.tolist(), lifetimes.kept.tolist()
         at = positions(self._order)
         self._position = position = at.tolist()
-        # Of each storage, the positions of its users, ascending, and which of them is the last that has not run.
+        # Of each storage, the positions of its users, ascending; the last that has not run, as index and as position.
         self._users = [sorted([position[user] for user in users]) for users in lifetimes.users]
         self._last = [len(users) - 1 for users in self._users]
+        self._last_position = [users[-1] for users in self._users]
         # Memory peaks where a node allocates, so that the profile has rows for these nodes only.
         rows = np.zeros(count + 1, np.int64)
         allocated = self.allocated
@@ -217,7 +218,8 @@ class ResourceLimit:
         """
         other = copy.copy(self)
         other.budget = self.budget if budget is None else budget
-        other._last, other._has_run, other._profile = self._last.copy(), self._has_run.copy(), self._profile.copy()
+        other._last, other._last_position = self._last.copy(), self._last_position.copy()
+        other._has_run, other._profile = self._has_run.copy(), self._profile.copy()
         return other
 
     def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
@@ -253,7 +255,7 @@ class ResourceLimit:
     def run(self, node: int) -> None:
         """Issue `node`."""
         position, first, rows, has_run = self._position[node], self._next, self._row, self._has_run
-        pending = self._profile.pending
+        pending, last_position = self._profile.pending, self._last_position
         has_run[position] = True
         row = rows[position]
         new = self.allocated[node]
@@ -266,12 +268,13 @@ class ResourceLimit:
                 self._bound += new
             pending.append((row, row + 1, _ISSUED))
         for number in self._used[node]:
-            users, last = self._users[number], self._last[number]
-            if users[last] != position:
+            if last_position[number] != position:
                 continue
+            users, last = self._users[number], self._last[number]
             while last >= 0 and has_run[users[last]]:
                 last -= 1
             self._last[number] = last
+            last_position[number] = users[last] if last >= 0 else -1
             if self._kept[number]:
                 continue
             if last < 0:

@@ -62,13 +62,10 @@ class _ListScheduler:
         horizon: the largest priority that a node that takes memory may have now.
     """
 
-    __slots__ = (
-        "begin", "by_priority", "deferred", "end", "ended", "first_left", "free", "has_run", "horizon", "is_safe",
-        "limit_run", "memory", "missing", "now", "options", "order", "priorities", "problem", "rank", "ready", "waits",
-    )  # fmt: skip
-
     def __init__(self, problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> None:
         self.problem, self.priorities, self.options = problem, priorities, options
+        self.ms, self.stream, self.users = problem.ms, problem.stream, problem.users
+        self.start_of, self.is_instant = problem.start_of, problem.is_instant
         count = len(problem.ms)
         self.memory = memory = problem.limits[0].copy(options.budget)
         self.is_safe, self.limit_run = memory.is_safe, memory.run
@@ -89,15 +86,16 @@ class _ListScheduler:
         self.now, self.first_left, self.horizon = 0.0, 0, -math.inf
 
     def run(self) -> ListSchedule:
-        problem, has_run = self.problem, self.has_run
+        problem, has_run, waits = self.problem, self.has_run, self.waits
         for i in problem.order:
             if not self.missing[i] and not has_run[i]:
                 self.issue(i) if problem.is_instant[i] else self.add_ready(i)
         count = len(has_run)
         while len(self.order) < count:
-            self.wait_in_turn()
-            if len(self.order) == count:
-                break
+            if self.ended or (waits and (waits[0][0] <= self.now or has_run[waits[0][1]])):
+                self.wait_in_turn()
+                if len(self.order) == count:
+                    break
             is_scarce = self.memory.alive > problem.scarce
             if is_scarce and self.ended and self.wait_for_ended():
                 continue
@@ -117,37 +115,36 @@ class _ListScheduler:
 
     def issue(self, i: int) -> None:
         """Issue a node, and the instant nodes that become ready by it."""
-        problem, missing, begin, end, free = self.problem, self.missing, self.begin, self.end, self.free
-        ms, stream_of, users, is_instant = problem.ms, problem.stream, problem.users, problem.is_instant
+        missing, begin = self.missing, self.begin
         stack = [i]
         while stack:
             i = stack.pop()
             self.limit_run(i)
             self.has_run[i] = True
             self.order.append(i)
-            stream = stream_of[i]
+            stream = self.stream[i]
             begin[i] = now = self.now
             if stream == 0:
-                self.now = now + ms[i]
+                self.now = now + self.ms[i]
             elif stream > 0:
-                if free[stream] > now:
-                    begin[i] = free[stream]
-                end[i] = free[stream] = begin[i] + ms[i]
+                if self.free[stream] > now:
+                    begin[i] = self.free[stream]
+                self.end[i] = self.free[stream] = begin[i] + self.ms[i]
             else:
-                self.now = max(now, end[problem.start_of[i]])
-            for user in users[i]:
+                self.now = max(now, self.end[self.start_of[i]])
+            for user in self.users[i]:
                 missing[user] -= 1
                 if not missing[user]:
-                    if is_instant[user]:
+                    if self.is_instant[user]:
                         stack.append(user)
                     else:
                         self.add_ready(user)
 
     def add_ready(self, i: int) -> None:
-        """Put a node whose dependencies have all run where it is looked for."""
-        stream = self.problem.stream[i]
+        """Put a node whose dependencies have all run into its heap."""
+        stream = self.stream[i]
         if stream < 0:
-            heappush(self.waits, (self.end[self.problem.start_of[i]], i))
+            heappush(self.waits, (self.end[self.start_of[i]], i))
         elif self.memory.allocated[i] and self.priorities[i] > self.horizon:
             heappush(self.deferred, self.rank[i])
         else:
@@ -200,14 +197,14 @@ class _ListScheduler:
         self.horizon = max(self.horizon, first + (ahead / _SCARCE if is_scarce else ahead))
         while deferred and priorities[by_priority[deferred[0]]] <= self.horizon:
             at = heappop(deferred)
-            heappush(self.ready[self.problem.stream[by_priority[at]]], at)
+            heappush(self.ready[self.stream[by_priority[at]]], at)
 
     def choose_compute(self) -> int:
-        """Take the next compute off its heap; -1 for none, or if it is better to wait."""
+        """Take the next compute off its heap; -1 if there is none, or if waiting is better."""
         chosen = self.take(self.ready[0])
         if chosen >= 0 and self.options.patience and self.waits:
             until, wait = self.waits[0]
-            patience, priorities = self.options.patience * self.problem.ms[chosen], self.priorities
+            patience, priorities = self.options.patience * self.ms[chosen], self.priorities
             if until - self.now < patience and priorities[wait] < priorities[chosen]:
                 heappush(self.ready[0], self.rank[chosen])
                 return -1
@@ -215,11 +212,12 @@ class _ListScheduler:
 
     def start_collectives(self, chosen: int) -> bool:
         """Start collectives of streams that would be idle before the compute `chosen` ends; whether anything ran."""
-        until = self.now + self.problem.ms[chosen] if chosen >= 0 else self.now
+        until = self.now + self.ms[chosen] if chosen >= 0 else self.now
         started = False
+        until += self.options.queue
         for stream in range(1, len(self.ready)):
             heap = self.ready[stream]
-            while heap and self.free[stream] <= until + self.options.queue:
+            while heap and self.free[stream] <= until:
                 start = self.take(heap)
                 if start < 0:
                     started = (heap and self.wait_for_ended()) or started
@@ -231,7 +229,7 @@ class _ListScheduler:
         return started
 
     def take(self, heap: list[int]) -> int:
-        """Remove and return the first node of a heap that fits the limits; -1 for none."""
+        """Remove and return the first node of a heap that fits the limits; -1 if none does."""
         too_large: list[int] = []
         found = -1
         while heap and len(too_large) < _LOOKAHEAD:
@@ -248,7 +246,7 @@ class _ListScheduler:
         return found
 
     def choose_wait(self) -> int:
-        """The wait at which compute should be idle; -1 for none.
+        """The wait at which compute should be idle; -1 if there is none.
 
         Of the next collectives to end, choose the one of the smallest priority, or one that ends before it and unlocks
         enough work to fill a quarter of the time until then. Others are left: they may end later than estimated.
@@ -260,10 +258,8 @@ class _ListScheduler:
         for entry in next_waits:
             heappush(self.waits, entry)
         candidates = [*(self.by_priority[at] for at in next_ended), *(i for _, i in next_waits)]
-        start_of = self.problem.start_of
-        gains = [
-            (self.end[start_of[i]], self.rank[i], i, self.unlocked_ms(i)) for i in candidates if not self.has_run[i]
-        ]
+        end = {i: self.end[self.start_of[i]] for i in candidates if not self.has_run[i]}
+        gains = [(end[i], self.rank[i], i, self.unlocked_ms(i)) for i in end]
         if not gains:
             return -1
         target = min([gain for gain in gains if gain[3] > 0.0] or gains, key=lambda gain: gain[1])
@@ -278,11 +274,11 @@ class _ListScheduler:
         lacks: dict[int, int] = {}
         stack = [i]
         while stack:
-            for user in self.problem.users[stack.pop()]:
+            for user in self.users[stack.pop()]:
                 lacks[user] = lacks.get(user, self.missing[user]) - 1
                 if not lacks[user]:
-                    if self.problem.is_instant[user]:
+                    if self.is_instant[user]:
                         stack.append(user)
                     else:
-                        found += self.problem.ms[user]
+                        found += self.ms[user]
         return found

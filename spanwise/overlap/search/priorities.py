@@ -12,7 +12,7 @@ The smaller time goes first. There are two sources:
   earlier schedule ("justification": K. Y. Li and R. J. Willis, "An iterative scheduling technique for
   resource-constrained project scheduling", European Journal of Operational Research 56, 1992; V. Valls, F. Ballestin
   and S. Quintanilla, "Justification and RCPSP: a technique that pays", ibid. 165, 2005). Each stream runs one node at a
-  time there. So a stream that is the bottleneck gets times that leave room for all its work, and the compute that
+  time there. So a stream that is the bottleneck gets times that leave space for all its work, and the compute that
   leads to its next collective comes early enough to keep it busy.
 """
 

@@ -37,7 +37,7 @@ GIB = 2**30
 EFFORT = 8  # orders tried of a large graph; not measured apart
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; not measured apart
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
-# Of the bound: the first orders of a large graph end after so many without a gain; docs/decisions.md, "Orders".
+# Of the bound: within it, a large graph's first trials stop after 3 failures in a row; docs/decisions.md, "Orders".
 _NEAR, _MAX_FAILURES = 1.05, 3
 # Orders tried first. Shares of the longest path: `lead` and `margin` of `order_priorities`, `ahead` of `ListOptions`;
 # and patience. Measured together only: benchmarks/results/overlap-peers.json.

@@ -180,7 +180,7 @@ class OpenBucket:
     """Starts of one key that are not issued yet.
 
     Attributes:
-        ms: what they take together at most.
+        ms: milliseconds that they take together at most.
         deadline: when they must have ended; milliseconds.
     """
 
