@@ -1,10 +1,10 @@
 """backend: the overlap pass as a backend of ``torch.compile``.
 
-    model ─► torch.compile ─► forward, backward graph ─► optimize ─► agree ─► Inductor, or the graph itself
+    model ─► torch.compile ─► forward, backward graph ─► optimize ─► consensus ─► Inductor, or the graph itself
 
-AOTAutograd's graphs are scheduled one by one: where Inductor has done with them and has not lowered them yet, or, with
-"aot_eager", as they are. Inductor orders what it lowers anew, by data dependencies and memory; control dependencies
-between collectives, their waits and heavy compute hold it to the schedule, and leave everything that it fuses alone.
+AOTAutograd's graphs are scheduled one by one: after Inductor's passes and before lowering, or with "aot_eager" as they
+are. Inductor orders lowered nodes by data dependencies and memory. Control dependencies between collectives, waits and
+heavy compute make it keep the schedule; nodes that it fuses stay free.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from spanwise import _torch
 from spanwise.hardware import Hardware
-from spanwise.overlap import consensus as agree
+from spanwise.overlap import _torch, consensus
 from spanwise.overlap.costs.roofline import as_cost, node_flops
 from spanwise.overlap.fx.emit import emit
-from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result, optimize
 
-# Namespaces of operators that Inductor has code of its own for, most of them.
-_INDUCTORS = frozenset({"aten", "prims"})
+# Inductor generates code for most operators of these namespaces, and calls those of others.
+_GENERATED = frozenset({"aten", "prims"})
 
 
 def backend(
@@ -42,31 +41,35 @@ def backend(
     on_result: Callable[[Result], None] | None = None,
     **options: Any,
 ) -> Backend:
-    """A backend for ``torch.compile`` that hides the communication of forward and backward graphs behind compute.
+    """A backend for ``torch.compile`` that hides the collectives of forward and backward graphs behind compute.
 
-        torch.compile(model, backend=overlap.backend("inductor", cost=hardware))
-
-    Graphs without collectives compile as ever. With collectives, all ranks compare what they decided at the first call
-    of a graph and raise ``ValueError`` if it differs, or if a rank could not schedule its own; see `agree`. Where sizes
-    vary from rank to rank, compile with ``dynamic=True``: a rank that compiles anew must come to the same order.
-    FSDP2's ``fully_shard`` communicates in hooks outside of the graphs; parameters that are DTensors, gathered by the
-    model, communicate inside.
+    Graphs without collectives compile as usual. With collectives, all ranks compare their schedules at the first call
+    of a graph. ``ValueError`` is raised if they differ, or if a rank could not schedule its graph; see `consensus`.
+    Where sizes vary from rank to rank, compile with ``dynamic=True``, so that a rank that recompiles finds the same
+    order. FSDP2's ``fully_shard`` communicates in hooks outside of the graphs; DTensor parameters that the model
+    gathers communicate inside.
 
     Args:
-        name: "inductor", or "aot_eager", which runs the ATen graphs as they are; ``mode=`` and ``options=`` of
-            ``torch.compile`` go on to Inductor.
-        cost: of `optimize.optimize`. Inductor's caches of compiled graphs hold those whose cost is a `Hardware`, a
-            table, or has a method ``uuid() -> str`` that changes when what it returns does, as `CostModel` and
-            `Measured` have; graphs of other functions compile anew in every process.
-        dynamic_size: what a size is taken for that a graph leaves open, by dynamic shapes or an exchange that changes
-            from plan to plan. The same on all ranks, whatever sizes they happen to see first.
-        on_result: called with what was made of each graph that has collectives, when it is compiled; graphs that come
-            from a cache are not scheduled again.
-        options: more of `optimize.optimize`: ``memory_budget=``, ``bucket=``, ``multiplier=``, …
+        name: "inductor", or "aot_eager", which runs the ATen graphs as they are. ``mode=`` and ``options=`` of
+            ``torch.compile`` go to Inductor.
+        cost: milliseconds of a node, as in `optimize`. Inductor caches compiled graphs if the cost is a `Hardware`, a
+            table, or has a method ``uuid() -> str`` that changes with its costs, as `CostModel` and `Measured` have.
+            With other functions every process compiles anew.
+        dynamic_size: size assumed for each symbol of a graph (dynamic shapes, or an exchange whose rows change from
+            plan to plan). It is the same on all ranks, whatever sizes they see first.
+        on_result: called with the `Result` of each graph with collectives when it is compiled. Graphs that come from a
+            cache are not scheduled again.
+        options: other arguments of `optimize`: ``memory_budget=``, ``bucket=``, ``multiplier=``, …
 
     Raises:
-        ValueError: another name, or no size.
-        TypeError: options that `optimize` does not have.
+        ValueError: an unknown name, or a size below 1.
+        TypeError: an option that `optimize` lacks.
+
+    Example:
+        >>> from spanwise.hardware import CPU_HOST
+        >>> compiled = torch.compile(lambda x: x @ x, backend=backend("aot_eager", cost=CPU_HOST))
+        >>> compiled(torch.ones(2, 2)).sum()
+        tensor(8.)
     """
     inspect.signature(optimize).bind(None, cost, **options)
     if name not in ("inductor", "aot_eager"):
@@ -77,7 +80,7 @@ def backend(
 
 
 class Backend:
-    """What `backend` returns: ``(gm, example_inputs) -> callable``, as ``torch.compile`` calls it."""
+    """Result of `backend`: ``(gm, example_inputs) -> callable``, as ``torch.compile`` calls it."""
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Backend:
         )
 
     def fingerprint(self) -> str | None:
-        """What schedules depend on beside the graph, as a digest; None if the costs do not say what they are."""
+        """Digest of all that schedules depend on besides the graph; None if the costs have no ``uuid``."""
         if self._costs is None:
             return None
         groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
@@ -126,41 +129,40 @@ class Backend:
         return facts | {option: str(value) for option, value in self._options.items()}
 
     def _schedule(self, gm: fx.GraphModule, *, hold: bool) -> fx.GraphModule:
-        """Put `gm` into its new order, in place; `hold` Inductor to it."""
+        """Put `gm` into its new order, in place; with `hold`, make Inductor keep it."""
         if not any(node.target in STARTS for node in gm.graph.nodes):
             return gm
         try:
             with assumed(gm, self._dynamic_size):
                 result = optimize(gm, self._cost, **self._options)
-                captured = to_dag(gm, lambda node: 0.0)  # numbered as the copy that was optimized
-                emit(captured, result.timeline.order.tolist(), result.members)
+                emit(bind(result.before.dag, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
             self._on_result(result)
         except Exception as error:
-            agree.give_up(gm.graph, f"{type(error).__name__}: {error}")
+            consensus.give_up(gm.graph, f"{type(error).__name__}: {error}")
             raise
-        first = agree.insert(gm.graph, self._facts(), _traced(result))
+        first = consensus.insert(gm.graph, self._facts(), _traced(result))
         if hold and first is not None:
             _torch.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
         return gm
 
 
 def _traced(result: Result) -> list[list[int]]:
-    """Of each start as it is issued, the starts of the graph before that it stands for, by their numbers there."""
+    """For each start in issue order, the starts of the given graph that it replaces, by their numbers there."""
     number = {start: k for k, start in enumerate(result.before.dag.starts)}
     starts = set(result.timeline.dag.starts)
     return [[number[i] for i in result.members[unit]] for unit in result.timeline.order.tolist() if unit in starts]
 
 
 def _implicit(graph: fx.Graph, tied: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What keeps Inductor to the order of the nodes that are `tied`: each follows the one before it.
+    """Control dependencies that make Inductor keep the order of `tied` nodes: each follows the one before it.
 
-    Left out where data say so anyhow. Pointwise operators, reductions and views are not tied to anything, so that they
-    fuse as they would; Inductor makes a buffer of whatever another node is tied to.
+    Dependencies that data already imply are left out. Pointwise operators, reductions and views are never tied, so that
+    they fuse as usual: Inductor makes a buffer of every node that another is tied to.
     """
     places = {node: place for place, node in enumerate(tied)}
     found: dict[fx.Node, list[fx.Node]] = {}
-    reached: dict[fx.Node, int] = {}  # the last of them that a node follows by data
+    reached: dict[fx.Node, int] = {}  # the last tied node that a node follows by data
     for node in graph.nodes:
         reached[node] = max((reached[arg] for arg in node.all_input_nodes), default=-1)
         place = places.get(node)
@@ -173,12 +175,12 @@ def _implicit(graph: fx.Graph, tied: Sequence[fx.Node]) -> dict[fx.Node, list[fx
 
 
 def _is_tied(node: fx.Node) -> bool:
-    """Starts, waits, and what Inductor calls rather than fuses: matrix products, attention, custom operators."""
+    """Whether a node is a start, a wait, or called by Inductor rather than fused: products, attention, custom ones."""
     if node.op != "call_function":
         return False
-    if node.target in STARTS or node.target is WAIT or traits(node).talks or node_flops(node) > 0:
+    if node.target in STARTS or node.target is WAIT or traits(node).communicates or node_flops(node) > 0:
         return True
-    return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _INDUCTORS
+    return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _GENERATED
 
 
 def _groups() -> list[dist.ProcessGroup]:
@@ -186,7 +188,7 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
-    """The same text for costs that are the same in every process; None if that cannot be said."""
+    """A text that is equal for equal costs in every process; None if the costs have no ``uuid``."""
     if isinstance(cost, Mapping):
         return hashlib.sha256(repr(sorted(cost.items())).encode()).hexdigest()
     uuid = getattr(as_cost(cost), "uuid", None)
@@ -195,6 +197,6 @@ def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
 
 @functools.cache
 def _source() -> str:
-    """Digest of the source of this package: another version may schedule differently."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """Digest of this package's source: another version may schedule differently."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,6 +1,6 @@
-"""peers: PyTorch's own overlap pass on a graph, at costs that are given, for a report that shows it beside ours.
+"""PyTorch's own overlap pass on a graph, at given costs, to compare it with ours.
 
-fx graph, costs ─► a copy, through torch._inductor.fx_passes.overlap_scheduling ─► simulate ─► Timeline
+fx graph, costs ─► copy ─► torch._inductor.fx_passes.overlap_scheduling ─► simulate ─► Timeline
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.capture import relabel
+from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, tensors_of
-from spanwise.overlap.ir.simulate import Timeline
-from spanwise.overlap.optimize import simulate
+from spanwise.overlap.ir.simulate import Timeline, simulate
 
 
 def pytorch_order(
@@ -31,21 +31,21 @@ def pytorch_order(
     ranks: Mapping[str, Sequence[int]],
     bucket: bool,
 ) -> tuple[Timeline, float]:
-    """The timeline of a copy of `gm` after PyTorch's pass with its defaults, and the seconds that the pass took, warm.
+    """Run PyTorch's pass with its defaults on a copy of `gm`; return the timeline and the seconds of the warm pass.
 
     Args:
-        cost: milliseconds of a node, those that the pass makes among them; it is what the pass goes by, too.
+        cost: milliseconds of a node, for the pass and the simulation; also called for nodes that the pass adds.
         latency: milliseconds of a collective without its bytes.
-        ranks: global ranks of the graph's process groups by name; simulated groups of these names are made for it.
-        bucket: whether it may merge collectives.
+        ranks: global ranks of the graph's process groups by name; the groups are simulated.
+        bucket: whether the pass may merge collectives.
 
     Raises:
         NotImplementedError: this torch has no such pass.
-        Exception: whatever the pass raises on a graph that it does not take.
+        Exception: anything that the pass raises on a graph that it refuses.
     """
     ours = copy.deepcopy(gm)
     devices = sorted({value.device for node in gm.graph.nodes for value in tensors_of(node)}, key=str)
-    # What it puts into a bucket is traced, which needs a torch that has the device.
+    # The pass traces its buckets, which needs a torch with support for the device.
     move = len(devices) == 1 and devices[0].type == "cuda" and not torch.cuda.is_available()
 
     def estimate(node: fx.Node, size: int | None) -> float:
@@ -55,19 +55,19 @@ def pytorch_order(
         if move:
             relabel(ours, torch.device("cpu"))
         with _groups(ranks), _quiet():
-            # Once on little, so that the time is the pass's: its imports alone take longer than it does.
+            # Warm up on a small graph: imports take longer than the pass.
             _torch.torch_overlap_pass(_tiny(ranks), lambda node, size: 1.0, bucket=bucket)
             began = time.perf_counter()
             done = _torch.torch_overlap_pass(ours, estimate, bucket=bucket)
             seconds = time.perf_counter() - began
     finally:
-        if move:  # a copy has the very values
+        if move:  # the copy shares its values with `gm`
             relabel(gm, devices[0])
-    return simulate(done, cost), seconds
+    return simulate(to_dag(done, cost).dag), seconds
 
 
 def _tiny(ranks: Mapping[str, Sequence[int]]) -> fx.GraphModule:
-    """A few products, and two gathers of one group that the pass puts into a bucket."""
+    """A graph of a few products and two gathers of one group, which the pass puts into a bucket."""
     ops, graph = torch.ops, fx.Graph()
     group = min(ranks, default=None)
 
@@ -92,7 +92,7 @@ def _tiny(ranks: Mapping[str, Sequence[int]]) -> fx.GraphModule:
 
 @contextmanager
 def _groups(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """Simulated process groups of these names and ranks, as far as torch gives them those names."""
+    """Simulate process groups of these ranks; ``ValueError`` if torch names them differently."""
     members = [set(of_group) for of_group in ranks.values()]
     shared = set.intersection(*members) if members else {0}
     if not shared:
@@ -115,7 +115,7 @@ def _groups(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the pass tells of its buckets."""
+    """Silence the pass's messages about its buckets."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

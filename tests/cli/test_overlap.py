@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
-from spanwise import _torch
 from spanwise.cli import overlap as overlap_command
 from spanwise.cli.app import app
 from spanwise.cli.overlap import OverlapOptions, parse_groups
 from spanwise.cli.report.overlap_charts import KINDS, LEFT, RIGHT, WIDTH, Bar, lanes, merged
 from spanwise.hardware import H100
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.fx.capture import CaptureConfig, capture

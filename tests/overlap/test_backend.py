@@ -23,9 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from spanwise import _torch
 from spanwise.hardware import H100, H200
-from spanwise.overlap import consensus as agree
+from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import Backend, _implicit, _is_tied, backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
@@ -138,7 +137,7 @@ def is_event(node: fx.Node) -> bool:
 
 
 def scheduled(result: Result) -> list[Event]:
-    """The same of what was handed to Inductor."""
+    """The same for the graphs that Inductor gets."""
     events = filter(is_event, result.graph_module.graph.nodes)
     return [(node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)) for node in events]
 
@@ -259,7 +258,7 @@ def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: s
     assert misses_and_hits(cost=Cost(0.55)) == (2, 0)
     assert misses_and_hits(cost=Cost(0.55)) == (0, 2)
     assert misses_and_hits(cost=Cost(0.55), multiplier=1.5) == (2, 0)
-    assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # of which nobody knows when it is another one
+    assert misses_and_hits(cost=lambda node: 1.0) == (0, 0)  # a function without uuid() is never cached
 
 
 def test_a_fingerprint_covers_costs_options_groups_and_the_source(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +341,14 @@ def test_checkpoints_that_draw_random_numbers(group: str) -> None:
 
 
 def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -> dict[str, list[str]]:
-    """What ranks compare of a graph of these calls on one tensor, by group."""
+    """Entries that ranks compare for a graph of these calls on one tensor, by group."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(shape)
     for target, args in calls:
         graph.call_function(target, (x, *args)).meta["val"] = torch.empty(shape)
     graph.output(x)
-    node = agree.insert(graph, {"costs": "none"})
+    node = consensus.insert(graph, {"costs": "none"})
     if node is None:
         return {}
     assert node is next(n for n in graph.nodes if n.op == "call_function")
@@ -366,7 +365,7 @@ def test_what_ranks_compare() -> None:
         (ops.all_gather_into_tensor.default, (2, "dp")),
         (torch.ops.aten.sin.default, ()),
         (ops.all_reduce.default, ("max", "tp")),
-        (ops.isend.default, (1, 0, "pp")),  # who sends what to whom differs from rank to rank
+        (ops.isend.default, (1, 0, "pp")),  # senders and receivers differ from rank to rank
         (ops.all_to_all_single.default, ([1, 3], [2, 2], "dp")),  # and so does how much each one sends here
         (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
     ) == {
@@ -403,7 +402,7 @@ def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterw
 
 
 def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
-    """What is cut off is none where there is too little of it; a view reaches as far as its own sizes say."""
+    """A negative size becomes 0; a view reaches as far as its own sizes."""
 
     def cut(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (2 * x.shape[0] - 11, 4), (4, 1))

@@ -1,4 +1,4 @@
-"""Buckets of collectives on an overlap `Dag`: what is merged, that it stays a legal graph, and that nothing is lost."""
+"""Buckets of collectives on an overlap `Dag`: which are merged, that the graph stays legal, that nothing is lost."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.overlap.bucketing.bucket import Merged, bucket, merge, unmerged
-from spanwise.overlap.bucketing.greedy import replay
-from spanwise.overlap.bucketing.moves import Move, batched, critical, moves
+from spanwise.overlap.bucketing.bucket import bucket
+from spanwise.overlap.bucketing.greedy import BucketingProblem, GreedyBuckets, greedy_buckets
+from spanwise.overlap.bucketing.merge import Merged, merge, without_buckets
+from spanwise.overlap.bucketing.moves import Move, candidate_moves, critical_collectives, in_batches
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.ir.in_flight import peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.search.schedule import EFFORT, Schedule, default_effort, schedule
-from spanwise.overlap.search.slack import in_flight
 from tests.overlap.test_simulate import dags
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
@@ -39,7 +40,7 @@ def two_gathers(*deps: int) -> Dag:
     return Dag(nodes, (Storage(8, 0, (1, 2)), Storage(4, 3, (4, 5)), Storage(9, 4, (5, 6)), Storage(1, 6, kept=True)))
 
 
-def test_members_start_together_where_the_first_one_did() -> None:
+def test_members_start_where_the_first_one_did() -> None:
     merged = merge(two_gathers(), [[4, 0]], [4.5])
     assert merged.members == ((3,), (0, 4), (1, 5), (2,), (6,))
     start, wait = merged.dag.nodes[1:3]
@@ -47,11 +48,11 @@ def test_members_start_together_where_the_first_one_did() -> None:
     assert wait == Node("wait a and 1 more", W, 0.0, (1,), start=1)
     assert merged.dag.storages[0] == Storage(8, 1, (2, 3)) and merged.dag.storages[2] == Storage(9, 1, (2, 4))
     assert merged.dag.peak_bytes() == 8 + 4 + 9 and simulate(merged.dag).makespan == 1 + 4.5 + 2
-    assert merged.launches == 1 == unmerged(two_gathers()).launches - 1
+    assert merged.launches == 1 == without_buckets(two_gathers()).launches - 1
 
 
-def test_members_start_together_where_the_last_one_did() -> None:
-    """Unless somebody needs one of them before."""
+def test_members_start_where_the_last_one_did() -> None:
+    """Unless one of them is waited for before."""
     dag = two_gathers()
     order = [3, 0, 1, 4, 5, 2, 6]
     assert merge(dag, [[0, 4]], [4.5], order, late=True).members == ((3,), (0, 4), (1, 5), (2,), (6,))
@@ -77,7 +78,7 @@ def test_a_merge_that_makes_a_cycle_names_the_node() -> None:
         merge(dag, [[0, 5], [1, 4]], [1.0, 1.0])
 
 
-def test_buckets_that_are_none() -> None:
+def test_bad_buckets_raise() -> None:
     dag = two_gathers()
     for bad in ([0, 1], [0, 0], [0, 99], []):
         with pytest.raises(ValueError, match="a bucket has starts of one process group"):
@@ -134,11 +135,11 @@ def test_a_merge_of_nothing_changes_nothing() -> None:
     dag = two_gathers()
     merged = merge(dag, [], [])
     assert merged.dag.nodes == dag.nodes and merged.dag.storages == dag.storages
-    assert merged.members == unmerged(dag).members
+    assert merged.members == without_buckets(dag).members
 
 
 def bucketed(dag: Dag, merged_ms: Callable[[list[int]], float] | None = None, **keys: Hashable) -> Found:
-    """`dag` scheduled, merged and scheduled again; what must hold of any graph is checked.
+    """`dag` scheduled, merged and scheduled again; checks the properties that hold of any graph.
 
     Args:
         merged_ms: default: half a millisecond is saved for each collective that joins another.
@@ -187,7 +188,7 @@ def collectives(*ops: tuple[str, Kind, float, str]) -> Dag:
 
 
 def test_independent_collectives_are_merged() -> None:
-    """As are two all-reduces, and collectives of different dtypes: what may be merged is a matter of keys."""
+    """Two all-reduces and collectives of different dtypes are, too: only keys decide."""
     dag = collectives(
         ("gather a", S, 1.0, ""), ("gather b", S, 1.0, ""), ("mm a", C, 2.0, ""), ("mm b", C, 2.0, ""),
         ("wait gather a", W, 0.0, ""), ("wait gather b", W, 0.0, ""),
@@ -289,17 +290,17 @@ def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
     assert after.timeline.makespan <= before.timeline.makespan * (1 + 1e-9)
     assert after.timeline.makespan <= 1.03 * lower_bounds(merged.dag).makespan
     assert merged.launches <= len(dag.starts) / 3 and after.timeline.peak_bytes <= budget
-    assert len(asked) <= len(dag.starts)  # prices of fx nodes take time
+    assert len(asked) <= len(dag.starts)  # a price of fx nodes takes time
 
 
-def test_a_bucket_that_costs_more_than_its_members_is_none() -> None:
+def test_a_bucket_that_costs_more_than_its_members_is_refused() -> None:
     dag, budget = layers(4, compute=4.0)
     before = schedule(dag, budget=budget)
     merged, after = bucket(dag, before, kind_of(dag), lambda starts: 0.31 * len(starts))
     assert merged.dag is dag and after is before
 
 
-def test_prices_and_keys_that_are_none() -> None:
+def test_bad_prices_and_keys_raise() -> None:
     dag, budget = layers(2, compute=4.0)
     before = schedule(dag, budget=budget)
     for bad in (float("nan"), -1.0, float("inf")):
@@ -420,46 +421,46 @@ def test_buckets_hold_the_limits_in_flight(
     dag, budget = layers(16, compute=compute)
     before = schedule(dag, budget=budget, **limits)
     merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.1), **limits)
-    count, num_bytes = in_flight(after.timeline)["dp"]
+    count, num_bytes = peak_in_flight(after.timeline)["dp"]
     assert count <= most[0] and num_bytes <= most[1]
     assert after.timeline.makespan < before.timeline.makespan and merged.launches <= launches
 
 
 @settings(deadline=None, max_examples=100)
 @given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
-def test_what_is_in_flight_is_within_limits_or_as_it_was(
+def test_flights_are_within_limits_or_as_before(
     dag: Dag, most: int, most_bytes: int | None, draw: random.Random
 ) -> None:
     limits: dict[str, Any] = {"in_flight": most if draw.random() < 0.7 else None, "in_flight_bytes": most_bytes}
     before = schedule(dag, effort=2, **limits)
     keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
     _, after = bucket(dag, before, keys, saves(dag, 0.0), effort=2, **limits)
-    was, now = in_flight(before.timeline), in_flight(after.timeline)
+    was, now = peak_in_flight(before.timeline), peak_in_flight(after.timeline)
     assert was.keys() == now.keys()
     for group, of_group in now.items():
         for limit, least, found in zip(limits.values(), was[group], of_group, strict=True):
             assert limit is None or found <= max(limit, least)
 
 
-def test_what_is_in_flight_is_counted_between_start_and_wait() -> None:
+def test_flights_last_from_start_to_wait() -> None:
     dag = two_gathers()
-    assert in_flight(simulate(dag)) == {"dp": (1, 4 + 9)}
-    assert in_flight(simulate(dag, [0, 3, 4, 1, 2, 5, 6])) == {"dp": (2, 8 + 4 + 9)}
-    assert in_flight(simulate(merge(dag, [[0, 4]], [4.0]).dag)) == {"dp": (1, 8 + 4 + 9)}
+    assert peak_in_flight(simulate(dag)) == {"dp": (1, 4 + 9)}
+    assert peak_in_flight(simulate(dag, [0, 3, 4, 1, 2, 5, 6])) == {"dp": (2, 8 + 4 + 9)}
+    assert peak_in_flight(simulate(merge(dag, [[0, 4]], [4.0]).dag)) == {"dp": (1, 8 + 4 + 9)}
     unwaited = Dag((Node("a", S, 1.0, group="dp"), Node("b", S, 1.0, group="dp")))
-    assert in_flight(simulate(unwaited)) == {"dp": (0, 0)}
+    assert peak_in_flight(simulate(unwaited)) == {"dp": (0, 0)}
 
 
-def test_the_chain_that_a_makespan_is_made_of() -> None:
-    """Compute stood still for the second gather, which had waited for the first; the third was in time."""
+def test_the_critical_chain() -> None:
+    """Compute waited for the second gather, which had waited for the first; the third was in time."""
     dag = gathers_with_readers(3, 2.0, 3.0, chain=True)
-    assert critical(simulate(dag, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0}
-    assert critical(simulate(dag, [0, 3, 1, 2, 6, 4, 5, 7, 8])) == {0}
+    assert critical_collectives(simulate(dag, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0}
+    assert critical_collectives(simulate(dag, [0, 3, 1, 2, 6, 4, 5, 7, 8])) == {0}
     slow = gathers_with_readers(3, 2.0, 1.0, chain=True)
-    assert critical(simulate(slow, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0, 3, 6}
-    assert critical(simulate(slow)) == {0, 3, 6}
-    assert critical(simulate(Dag((Node("a", C, 1.0), Node("b", S, 3.0, group="dp"))))) == {1}
-    assert critical(simulate(Dag((Node("a", C, 4.0),)))) == set()
+    assert critical_collectives(simulate(slow, [0, 3, 6, 1, 2, 4, 5, 7, 8])) == {0, 3, 6}
+    assert critical_collectives(simulate(slow)) == {0, 3, 6}
+    assert critical_collectives(simulate(Dag((Node("a", C, 1.0), Node("b", S, 3.0, group="dp"))))) == {1}
+    assert critical_collectives(simulate(Dag((Node("a", C, 4.0),)))) == set()
 
 
 def test_moves_merge_neighbours_and_cut_buckets() -> None:
@@ -467,17 +468,20 @@ def test_moves_merge_neighbours_and_cut_buckets() -> None:
     merged = merge(dag, [[0, 3]], [3.0])
     first, second = merged.dag.starts
     keys = [node.group or None for node in merged.dag.nodes]
-    found = moves(simulate(merged.dag), merged.members, keys, lambda starts: 1.0)
+    found = candidate_moves(simulate(merged.dag), merged.members, keys, lambda starts: 1.0)
     assert found == [Move((first, second), ((0, 3, 6),)), Move((first,), ((0,), (3,)))]
-    assert [*batched(found)] == [[found[0]], [found[1]]]
-    assert moves(simulate(merged.dag), merged.members, keys, lambda starts: 0.0) == found[1:]
-    # What waits for one another is not merged.
+    assert [*in_batches(found)] == [[found[0]], [found[1]]]
+    assert candidate_moves(simulate(merged.dag), merged.members, keys, lambda starts: 0.0) == found[1:]
+    # Collectives that wait for one another are not merged.
     nodes = (*dag.nodes[:3], dataclasses.replace(dag.nodes[3], deps=(2,)), *dag.nodes[4:])
-    starts = [move.units for move in moves(simulate(Dag(nodes)), unmerged(dag).members, kind_of(dag), lambda s: 1.0)]
+    starts = [
+        move.units
+        for move in candidate_moves(simulate(Dag(nodes)), without_buckets(dag).members, kind_of(dag), lambda s: 1.0)
+    ]
     assert starts == [(3, 6), (0, 6)]
     # Halves come after all others.
     many = [Move((2 * k, 2 * k + 1), ((k,),)) for k in range(3)]
-    assert [*batched(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
+    assert [*in_batches(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
 
 
 @settings(deadline=None, max_examples=150)
@@ -505,13 +509,25 @@ def test_never_longer_never_over_the_budget_nothing_twice(
             assert node.ms == merged_ms(list(members))
 
 
+def greedy(
+    dag: Dag,
+    keys: list[Hashable | None],
+    price: Callable[[list[int]], float],
+    *,
+    budget: int = 0,
+    slack: float = 1.0,
+) -> GreedyBuckets:
+    """Greedy buckets of the dag's own order."""
+    return greedy_buckets(BucketingProblem(simulate(dag), keys, price, budget, slack))
+
+
 @settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 4), st.randoms(use_true_random=False))
-def test_whatever_is_taken_together_the_order_is_legal_and_fits(dag: Dag, room: int, draw: random.Random) -> None:
-    """Of a schedule that is taken for granted, as bad as it may be."""
+def test_greedy_orders_are_legal_and_fit(dag: Dag, room: int, draw: random.Random) -> None:
+    """Of any schedule, however bad."""
     budget = dag.peak_bytes() + room
     keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
-    found = replay(dag, simulate(dag), keys, lambda starts: 0.5, budget=budget, slack=1.0)
+    found = greedy(dag, keys, lambda starts: 0.5, budget=budget)
     dag.check_order(found.order)
     assert dag.peak_bytes(found.order) <= budget
     merged = merge(dag, found.buckets, found.ms, found.order, late=True)
@@ -520,7 +536,7 @@ def test_whatever_is_taken_together_the_order_is_legal_and_fits(dag: Dag, room: 
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
+def test_compute_that_runs_early_for_a_start_fits(room: int) -> None:
     """Either of two casts does while the large result is there, both do not."""
     nodes = (
         Node("long", S, 20.0, group="tp"),
@@ -539,7 +555,7 @@ def test_all_that_runs_ahead_for_a_start_fits(room: int) -> None:
     )
     dag = Dag(nodes, (Storage(8, 2, (3,)), Storage(1, 6, (8, 10)), Storage(1, 7, (8, 10))))
     assert dag.peak_bytes() == 8
-    found = replay(dag, simulate(dag), kind_of(dag), saves(dag, 0.5), budget=8 + room, slack=1.0)
+    found = greedy(dag, kind_of(dag), saves(dag, 0.5), budget=8 + room)
     dag.check_order(found.order)
     assert dag.peak_bytes(found.order) <= 8 + room
     merged = merge(dag, found.buckets, found.ms, found.order, late=True).dag
@@ -553,7 +569,7 @@ def gathers(sizes: Sequence[float]) -> Dag:
 
 
 def taken(dag: Dag, merged_ms: Callable[[list[int]], float]) -> list[list[int]]:
-    return replay(dag, simulate(dag), kind_of(dag), merged_ms, budget=0, slack=1.0).buckets
+    return greedy(dag, kind_of(dag), merged_ms).buckets
 
 
 @pytest.mark.parametrize(("latency", "most"), [(0.05, 3), (0.02, 1), (0.5, 12), (0.0, 12)])
@@ -574,12 +590,12 @@ def test_a_large_one_and_small_ones_are_one_bucket_in_any_order(sizes: list[floa
     assert taken(dag, saves(dag, 1.0)) == [list(range(7))]
 
 
-def test_what_rounding_leaves_is_no_saving() -> None:
+def test_rounding_is_no_saving() -> None:
     dag = gathers([0.1 * i for i in range(1, 40)])
     assert taken(dag, lambda starts: (1 - 1e-15) * sum(dag.nodes[i].ms for i in starts)) == [list(range(39))]
 
 
-def test_what_one_more_saves_is_that_of_the_longest() -> None:
+def test_the_saving_is_that_of_the_longest() -> None:
     """A first member of next to nothing says nothing of the others."""
     dag = gathers([1e-3] + [1.0] * 11)
     latency = [min(node.ms, 0.5) for node in dag.nodes]
@@ -589,13 +605,13 @@ def test_what_one_more_saves_is_that_of_the_longest() -> None:
     assert buckets == [list(range(12))]
 
 
-def test_a_full_bucket_is_not_held_back() -> None:
+def test_a_full_bucket_is_launched() -> None:
     dag = collectives(
         ("gather 0", S, 1.0, ""), ("mm", C, 3.0, ""), ("gather 1", S, 1.0, "mm"), ("work", C, 20.0, "mm"),
         ("wait gather 0", W, 0.0, "gather 0"), ("wait gather 1", W, 0.0, "gather 1"),
     )  # fmt: skip
     for latency, begin in ((0.01, 0.0), (0.5, 3.0)):
-        found = replay(dag, simulate(dag), kind_of(dag), saves(dag, latency), budget=0, slack=0.5)
+        found = greedy(dag, kind_of(dag), saves(dag, latency), slack=0.5)
         assert simulate(dag, found.order).begin[0] == begin and bool(found.buckets) == (begin > 0)
 
 
@@ -606,7 +622,7 @@ def test_of_a_large_graph_more_effort_is_never_worse() -> None:
     assert spans[0] > spans[1] and spans == sorted(spans, reverse=True)
 
 
-def test_no_more_is_tried_of_what_cannot_get_better() -> None:
+def test_the_search_ends_at_the_bound() -> None:
     """Gathers and compute in turns: only the bound on both together says that nothing is left to gain."""
     ops: list[tuple[str, Kind, float, str]] = []
     for i in range(40):

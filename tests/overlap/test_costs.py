@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import spanwise
-from spanwise import _torch
 from spanwise.hardware import CPU_HOST, Hardware, Link, attention_flops
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import node_flops
-from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, is_pointwise, node_bytes
+from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
@@ -233,7 +233,7 @@ def test_pointwise_chains_are_one_kernel() -> None:
     # A constant is made where it is read.
     fused, _ = chain(lambda x: torch.full_like(x, 2.0) * x, empty(4, 4))
     assert fused == {"full_like": 0, "mul": 128}
-    # What writes an argument, writes.
+    # Operators that write an argument count it.
     fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
     assert fused["add_"] == 64 and fused["sin"] == 128
 
@@ -255,7 +255,7 @@ def plain_bytes(node: fx.Node) -> int:
                 (queue.append if operators.is_free(user) else readers.add)(user)
                 if operators.is_free(user) and len(user.users) != 1:
                     return False
-        return is_pointwise(n) and len(n.users) == 1 and len(readers) == 1 and all(map(is_pointwise, readers))
+        return len(n.users) == 1 and len(readers) == 1 and all(operators.traits(x).pointwise for x in (n, *readers))
 
     def source(n: fx.Node) -> fx.Node:
         while n.op == "call_function" and operators.is_free(n) and len(n.all_input_nodes) == 1:
@@ -264,7 +264,7 @@ def plain_bytes(node: fx.Node) -> int:
 
     total = 0 if stays_in_registers(node) else held(node)
     for arg in node.all_input_nodes:
-        if not (is_pointwise(node) and stays_in_registers(source(arg))):
+        if not (operators.traits(node).pointwise and stays_in_registers(source(arg))):
             total += held(arg)
     return total
 
@@ -435,7 +435,7 @@ def test_flops_and_collectives_of_a_step() -> None:
         assert all(captured.dag.nodes[i].ms >= 1 for i in waits)  # α
 
 
-# What users have.
+# Costs that users pass.
 
 
 def test_as_cost() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
-from spanwise.overlap.bucketing.bucket import merge
+from spanwise.overlap import _torch
+from spanwise.overlap.bucketing.merge import merge
 from spanwise.overlap.fx.capture import Axis, relabel
 from spanwise.overlap.fx.emit import bucket_keys, emit
 from spanwise.overlap.fx.graph import Captured, to_dag
@@ -58,7 +58,7 @@ def start(name: str, x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def traced(program: Program, mode: str = "fake") -> tuple[fx.GraphModule, list[list[torch.Tensor]]]:
-    """A random program, and the inputs of each rank, which it writes, too. It has no races of its own."""
+    """A random program without races, and the inputs of each rank, some of which it writes."""
 
     def function(*leaves: torch.Tensor) -> Any:
         values = list(leaves)
@@ -159,7 +159,7 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
     assert len(again.starts) == len(merged.dag.starts)
 
 
-# What may be merged.
+# Bucket keys.
 
 
 def keys(function: Callable[..., Any], *inputs: torch.Tensor, device: str = "cpu") -> dict[str, Hashable | None]:

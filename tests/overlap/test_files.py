@@ -102,7 +102,7 @@ def test_sizes_of_groups() -> None:
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What torch's loader of programs logs, which keeps it from the root logger."""
+    """Messages of torch's program loader, which does not pass them to the root logger."""
     logger = logging.getLogger("torch.export")
     logger.addHandler(caplog.handler)
     yield caplog

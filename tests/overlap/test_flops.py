@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.utils.flop_counter import FlopCounterMode
 
-from spanwise import _torch
 from spanwise.hardware import H100
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.explain.report import arithmetic
+from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.fx.sizes import assumed
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's, in export
@@ -40,7 +40,7 @@ def exported(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Exported
 
 
 def decomposed(program: ExportedProgram) -> fx.GraphModule:
-    """All the way, but for attention, of which torch would make products that know nothing of what is masked."""
+    """Decompose everything except attention; torch would make plain products of that, without the mask."""
     table = default_decompositions()
     table.pop(ATEN._scaled_dot_product_flash_attention_for_cpu.default)
     return program.run_decompositions(table).graph_module
@@ -175,7 +175,7 @@ def test_operators_are_run_without_contents_once_and_not_if_they_talk() -> None:
     assert outside.get_total_flops() == 0
     assert seen == ["meta", "meta"]
     assert node_flops(node(ops.talks.default, x, x, "g", val=x)) == 0 and len(seen) == 2
-    # What writes, writes nothing; what reads contents, or draws, is 0 and draws nothing.
+    # Writes have no effect; operators that read contents or draw random numbers have 0 FLOPs and draw nothing.
     assert node_flops(node(ATEN.fill_diagonal_.default, x, 1.0, val=x)) == 0 and not x.any()
     assert node_flops(node(ATEN.isclose.default, x, x)) == 0 == node_flops(node(ATEN.item.default, x[0, 0]))
     before = torch.get_rng_state()

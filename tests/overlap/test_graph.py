@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import tensors_in
 from spanwise.overlap.ir.dag import GraphError, Kind
@@ -137,7 +137,7 @@ def test_coalesced_collectives_have_one_wait(groups: dict[str, str], mode: str) 
     assert kinds(captured) == {"all_reduce_coalesced": "start", "wait_tensor": "wait"}
     assert deps(captured, "wait_tensor_1") == {"wait_tensor", "getitem"}
     assert follows(captured, "mul_1", "wait_tensor_1") and not follows(captured, "mul", "wait_tensor_1")
-    # What it reads lives to the wait; each result has its own storage.
+    # Operands live to the wait; each result has its own storage.
     x_plus_1, first, second, *_ = captured.dag.storages
     names = [node.name for node in captured.dag.nodes]
     assert max(x_plus_1.users) == names.index("wait_tensor") and first.maker == second.maker
@@ -554,7 +554,7 @@ def test_what_an_unknown_call_returns_may_be_its_argument() -> None:
         y = graph.call_function(ATEN.clone.default, (x,))
         y.meta["val"] = torch.empty(4, 4)
         z = graph.call_method("flatten", (y,))
-        z.meta["val"] = torch.empty(16)  # of its own, by what a tracer saw
+        z.meta["val"] = torch.empty(16)  # a separate storage, as a tracer saw it
         graph.call_function(ATEN.add_.Scalar, (y, 1))
         return graph.call_function(ATEN.cos.default, (z,))
 

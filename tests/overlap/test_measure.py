@@ -193,7 +193,7 @@ def test_times_are_not_lost_with_a_file_that_cannot_be_written(tmp_path: Path) -
         (tmp_path / "folder").write_text("")  # which nothing can be put into
         return 3.0
 
-    with pytest.warns(UserWarning, match=r"what was measured is not in .*folder"):
+    with pytest.warns(UserWarning, match=r"measured costs were not written to .*folder"):
         measured = measure(gm, cache=tmp_path / "folder" / "costs.json", timer=clock)
     assert list(measured.table.values()) == [3.0]
 

@@ -23,7 +23,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
-from spanwise import H100, _torch, overlap
+from spanwise import H100, overlap
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.dag import GraphError, Kind

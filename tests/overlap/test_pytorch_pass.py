@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap import pytorch_pass as peers
 from spanwise.overlap.fx import operators
 

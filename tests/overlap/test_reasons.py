@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.overlap.explain.reasons import Why, _Looked, hidden_counts, hideable, independent_compute, reasons
+from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, independent_compute, reasons
 from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.search.schedule import schedule
@@ -223,7 +223,7 @@ def test_compute_that_could_hide_either_counts_once() -> None:
         b.compute(f"after {name}", 5.0, f"w{name}")
     b.compute("free", 3.0)
     found = why(simulate(b.dag()))
-    # What follows the first could hide the second, but for this it is there already; what is free hides either.
+    # Compute after the first could hide the second but already does; free compute hides either.
     assert found == {"s": {Why.ORDER: 2.0}, "t": {Why.ORDER: 2.0}}
     b = Build()
     b.compute("begin", 1.0)
@@ -302,23 +302,23 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
 @settings(deadline=None, max_examples=150)
 @given(dags(), st.data())
 def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
-    """The moves of which `ORDER` and `MEMORY` speak are legal orders, in which they gain what they are said to."""
+    """The moves behind `ORDER` and `MEMORY` are legal orders with the claimed gain."""
     some = list(itertools.islice(orders(dag), 40))
     timeline = simulate(dag, data.draw(st.sampled_from(some)))
-    looked = _Looked(timeline, None)
-    assert all(looked.ready[i] <= timeline.issued[i] for i in range(len(dag)) if dag.nodes[i].kind != W)
+    analysis = _Analysis(timeline, None)
+    assert all(analysis.ready[i] <= timeline.issued[i] for i in range(len(dag)) if dag.nodes[i].kind != W)
     for start, exposed in timeline.exposed.items():
         if not exposed:
             continue
-        gained, moved, first = looked.earlier(start, exposed)
+        gained, moved, first = analysis.earlier(start, exposed)
         assert 0 <= gained <= exposed
         if gained:
-            again = simulate(dag, looked.with_moved(np.array(moved), first).tolist())
+            again = simulate(dag, analysis.with_moved(np.array(moved), first).tolist())
             assert again.issued[start] <= timeline.issued[start] - gained
-        wait = looked.wait[start]
-        gained, moved = looked.behind(wait, exposed)
+        wait = dag.wait_of[start]
+        gained, moved = analysis.behind(wait, exposed)
         if gained:
-            again = simulate(dag, looked.with_moved(np.array(moved), int(looked.place[wait])).tolist())
+            again = simulate(dag, analysis.with_moved(np.array(moved), int(analysis.place[wait])).tolist())
             assert again.exposed[start] == exposed - gained
 
 

@@ -12,13 +12,15 @@ import torch
 
 from spanwise.hardware import H100
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.explain.reasons import Reason, Why, duration, hidden_counts, hideable, reasons
-from spanwise.overlap.explain.report import MOST, _hideable, arithmetic, bound_by, figures, report, summary
+from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
+from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
+from spanwise.overlap.explain.report import MOST, Result, figures, summary
+from spanwise.overlap.explain.units import duration
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.optimize import optimize
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 
@@ -70,7 +72,7 @@ def test_collectives_as_they_are_issued(optimized: tuple[Result, dict[str, str]]
 
 def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     result, names = optimized
-    found, text = figures(result, names), report(result, names)
+    found, text = figures(result, names), result.report(names)
     facts = dict(line.split("  ", 1) for line in text.split("\n\n")[0].splitlines())
     assert f"{duration(result.timeline.makespan)}, was {duration(result.before.makespan)} (" in facts["makespan"]
     assert f"{duration(result.bounds.makespan)}, by {found.after.bound_by}" in facts["bound"]
@@ -87,7 +89,7 @@ def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     assert len(rows) == MOST and [duration(ms) in row for ms, row in zip(longest, rows, strict=True)] == [True] * MOST
     at = heads.index("group")
     assert {row[at - 2 : at + 2] for row in rows} <= {"  dp", "  tp"}  # columns are aligned
-    assert report(result) != text  # the groups' own names
+    assert result.report() != text  # the groups' own names
 
 
 def test_nothing_is_exposed() -> None:
@@ -96,10 +98,10 @@ def test_nothing_is_exposed() -> None:
     result = optimize(capture(config).forward, H100)
     found = figures(result)
     assert found.collectives == () and found.after.hideable == 0 and found.most_exposed == []
-    assert "exposed for" not in report(result) and "most exposed" not in report(result)
+    assert "exposed for" not in result.report() and "most exposed" not in result.report()
 
 
-def test_only_arithmetic_makes_a_collective_hideable() -> None:
+def test_only_arithmetic_makes_a_collectivehideable_by() -> None:
     """In a forward, nothing but casts of weights is independent of a chain of products."""
     config = dataclasses.replace(CONFIG, dp=1, tp=2)
     graphs = capture(config)
@@ -135,7 +137,7 @@ def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, st
     assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
     after, before = found.after, found.before
     assert after.launches < before.launches and after.hideable < before.hideable  # a bucket is one launch
-    assert after.counts == hidden_counts(result.timeline, _hideable(result.timeline.dag, arithmetic(graphs.backward)))
+    assert after.counts == hidden_counts(result.timeline, hideable_by(result.timeline.dag, arithmetic(graphs.backward)))
     assert before.given_counts == before.counts != after.counts
     assert after.given_counts is not None and sum(after.given_counts.values()) == before.hideable
     of_given = ", ".join(f"{after.given_counts[key]} {key}" for key in ("hidden", "partly", "exposed"))

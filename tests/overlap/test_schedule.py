@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.ir.memory import Guard
+from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.list_scheduler import loosened
-from spanwise.overlap.search.low_memory import within
-from spanwise.overlap.search.priorities import Listed, Problem
+from spanwise.overlap.search.justify import starts_early_waits_late
+from spanwise.overlap.search.low_memory import low_memory_order
+from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 from spanwise.overlap.search.schedule import EFFORT, default_budget, schedule
 from tests.overlap.test_simulate import dags, orders
 
@@ -96,8 +96,8 @@ def test_the_default_budget_is_a_gibibyte_or_a_twentieth_above_the_own_order() -
     assert default_budget(small) == 7 + 2**30 and default_budget(large) == 2**40 + 2**40 // 20
 
 
-def test_what_is_needed_late_does_not_fill_memory() -> None:
-    """Casts of all layers' inputs are ready at the start, and take more room than there is for two layers of them."""
+def test_results_needed_late_do_not_fill_memory() -> None:
+    """Casts of all layers' inputs are ready at the start; the memory has space for less than two layers of them."""
     nodes, storages = [], []
     previous: tuple[int, ...] = ()
     for layer in range(40):
@@ -119,7 +119,7 @@ def test_schedules_repeat_and_multipliers_count() -> None:
     assert schedule(dag).order == schedule(dag).order
     cautious = schedule(dag, multiplier=3.0)
     assert cautious.timeline.makespan <= simulate(dag).makespan
-    # Costs that were guessed too low: who planned for slower collectives does no worse there.
+    # Where costs were estimated too low, a schedule for slower collectives is no worse.
     slow = Dag(tuple(dataclasses.replace(n, ms=n.ms * (3 if n.kind == S else 1)) for n in dag.nodes), dag.storages)
     assert simulate(slow, cautious.order).makespan <= simulate(slow, schedule(dag).order).makespan
     for bad in (0.0, float("nan"), float("inf")):
@@ -203,23 +203,23 @@ def test_more_effort_finds_more() -> None:
     assert schedule(dag, effort=16).order == schedule(dag, effort=16).order
 
 
-def listing(dag: Dag, order: Sequence[int]) -> tuple[list[int], Callable[..., Listed]]:
-    """A list scheduler that knows one order only, and a list that grows with each call of it."""
+def listing(dag: Dag, order: Sequence[int]) -> tuple[list[int], Callable[..., ListSchedule]]:
+    """A list scheduler that knows one order only, and a list that grows with each of its calls."""
     calls: list[int] = []
     timeline = simulate(dag, order)
 
-    def listed(*_: object, **__: object) -> Listed:
+    def known_order(*_: object, **__: object) -> ListSchedule:
         calls.append(len(calls))
-        return Listed(list(order), timeline.begin.tolist(), timeline.makespan, timeline.peak_bytes)
+        return ListSchedule(list(order), timeline.begin.tolist(), timeline.makespan, timeline.peak_bytes)
 
-    return calls, listed
+    return calls, known_order
 
 
 @pytest.mark.parametrize("effort", [0, 1, 2, 5, 20])
-def test_as_many_orders_are_tried_as_is_said(monkeypatch: pytest.MonkeyPatch, effort: int) -> None:
+def test_effort_is_the_number_of_orders_tried(monkeypatch: pytest.MonkeyPatch, effort: int) -> None:
     dag = backward(6, gradients=2.4)
-    calls, listed = listing(dag, range(len(dag)))
-    monkeypatch.setattr("spanwise.overlap.search.schedule.forward", listed)
+    calls, known_order = listing(dag, range(len(dag)))
+    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", known_order)
     schedule(dag, effort=effort)
     assert len(calls) == effort
 
@@ -228,20 +228,20 @@ def test_as_many_orders_are_tried_as_is_said(monkeypatch: pytest.MonkeyPatch, ef
 def test_of_a_large_graph_fewer_are_tried_near_the_bound(
     monkeypatch: pytest.MonkeyPatch, gap: float, tries: int
 ) -> None:
-    """All that is left to gain is the gather at the end, which could have come first."""
+    """The only gain left is to put the gather at the end first."""
     compute = tuple(Node(f"mm {i}", C, 1.0) for i in range(4000))
     count = len(compute)
     gather = (Node("gather", S, gap * count, group="dp"), Node("wait", W, deps=(count,), start=count))
     dag = Dag((*compute, *gather))
-    calls, listed = listing(dag, range(len(dag)))
-    monkeypatch.setattr("spanwise.overlap.search.schedule.forward", listed)
+    calls, known_order = listing(dag, range(len(dag)))
+    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", known_order)
     schedule(dag)
     assert len(calls) == tries and tries in (EFFORT, 3)
     monkeypatch.undo()
     assert schedule(dag).timeline.makespan == count
 
 
-def test_no_order_is_taken_that_is_longer_however_little_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_order_is_refused_however_little_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth longer, and half of the peak."""
     nodes = (
         Node("gather", S, 10.0, group="dp"), Node("early", C, 1.0), Node("scatter", S, 0.01, (1,), "tp"),
@@ -252,21 +252,21 @@ def test_no_order_is_taken_that_is_longer_however_little_memory_it_needs(monkeyp
     order = [0, 3, 1, 2, 4, 5, 6, 7]
     before, other = simulate(dag), simulate(dag, order)
     assert before.makespan < other.makespan < 1.0011 * before.makespan and 2 * other.peak_bytes == before.peak_bytes
-    monkeypatch.setattr("spanwise.overlap.search.schedule.forward", listing(dag, order)[1])
+    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", listing(dag, order)[1])
     assert schedule(dag, budget=200, effort=5).timeline.makespan == before.makespan
 
 
 @pytest.mark.parametrize("gradients", [2.8, 3.2, 6.4])
 @pytest.mark.parametrize("room", [24, 10**9])
 def test_a_stream_that_is_the_bottleneck_is_kept_fed(gradients: float, room: int) -> None:
-    """Gradients take longer than compute: whoever leaves them for the end lets their stream stand still."""
+    """Gradients take longer than compute: leaving them for the end makes their stream idle."""
     dag = backward(32, gradients=gradients)
     found = schedule(dag, budget=dag.peak_bytes() + room)
     assert found.bounds.streams["dp"] > 1.05 * found.bounds.compute
     assert found.timeline.makespan <= 1.02 * found.bounds.makespan
 
 
-def test_an_order_to_fall_back_to() -> None:
+def test_a_fallback_order() -> None:
     """The own order makes both large storages before it reads any; the other one reads one first."""
     nodes = (Node("a", C, 1.0), Node("b", C, 1.0), Node("read a", C, 1.0, (0,)), Node("read b", C, 1.0, (1,)))
     dag = Dag((*nodes, Node("s", S, 2.0, group="dp")), (Storage(10, 0, (2,)), Storage(10, 1, (3,))))
@@ -285,7 +285,7 @@ def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
     own, least = dag.peak_bytes(), min(map(dag.peak_bytes, orders(dag)))
     for budget in {own, (own + least) // 2, least, least - 1}:
         try:
-            order = within(dag, budget)
+            order = low_memory_order(dag, budget)
         except ValueError as error:
             assert budget < own and f"takes {budget:,} bytes" in str(error)
             continue
@@ -295,8 +295,8 @@ def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
         assert found.timeline.peak_bytes <= budget and found.timeline.makespan <= found.before.makespan
 
 
-def test_results_that_are_made_too_early_are_made_late() -> None:
-    """Of results that are all made before any of them is read."""
+def test_results_are_made_late() -> None:
+    """All results are made before any of them is read."""
     draw = random.Random(0)
     for count in range(2, 12):
         sizes = [draw.randint(1, 100) for _ in range(count)]
@@ -305,7 +305,7 @@ def test_results_that_are_made_too_early_are_made_late() -> None:
         readers = {node.deps[0]: count + at for at, node in enumerate(reads)}
         dag = Dag((*makers, *reads), tuple(Storage(size, i, (readers[i],)) for i, size in enumerate(sizes)))
         assert dag.peak_bytes() == sum(sizes)
-        assert dag.peak_bytes(within(dag, max(sizes))) == max(sizes)
+        assert dag.peak_bytes(low_memory_order(dag, max(sizes))) == max(sizes)
 
 
 def random_layers(seed: int) -> Dag:
@@ -365,44 +365,44 @@ def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int
 
 @settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10), st.randoms(use_true_random=False))
-def test_the_guard_knows_what_is_alive_and_always_has_a_way_out(dag: Dag, room: int, draw: random.Random) -> None:
-    """Any nodes that are called safe may run: memory stays within the budget, and the own order can always go on."""
+def test_the_limit_tracks_bytes_alive_and_the_known_order_always_fits(dag: Dag, room: int, draw: random.Random) -> None:
+    """Any safe nodes may run: memory stays within the budget, and the own order can always go on."""
     budget = dag.peak_bytes() + room
-    guard, order = Guard(dag, budget), []
+    limit, order = ResourceLimit(dag.lifetimes, budget), []
     while len(order) < len(dag):
         done = set(order)
         ready = [i for i in range(len(dag)) if i not in done and done.issuperset(dag.nodes[i].deps)]
-        assert guard.next_in_order == min(set(range(len(dag))) - done) and guard.is_safe(guard.next_in_order)
-        safe = [i for i in ready if guard.is_safe(i)]
+        assert limit.next_in_order == min(set(range(len(dag))) - done) and limit.is_safe(limit.next_in_order)
+        safe = [i for i in ready if limit.is_safe(i)]
         rest = [i for i in range(len(dag)) if i not in done]
-        for i in ready:  # what fits with the others after it in their own order is what is safe, frees of its own aside
-            way_out = [*order, i, *(j for j in rest if j != i)]
+        for i in ready:  # a node is safe only if it fits with the others after it in their own order
+            continued = [*order, i, *(j for j in rest if j != i)]
             if i in safe:
-                assert dag.peak_bytes(way_out) <= budget
+                assert dag.peak_bytes(continued) <= budget
         order.append(draw.choice(safe))
-        guard.run(order[-1])
+        limit.run(order[-1])
         alive = sum(
             s.num_bytes
             for s in dag.storages
             if s.maker in order and (s.kept or not set(order).issuperset((s.maker, *s.users)))
         )
-        assert guard.alive == alive
+        assert limit.alive == alive
     assert dag.peak_bytes(order) <= budget
 
 
-def test_the_guard_counts_what_is_alive_until_it_is_freed() -> None:
-    """All that is left needs little once `a` has been read; until then there is no room for `b` beside it."""
+def test_the_limit_counts_memory_until_it_is_freed() -> None:
+    """Until `a` has been read, there is no memory for `b`; then the nodes left need little."""
     names = ("z", "read z", "a", "read a", "c", "read c", "small", "b")
     dag = Dag(
         tuple(Node(name, C) for name in names),
         (Storage(114, 0, (1,)), Storage(100, 2, (3,)), Storage(30, 4, (5,)), Storage(10, 6), Storage(50, 7)),
     )
-    guard = Guard(dag, 115)
+    limit = ResourceLimit(dag.lifetimes, 115)
     for node in (0, 1, 2):
-        guard.run(node)
-    assert guard.alive == 100 and guard.is_safe(6) and not guard.is_safe(7)
-    guard.run(3)
-    assert guard.alive == 0 and guard.is_safe(7) and guard.peak == 114
+        limit.run(node)
+    assert limit.alive == 100 and limit.is_safe(6) and not limit.is_safe(7)
+    limit.run(3)
+    assert limit.alive == 0 and limit.is_safe(7) and limit.peak == 114
 
 
 def test_time_grows_with_the_graph() -> None:
@@ -417,8 +417,8 @@ def test_time_grows_with_the_graph() -> None:
     assert min(seconds(800) for _ in range(2)) < 10 * min(seconds(200) for _ in range(2))
 
 
-def test_noise_in_costs_is_survived() -> None:
-    """An order found for the costs as guessed is still far ahead of the graph's own where they were wrong."""
+def test_schedules_are_better_under_noisy_costs() -> None:
+    """An order found for estimated costs is far shorter than the graph's own where they were wrong."""
     dag, draw = backward(24), np.random.default_rng(0)
     order = schedule(dag).order
     for _ in range(10):
@@ -428,11 +428,13 @@ def test_noise_in_costs_is_survived() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 6), st.randoms(use_true_random=False))
-def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: random.Random) -> None:
-    """Any order, made room in: other costs than were thought never make it slower, nor does it take more memory."""
+def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: int, draw: random.Random) -> None:
+    """Of any order, at costs other than estimated, and with no more memory."""
     order = draw.choice(list(itertools.islice(orders(dag), 200)))
     peak = dag.peak_bytes(order) + room
-    found = loosened(Problem(dag, range(len(dag)), [Guard(dag, 10**9)]).along(order, peak))
+    found = starts_early_waits_late(
+        SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, 10**9)]).along(order, peak)
+    )
     dag.check_order(found)
     assert dag.peak_bytes(found) <= peak
     for kind in (C, *dag.groups):
@@ -444,27 +446,27 @@ def test_a_loosened_order_is_no_slower_at_any_costs(dag: Dag, room: int, draw: r
 
 
 @pytest.mark.parametrize("room", [4, 1000])
-def test_schedules_are_loosened(room: int) -> None:
+def test_schedules_start_early_and_wait_late(room: int) -> None:
     dag = backward(12)
     found = schedule(dag, budget=dag.peak_bytes() + room)
-    guard = Guard(dag, found.timeline.peak_bytes, order=found.order)
+    limit = ResourceLimit(dag.lifetimes, found.timeline.peak_bytes, found.order)
     assert found.order != found.before.order.tolist()
-    assert loosened(Problem(dag, found.order, [guard])) == found.order
+    assert starts_early_waits_late(SchedulingProblem(dag, found.order, [limit])) == found.order
 
 
-def test_what_is_started_early_and_waited_for_late_is_hidden_where_it_takes_longer() -> None:
+def test_starts_are_early_and_waits_late() -> None:
     nodes = (
         Node("a", C, 1.0), Node("b", C, 1.0), Node("start", S, 1.0, (), "dp"), Node("c", C, 1.0),
         Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
     )  # fmt: skip
-    problem = Problem(Dag(nodes), range(7), [Guard(Dag(nodes), 0)])
-    assert loosened(problem) == [0, 2, 1, 3, 5, 4, 6]
-    small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # what the collective makes does not fit beside b
-    problem = Problem(small, range(7), [Guard(small, 8)])
-    assert loosened(problem) == [0, 1, 2, 3, 5, 4, 6]
+    problem = SchedulingProblem(Dag(nodes), range(7), [ResourceLimit(Dag(nodes).lifetimes, 0)])
+    assert starts_early_waits_late(problem) == [0, 2, 1, 3, 5, 4, 6]
+    small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # the collective's result does not fit while b runs
+    problem = SchedulingProblem(small, range(7), [ResourceLimit(small.lifetimes, 8)])
+    assert starts_early_waits_late(problem) == [0, 1, 2, 3, 5, 4, 6]
 
 
-def test_captured_layers_stay_ahead_of_pytorch_where_costs_are_wrong() -> None:
+def test_captured_layers_stay_ahead_of_pytorch_under_noisy_costs() -> None:
     """Two layers of Llama-8B shapes backward on 64 ranks: orders made for the costs as assumed, run with others.
 
     The hardware is that of benchmarks/overlap_peers.py.

@@ -26,7 +26,7 @@ def gather(*, early: bool) -> Dag:
     return Dag((start, wait, Node("reader", C, 2.0, deps=(1,)), Node("other", C, 3.0)))
 
 
-def test_what_compute_hides_and_what_it_does_not() -> None:
+def test_hidden_and_exposed_time() -> None:
     hidden = simulate(gather(early=True))
     assert hidden.makespan == 6 and hidden.exposed == {0: 1.0} and hidden.counts()["partly"] == 1
     shown = simulate(gather(early=False))
@@ -35,7 +35,7 @@ def test_what_compute_hides_and_what_it_does_not() -> None:
     assert lower_bounds(gather(early=False)).makespan == 6
 
 
-def test_streams_of_groups_are_in_order_and_beside_one_another() -> None:
+def test_streams_of_groups_are_in_order_and_run_in_parallel() -> None:
     nodes = [Node("a", S, 3.0, group="dp"), Node("b", S, 2.0, group="dp"), Node("c", S, 4.0, group="tp")]
     nodes += [Node(f"wait {x}", W, deps=(i,), start=i) for i, x in enumerate("abc")]
     timeline = simulate(Dag(tuple(nodes)))
@@ -45,12 +45,12 @@ def test_streams_of_groups_are_in_order_and_beside_one_another() -> None:
     assert bounds.streams == {"compute": 0, "dp": 5, "tp": 4} and bounds.makespan == 5
 
 
-def test_a_collective_that_nobody_waits_for_counts() -> None:
+def test_a_collective_without_a_wait_counts() -> None:
     dag = Dag((Node("start", S, 5.0, group="dp"), Node("work", C, 1.0)))
     assert simulate(dag).makespan == 5 == lower_bounds(dag).makespan and simulate(dag).exposed == {0: 0}
 
 
-def test_contention_stretches_compute_beside_collectives() -> None:
+def test_contention_stretches_compute_while_collectives_run() -> None:
     nodes = (Node("start", S, 4.0, group="dp"), Node("work", C, 6.0), Node("wait", W, deps=(0,), start=0))
     # 4 ms at half the speed do 2 of 6; the rest at full speed.
     assert simulate(Dag(nodes), contention=2.0).makespan == 8
@@ -62,8 +62,8 @@ def test_contention_stretches_compute_beside_collectives() -> None:
 def test_memory_of_an_order() -> None:
     nodes = (Node("a", C), Node("b", C), Node("read a", C, deps=(0,)), Node("read b", C, deps=(1,)))
     dag = Dag(nodes, (Storage(10, 0, (2,)), Storage(20, 1, (3,)), Storage(1, 2, kept=True), Storage(5, 3)))
-    assert dag.peak_bytes() == 31  # a and b, beside what the first reader makes
-    assert dag.peak_bytes([0, 2, 1, 3]) == 26  # b beside the kept byte and what its reader makes
+    assert dag.peak_bytes() == 31  # a and b, and the result of the first reader
+    assert dag.peak_bytes([0, 2, 1, 3]) == 26  # b, the kept byte and the result of its reader
     assert simulate(dag, [1, 3, 0, 2]).peak_bytes == 25
 
 
@@ -83,13 +83,13 @@ def test_memory_of_an_order() -> None:
         ),
     ],
 )
-def test_graphs_that_are_none_name_the_node(nodes: tuple[Node, ...], text: str) -> None:
+def test_bad_graphs_name_the_node(nodes: tuple[Node, ...], text: str) -> None:
     with pytest.raises(GraphError) as error:
         Dag(nodes)
     assert text in str(error.value) and error.value.node in ("x", "w", "s")
 
 
-def test_orders_that_are_none() -> None:
+def test_bad_orders_raise() -> None:
     dag = gather(early=True)
     with pytest.raises(GraphError, match="node 'wait': it comes before 'start', on which it depends"):
         simulate(dag, [2, 0, 1, 3])
@@ -125,12 +125,12 @@ def orders(dag: Dag) -> Iterator[tuple[int, ...]]:
 
 
 def by_hand(dag: Dag, order: tuple[int, ...]) -> float:
-    """The makespan, one fact at a time: no sooner than what a node waits for, and no sooner than its stream is free."""
+    """The makespan by definition: a node waits for its collective and its stream."""
     issued: list[float] = []
     end: dict[int, float] = {}
     for at, i in enumerate(order):
         node = dag.nodes[i]
-        # When the compute stream is here: after all that was issued before on it.
+        # When the compute stream gets here: after all earlier nodes on it.
         here = max([0.0, *(end[j] for j in order[:at] if dag.nodes[j].kind != S)])
         issued.append(here)
         if node.kind == S:

@@ -10,7 +10,7 @@ from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.ir.simulate import simulate
 
-# An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of compute beside them, 2 ms that need the second.
+# An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of independent compute, 2 ms that need the second.
 DAG = Dag(
     (
         Node("short", Kind.START, 1.0, group="dp"),
@@ -72,7 +72,7 @@ def test_arrows_lead_from_issue_to_collective_to_wait(tmp_path: Path) -> None:
 
 
 def test_groups_are_called_and_sorted_as_they_are_known(tmp_path: Path) -> None:
-    """Whatever order they come in: those that have labels as these are listed, then others by their names."""
+    """In any order of issue: groups with labels in the order of these, then others by name."""
     starts = [Node(f"s{name}", Kind.START, 1.0, group=name) for name in ("10", "3", "2", "9")]
     waits = [Node(f"w{at}", Kind.WAIT, deps=(at,), start=at) for at in range(4)]
     dag = Dag((*starts, *waits))

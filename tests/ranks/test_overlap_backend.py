@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import spanwise
-from spanwise import SpanMask, _torch
-from spanwise.overlap import consensus as agree
+from spanwise import SpanMask
+from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
@@ -121,7 +121,7 @@ def step(
 
 
 def sharded_step(rank: int, mesh: DeviceMesh, name: str, bucket: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Three compiled steps beside one in float64 that is not compiled."""
+    """Three compiled steps, and one in float64 that is not compiled."""
     torch._dynamo.reset()
     counters.clear()
     results: list[Result] = []
@@ -153,7 +153,7 @@ def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ra
 
 
 def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool]) -> tuple[str, float, float]:
-    """What a rank is told whose peers schedule by other costs, after how many seconds; and what it can do next."""
+    """Error of a rank whose peers have other costs, the seconds until it, and the sum of a later all-reduce."""
     torch._dynamo.reset()
     module = Sharded(mesh)
     run = torch.compile(module, backend=backend("aot_eager", cost=costs[rank], bucket=buckets[rank]))
@@ -188,7 +188,7 @@ def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: Gloo
 
 
 def refuse(rank: int, mesh: DeviceMesh) -> list[tuple[str, float]]:
-    """What ranks are told if rank 1 cannot schedule at first, and after how many seconds; then it can."""
+    """Errors if rank 1 cannot schedule at first, with the seconds until them; then it can."""
     said = []
     for refusing in (True, False):
         torch._dynamo.reset()
@@ -228,7 +228,9 @@ def with_widths(rank: int, mesh: DeviceMesh, widths: list[tuple[int, int]]) -> s
 def test_sizes_are_compared(gloo_pool: GlooPool) -> None:
     first, second = gloo_pool.run(2, with_widths, [(48, 80), (48, 96)])
     assert first == second
-    assert re.search(r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*by the same options", first)
+    assert re.search(
+        r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*options and costs are the same", first
+    )
 
 
 def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tuple[list[bool], int, int]:
@@ -238,12 +240,13 @@ def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tup
     module = Sharded(mesh)
     run = torch.compile(module, backend=backend("aot_eager", cost=Cost()))
     equal = []
-    with mock.patch.object(agree._Told, "tell", autospec=True, side_effect=agree._Told.tell) as told:
+    publish = consensus._Comparison.publish
+    with mock.patch.object(consensus._Comparison, "publish", autospec=True, side_effect=publish) as published:
         for batch in batches[rank]:
             x, grad = torch.randn(2, batch, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
             expected, got = (step(f, module, x.requires_grad_(), grad) for f in (module, run))
             equal += [relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True)]
-    return equal, counters["stats"]["unique_graphs"], told.call_count
+    return equal, counters["stats"]["unique_graphs"], published.call_count
 
 
 @pytest.mark.slow
@@ -270,12 +273,12 @@ def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
         x = graph.call_function(operators.WAIT, (x,))
         x.meta["val"] = torch.ones(1)
     graph.output(x)
-    agree.insert(graph, {})
+    consensus.insert(graph, {})
     return fx.GraphModule({}, graph)
 
 
 def reduce_differently(rank: int, mesh: DeviceMesh, orders: list[str]) -> list[str]:
-    """What is said at one step after another, in each of which another rank's order is the odd one."""
+    """Errors of several steps, in each of which another rank's order differs."""
     said = []
     for at in range(mesh.size()):
         order = orders[(rank - at) % mesh.size()]
@@ -325,12 +328,13 @@ def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
 def stop_midway(rank: int, mesh: DeviceMesh) -> str:
     """Rank 1 tells what it decided, and dies before it says that it is there for the others to compare."""
     short = dist.new_group(timeout=timedelta(seconds=1))
-    told = agree._Told(short, "digest", base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode())
+    record = base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode()
+    comparison = consensus._Comparison(short, "digest", record)
     if rank == 1:
-        told.tell()
+        comparison.publish()
     else:
         with pytest.raises(ValueError, match="did not come") as failed:
-            agree._compare([told], 1)
+            consensus._compare([comparison], 1)
     dist.barrier()
     return "" if rank else str(failed.value)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
-from spanwise.overlap.bucketing.bucket import merge
+from spanwise.overlap import _torch
+from spanwise.overlap.bucketing.merge import merge
 from spanwise.overlap.fx.emit import bucket_keys, emit
 from spanwise.overlap.fx.graph import to_dag
 from tests.ranks.gloo import GlooPool

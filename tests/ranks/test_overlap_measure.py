@@ -14,8 +14,8 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spanwise import _torch
 from spanwise.hardware import CPU_HOST
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag
@@ -26,7 +26,7 @@ OPS = torch.ops._c10d_functional
 
 
 def step(name: str, size: int, *, more: bool = False) -> fx.GraphModule:
-    """Two gathers of different shards, a reduction, and compute beside them."""
+    """Two gathers of different shards, a reduction, and independent compute."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         a = OPS.wait_tensor(OPS.all_gather_into_tensor(x, size, name))

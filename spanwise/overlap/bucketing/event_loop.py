@@ -1,7 +1,7 @@
-"""A dag run node by node, in an order that is known to be good but need not be kept: what `replay` does to a schedule.
+"""A dag run node by node in a known good order that need not be kept; `greedy` runs a schedule with it.
 
-Compute goes in that order; a wait is done when its collective has ended, or when somebody needs what it waits for.
-Memory and what is in flight are guarded. When and with what a collective is started is said by who inherits.
+Compute keeps the order. A wait is done when its collective has ended, or when its result is needed. Memory and
+collectives in flight are limited. The subclass decides when, and with which others, a collective is started.
 """
 
 from __future__ import annotations
@@ -12,221 +12,226 @@ import math
 from collections.abc import Mapping, Sequence
 
 from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.memory import Guard
-from spanwise.overlap.search.slack import Latest, touched_bytes
+from spanwise.overlap.ir.in_flight import collective_bytes
+from spanwise.overlap.ir.memory import ResourceLimit
+from spanwise.overlap.search.slack import LatestTimes
 
 _START, _WAIT = int(Kind.START), int(Kind.WAIT)
-UNTOUCHED, HELD, DONE = 0, 1, 2
+UNISSUED, DEFERRED, ISSUED = 0, 1, 2
 
 
-class Running:
-    """State of compute, of memory and of what is in flight while nodes are issued.
+class EventLoop:
+    """State of compute, memory and collectives in flight while nodes are issued.
 
     Args:
         dag: numbered in the known order.
-        late: when each node has to run.
-        budget: bytes that the known order keeps.
-        allowed: by group, how many collectives and how many bytes may be in flight; None for no limits.
+        latest: when each node has to run.
+        budget: most bytes; the known order keeps it.
+        allowed: by group, most collectives and bytes in flight; None for no limits.
 
     Attributes:
-        order: nodes as issued; state: of each, whether it is `UNTOUCHED`, a start that is `HELD` back, or `DONE`.
-        now: milliseconds on the compute stream; place: in the known order; missing: dependencies that have not run.
-        ended: of each collective under way, by its start, its end; together: the starts that are one with it.
+        order: nodes as issued.
+        state: of each node, `UNISSUED`, `DEFERRED` (a start in an open bucket) or `ISSUED`.
+        now: milliseconds on the compute stream.
+        position: of the loop in the known order.
+        missing: of each node, its dependencies that have not run.
+        ends: of each collective in flight, by its start, its end.
+        together: the starts that are one collective with it.
+        in_flight: of each group, bytes by the first start.
+        running: collectives in flight that have a wait, by their end.
+        ready_late: nodes that became ready after their position.
+        fillers: of these, compute that takes time.
     """
 
     def __init__(
-        self, dag: Dag, late: Latest, budget: int, allowed: Mapping[str, tuple[float, float]] | None = None
+        self, dag: Dag, latest: LatestTimes, budget: int, allowed: Mapping[str, tuple[float, float]] | None = None
     ) -> None:
-        self.dag, self.late, self.allowed = dag, late, allowed
+        self.dag, self.latest, self.allowed = dag, latest, allowed
         self.kinds, self.ms = dag.kinds.tolist(), dag.ms.tolist()
-        self.guard = Guard(dag, budget)
-        self.wait_of = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
+        self.memory = ResourceLimit(dag.lifetimes, budget)
         self.missing = [len(deps) for deps in dag.unique_deps]
         self.state = bytearray(len(dag))
         self.order: list[int] = []
-        self.now, self.place = 0.0, 0
-        self.ended: dict[int, float] = {}
+        self.now, self.position = 0.0, 0
+        self.ends: dict[int, float] = {}
         self.together: dict[int, list[int]] = {}
-        self.under_way: dict[str, dict[int, int]] = {group: {} for group in dag.groups}  # bytes by first start
-        self.touched = touched_bytes(dag) if allowed is not None else {}
-        self.waiting: list[tuple[float, int]] = []  # collectives under way, by their end
-        self.lagging: collections.deque[int] = collections.deque()  # became ready after their turn
-        self.fillers: list[int] = []  # of those, compute that takes time
+        self.in_flight: dict[str, dict[int, int]] = {group: {} for group in dag.groups}
+        self.num_bytes = collective_bytes(dag) if allowed is not None else {}
+        self.running: list[tuple[float, int]] = []
+        self.ready_late: collections.deque[int] = collections.deque()
+        self.fillers: list[int] = []
 
-    def start(self, i: int, *, hold: bool = True) -> None:
-        """Start `i` now, or hold it back if it may be."""
+    def start(self, i: int, *, may_defer: bool = True) -> None:
+        """Start `i` now, or defer it."""
         raise NotImplementedError
 
-    def launch_held(self, i: int) -> None:
-        """Start `i`, which is held back."""
+    def launch_deferred(self, i: int) -> None:
+        """Start `i`, which is deferred."""
         raise NotImplementedError
 
-    def meanwhile(self, until: float) -> None:
-        """Start what has to be, or can be, before compute gets to `until`."""
+    def start_before(self, until: float) -> None:
+        """Start the collectives that must, or can, start before compute gets to `until`."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Run all nodes: compute in the known order, what may lag behind it when that costs no time."""
+        """Run all nodes: compute in the known order, and nodes that may be late behind it where that takes no time."""
         count = len(self.dag)
         for i in range(count):
-            self.place = i
+            self.position = i
             if self.state[i]:
                 continue
-            kind = self.kinds[i]
-            if self.late.may_lag[i]:
+            if self.latest.may_be_late[i]:
                 if not self.missing[i]:
-                    self.ready(i)
+                    self.run_ready(i)
                     self.catch_up()
                 continue
-            self.run_for(i)
-            if kind == _START:
+            self.run_dependencies(i)
+            if self.kinds[i] == _START:
                 if not self.state[i]:
                     self.start(i)
                 continue
-            until = self.now + self.ms[i]
-            self.meanwhile(until)
-            self.work(i)
+            self.start_before(self.now + self.ms[i])
+            self.run_compute(i)
             self.catch_up()
-            self.fill(self.late.reach[i + 1])
-        while len(self.order) < count:  # only what lags is left
-            self.meanwhile(math.inf)
+            self.fill_until(self.latest.reach[i + 1])
+        while len(self.order) < count:  # late nodes
+            self.start_before(math.inf)
             self.catch_up()
-            self.fill(math.inf)
-            if self.waiting:
-                self.finish(*heapq.heappop(self.waiting))
+            self.fill_until(math.inf)
+            if self.running:
+                self.finish(*heapq.heappop(self.running))
             elif len(self.order) < count:
-                self.force(self.guard.next_in_order)
+                self.force(self.memory.next_in_order)
 
     def issue(self, i: int) -> None:
-        """Run a node all of whose dependencies have run; whose time it takes is said by who calls."""
-        self.guard.run(i)
-        self.state[i] = DONE
+        """Issue a node whose dependencies have all run; the caller counts its time."""
+        self.memory.run(i)
+        self.state[i] = ISSUED
         self.order.append(i)
         for user in self.dag.users[i]:
             self.missing[user] -= 1
-            if not self.missing[user] and user <= self.place and self.late.may_lag[user]:
-                self.lagging.append(user)
+            if not self.missing[user] and user <= self.position and self.latest.may_be_late[user]:
+                self.ready_late.append(user)
 
-    def work(self, i: int) -> None:
-        """Run compute."""
-        self.make_room(i)
+    def run_compute(self, i: int) -> None:
+        """Run compute, once there is memory for it."""
+        self.wait_for_memory(i)
         if not self.state[i]:
             self.now += self.ms[i]
             self.issue(i)
 
     def finish(self, end: float, start: int) -> None:
-        """Wait for a collective and those of its bucket."""
+        """Wait for a collective and the others of its bucket."""
         self.now = max(self.now, end)
         for member in self.together[start]:
-            wait = self.wait_of.get(member)
+            wait = self.dag.wait_of.get(member)
             if wait is not None and not self.state[wait]:
-                self.run_for(wait)
+                self.run_dependencies(wait)
                 if not self.state[wait]:
                     self.issue(wait)
-        self.under_way[self.dag.nodes[start].group].pop(self.together[start][0], None)
+        self.in_flight[self.dag.nodes[start].group].pop(self.together[start][0], None)
 
     def stall(self, end: float, start: int) -> None:
-        """Let compute stand still until a collective has ended, after what can be done meanwhile."""
+        """Wait until a collective has ended, and use the time for other nodes."""
         if end > self.now:
-            self.meanwhile(end)
-            self.fill(end)
+            self.start_before(end)
+            self.fill_until(end)
         self.finish(end, start)
 
-    def ready(self, i: int) -> None:
-        """Issue a node that may lag, if that takes no time."""
-        kind = self.kinds[i]
-        if kind == _WAIT:
+    def run_ready(self, i: int) -> None:
+        """Issue a ready node that may be late, if that takes no time."""
+        if self.kinds[i] == _WAIT:
             start = self.dag.nodes[i].start
-            if self.ended.get(start, math.inf) <= self.now:
-                self.finish(self.ended[start], start)
-            elif start in self.ended:
-                heapq.heappush(self.waiting, (self.ended[start], start))
-        elif kind == _START:
+            if self.ends.get(start, math.inf) <= self.now:
+                self.finish(self.ends[start], start)
+            elif start in self.ends:
+                heapq.heappush(self.running, (self.ends[start], start))
+        elif self.kinds[i] == _START:
             self.start(i)
-        elif self.ms[i] and i != self.place:
+        elif self.ms[i] and i != self.position:
             heapq.heappush(self.fillers, i)
         else:
-            self.work(i)
+            self.run_compute(i)
 
     def catch_up(self) -> None:
-        """Waits for what has ended, and all that had been waiting for that."""
+        """Wait for collectives that have ended, and run the nodes that were late for them."""
         while True:
-            if self.lagging:
-                i = self.lagging.popleft()
+            if self.ready_late:
+                i = self.ready_late.popleft()
                 if not self.state[i]:
-                    self.ready(i)
-            elif self.waiting and self.waiting[0][0] <= self.now:
-                self.finish(*heapq.heappop(self.waiting))
+                    self.run_ready(i)
+            elif self.running and self.running[0][0] <= self.now:
+                self.finish(*heapq.heappop(self.running))
             else:
                 return
 
-    def fill(self, until: float) -> None:
-        """Compute that lags, as far as there is time for it."""
+    def fill_until(self, until: float) -> None:
+        """Run late compute as far as it ends in time."""
         while self.fillers and (self.state[self.fillers[0]] or self.now + self.ms[self.fillers[0]] <= until):
             i = heapq.heappop(self.fillers)
             if not self.state[i]:
-                self.work(i)
+                self.run_compute(i)
                 self.catch_up()
 
-    def run_for(self, i: int) -> None:
-        """Run all that `i` still needs."""
+    def run_dependencies(self, i: int) -> None:
+        """Run all nodes that `i` still needs."""
         path = [i]
         while path:
             if self.missing[path[-1]]:
-                path.append(next(dep for dep in self.dag.nodes[path[-1]].deps if self.state[dep] != DONE))
+                path.append(next(dep for dep in self.dag.nodes[path[-1]].deps if self.state[dep] != ISSUED))
                 continue
             last = path.pop()
-            if last != i and self.state[last] != DONE:
+            if last != i and self.state[last] != ISSUED:
                 self.force(last)
 
     def force(self, i: int) -> None:
-        """Run `i` now, and before it what it needs."""
-        self.run_for(i)
-        if self.state[i] == HELD:
-            self.launch_held(i)
-        elif self.state[i] == UNTOUCHED and self.kinds[i] == _START:
-            self.start(i, hold=False)
-        elif self.state[i] == UNTOUCHED and self.kinds[i] == _WAIT:
+        """Run `i` now, after its dependencies."""
+        self.run_dependencies(i)
+        if self.state[i] == DEFERRED:
+            self.launch_deferred(i)
+        elif self.state[i] == UNISSUED and self.kinds[i] == _START:
+            self.start(i, may_defer=False)
+        elif self.state[i] == UNISSUED and self.kinds[i] == _WAIT:
             start = self.dag.nodes[i].start
-            self.stall(self.ended[start], start)
-        elif self.state[i] == UNTOUCHED:
-            self.work(i)
+            self.stall(self.ends[start], start)
+        elif self.state[i] == UNISSUED:
+            self.run_compute(i)
 
-    def make_room(self, i: int) -> None:
-        """Wait for collectives, or go on in the own order, until there is memory for `i`."""
-        while not self.state[i] and not self.guard.is_safe(i):
-            if self.guard.next_in_order == i:
+    def wait_for_memory(self, i: int) -> None:
+        """Wait for collectives, or go on in the known order, until there is memory for `i`."""
+        while not self.state[i] and not self.memory.is_safe(i):
+            if self.memory.next_in_order == i:
                 return
-            if self.waiting:
-                self.stall(*heapq.heappop(self.waiting))
+            if self.running:
+                self.stall(*heapq.heappop(self.running))
             else:
-                self.force(self.guard.next_in_order)
+                self.force(self.memory.next_in_order)
 
-    def is_under_way(self, starts: list[int], end: float) -> None:
-        """Note that these were started as one, which ends then."""
+    def record_start(self, starts: list[int], end: float) -> None:
+        """Record that `starts` were started as one collective, which ends at `end`."""
         for i in starts:
-            self.ended[i], self.together[i] = end, starts
-        if any(i in self.wait_of for i in starts):
-            heapq.heappush(self.waiting, (end, starts[0]))
-            self.under_way[self.dag.nodes[starts[0]].group][starts[0]] = self.bytes_of(starts)
+            self.ends[i], self.together[i] = end, starts
+        if any(i in self.dag.wait_of for i in starts):
+            heapq.heappush(self.running, (end, starts[0]))
+            self.in_flight[self.dag.nodes[starts[0]].group][starts[0]] = self.bytes_of(starts)
 
     def bytes_of(self, starts: Sequence[int]) -> int:
-        """Bytes that collectives make, read and write; what they share is counted for each."""
-        return sum(self.touched.get(i, 0) for i in starts)
+        """Bytes that collectives make, read and write; shared storages count for each."""
+        return sum(self.num_bytes.get(i, 0) for i in starts)
 
-    def is_too_much(self, group: str, starts: Sequence[int]) -> bool:
-        """Whether these would exceed the limit on bytes beside what is in flight."""
+    def exceeds_bytes(self, group: str, starts: Sequence[int]) -> bool:
+        """Whether these collectives and those in flight exceed the limit on bytes."""
         if self.allowed is None:
             return False
-        return sum(self.under_way[group].values()) + self.bytes_of(starts) > self.allowed[group][1]
+        return sum(self.in_flight[group].values()) + self.bytes_of(starts) > self.allowed[group][1]
 
-    def is_full(self, group: str, starts: Sequence[int]) -> bool:
-        """Whether as much is in flight that these, as one, would exceed a limit."""
-        if self.allowed is None or not any(i in self.wait_of for i in starts):
+    def exceeds_limits(self, group: str, starts: Sequence[int]) -> bool:
+        """Whether these, as one collective, and those in flight exceed a limit."""
+        if self.allowed is None or not any(i in self.dag.wait_of for i in starts):
             return False
-        return len(self.under_way[group]) >= self.allowed[group][0] or self.is_too_much(group, starts)
+        return len(self.in_flight[group]) >= self.allowed[group][0] or self.exceeds_bytes(group, starts)
 
-    def make_way(self, group: str, starts: Sequence[int]) -> None:
+    def wait_for_flights(self, group: str, starts: Sequence[int]) -> None:
         """Wait for collectives until these may be in flight."""
-        while self.waiting and self.is_full(group, starts):
-            self.stall(*heapq.heappop(self.waiting))
+        while self.running and self.exceeds_limits(group, starts):
+            self.stall(*heapq.heappop(self.running))

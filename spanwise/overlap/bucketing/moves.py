@@ -1,7 +1,7 @@
-"""Moves that may make a schedule shorter: collectives that are worth merging, buckets that are worth cutting in two.
+"""Moves that may shorten a schedule: collectives to merge, buckets to cut in two; `bucket` tries them.
 
-Asked by `bucket`, which tries them. A collective counts if it is on the chain that the makespan is made of: compute
-stood still for it, or it kept the stream from one for which compute did. Pure, deterministic, linear but for buckets.
+Only collectives on the critical chain count: compute waited for them, or they kept the stream from one for which
+compute waited.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.critical_path import waits_before
+from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.ir.simulate import Timeline
 
-_APART = 3  # how far from one another, among those of their key, collectives that are merged may be
+_MAX_DISTANCE = 3  # between collectives to merge, among those of their key; not measured apart
 _ROUNDING = 1e-9
 
 
@@ -23,28 +24,28 @@ class Move:
 
     Attributes:
         units: their starts in the timeline's dag.
-        buckets: what takes their place, by the members of `units`.
+        buckets: the buckets that replace them, of the members of `units`.
     """
 
     units: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
 
 
-def moves(
+def candidate_moves(
     timeline: Timeline,
     members: Sequence[tuple[int, ...]],
     keys: Sequence[Hashable | None],
     saved: Callable[[Sequence[int]], float],
 ) -> list[Move]:
-    """Collectives of a key that can be merged, what saves most and then the nearest first; then cuts of buckets.
+    """Merges of two collectives of a key, those that save most and then the nearest first; then cuts of buckets.
 
     Args:
         timeline: of a dag with or without buckets.
-        members: what its nodes stand for.
+        members: the original nodes that each of its nodes stands for.
         keys: by node of the timeline's dag; only collectives of equal key are merged.
-        saved: milliseconds that become fewer when two collectives of a key, by their starts, are merged.
+        saved: milliseconds that merging two collectives, by their starts, saves.
     """
-    chain, needed = critical(timeline), _needed(timeline.dag)
+    chain, needed = critical_collectives(timeline), waits_before(timeline.dag)
     number = {start: at for at, start in enumerate(timeline.dag.starts)}
     alike: dict[Hashable, list[int]] = {}
     for start in sorted(timeline.dag.starts, key=lambda i: (timeline.begin[i], timeline.issued[i], i)):
@@ -55,12 +56,12 @@ def moves(
         saves = saved(starts[:2]) if len(starts) > 1 else 0.0
         if saves <= 0:
             continue
-        for apart in range(1, _APART + 1):
-            for first, second in zip(starts, starts[apart:], strict=False):
+        for distance in range(1, _MAX_DISTANCE + 1):
+            for first, second in zip(starts, starts[distance:], strict=False):
                 waits = needed[first] >> number[second] | needed[second] >> number[first]
                 if (first in chain or second in chain) and not waits & 1:
                     together = tuple(sorted(members[first] + members[second]))
-                    merges.append((-saves, apart, Move((first, second), (together,))))
+                    merges.append((-saves, distance, Move((first, second), (together,))))
     found = [move for *_, move in sorted(merges, key=lambda merge: merge[:2])]
     for start in sorted(chain):
         of_start = members[start]
@@ -68,8 +69,8 @@ def moves(
     return found
 
 
-def batched(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Batches of moves that can all be made at once, as they come; and then their halves, as in group testing."""
+def in_batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Batches of moves that can all be made at once, in order; then their halves, as in group testing."""
     batches: collections.deque[list[Move]] = collections.deque()
     left = list(moves)
     while left:
@@ -90,46 +91,34 @@ def batched(moves: Sequence[Move]) -> Iterator[list[Move]]:
         batches += [part for part in (batch[:half], batch[half:]) if half]
 
 
-def critical(timeline: Timeline) -> set[int]:
-    """Starts of the collectives on the chain that the makespan is made of, from its end backward.
+def critical_collectives(timeline: Timeline) -> set[int]:
+    """Starts of the collectives on the critical chain of the makespan.
 
-    It goes through the compute stream to the last time that this stood still, through the collective that it waited
-    for to those before it on its stream, for as long as they kept it waiting, and on from where the first was started.
+    The chain runs backward: along the compute stream to the last time at which it waited, to the collective it waited
+    for, along the stream of that for as long as collectives were queued, and on from where the first was started.
     """
     dag, begin, end, issued = timeline.dag, timeline.begin.tolist(), timeline.end.tolist(), timeline.issued.tolist()
-    tiny = _ROUNDING * timeline.makespan
+    rounding = _ROUNDING * timeline.makespan
     before: dict[int, int] = {}  # on the same stream
     last: dict[str, int] = {}
-    waits: list[int] = []  # at which compute stood still
+    waits: list[int] = []  # at which compute waited
     for i in timeline.order.tolist():
         node = dag.nodes[i]
         if node.kind == Kind.START:
             before[i] = last.get(node.group, -1)
             last[node.group] = i
-        elif node.kind == Kind.WAIT and end[i] - begin[i] > tiny:
+        elif node.kind == Kind.WAIT and end[i] - begin[i] > rounding:
             waits.append(i)
     now = timeline.makespan
     found: set[int] = set()
-    start = next((i for i in last.values() if end[i] >= now - tiny), -1)
+    start = next((i for i in last.values() if end[i] >= now - rounding), -1)
     while True:
         if start < 0:
-            while waits and end[waits[-1]] > now + tiny:
+            while waits and end[waits[-1]] > now + rounding:
                 waits.pop()
             if not waits:
                 return found
             start = dag.nodes[waits.pop()].start
         found.add(start)
         now = issued[start]
-        start = before[start] if begin[start] > now + tiny else -1
-
-
-def _needed(dag: Dag) -> dict[int, int]:
-    """Of each start, the collectives whose wait it depends on, as bits by their numbers among the starts."""
-    number = {start: at for at, start in enumerate(dag.starts)}
-    found: list[int] = []
-    for node, deps in zip(dag.nodes, dag.unique_deps, strict=True):
-        bits = 1 << number[node.start] if node.kind == Kind.WAIT else 0
-        for dep in deps:
-            bits |= found[dep]
-        found.append(bits)
-    return {start: found[start] for start in dag.starts}
+        start = before[start] if begin[start] > now + rounding else -1

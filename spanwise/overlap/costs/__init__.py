@@ -1,1 +1,1 @@
-"""What nodes cost: roofline, FLOPs, measurements."""
+"""Milliseconds of nodes: a roofline with FLOPs, or measurements."""

@@ -1,8 +1,8 @@
-"""FLOPs of fx nodes, by the formulas of ``torch.utils.flop_counter``; what `costs` divides by a device's rate.
+"""FLOPs of fx nodes by the formulas of ``torch.utils.flop_counter``; `roofline` divides them by a device's rate.
 
-Formulas are found by operator; those that others register with torch (``register_flop_formula``) are found as well.
-Graphs that were not decomposed (``torch.export``'s) have operators that are defined by others, as ``aten.linear`` is by
-``aten.addmm``: what such an operator runs is counted.
+Formulas are found by operator, also those that others register with torch (``register_flop_formula``). Graphs that were
+not decomposed, such as ``torch.export``'s, have operators defined by others, as ``aten.linear`` is by ``aten.addmm``:
+these count the FLOPs of the operators that they run.
 """
 
 from __future__ import annotations
@@ -17,38 +17,30 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import Role, arguments, attribute, nodes_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
-# Attention of torch's own kernels, by the names of its forward and backward. The CPU's are not in torch's registry.
+# Attention of torch's own kernels, forward and backward. torch's registry lacks those of the CPU.
 _CPU_ATTENTION: dict[Any, Callable[..., float]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
 }
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
-_ATTENTION = frozenset(
-    {
-        _aten.scaled_dot_product_attention,
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-    }
-)
-_ATTENTION_BACKWARD = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention_backward,
-        _aten._scaled_dot_product_efficient_attention_backward,
-        _aten._scaled_dot_product_cudnn_attention_backward,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    }
-)
+_ATTENTION = frozenset({
+    _aten.scaled_dot_product_attention, _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu
+})  # fmt: skip
+_ATTENTION_BACKWARD = frozenset({
+    _aten._scaled_dot_product_flash_attention_backward, _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward
+})  # fmt: skip
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether its FLOPs are those of attention, forward or backward; torch's, FlexAttention's, spanwise's."""
+    """Whether a node is attention, forward or backward: torch's, FlexAttention or spanwise's."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
         return True
@@ -57,27 +49,32 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def is_attention_backward(node: fx.Node) -> bool:
-    """Whether its FLOPs are those of the backward of attention."""
+    """Whether a node is the backward of attention."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in _ATTENTION_BACKWARD:
-        return True
     return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """What this package registers FLOPs for is attention."""
+    """Whether an operator is this package's; all that have FLOPs are attention."""
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "spanwise"
 
 
 def node_flops(node: fx.Node) -> float:
-    """Floating-point operations of a matrix product, convolution or attention, a multiply and an add being two.
+    """Floating-point operations of a matrix product, convolution or attention; a multiply-add is two.
 
-    By the formulas of ``torch.utils.flop_counter``; 0 for all else, ``aten.mv`` and ``aten.dot`` among it. What is
-    defined by other operators has the FLOPs of those; 0 if that cannot be known without data. Attention that is causal
-    counts the scores that the mask shows, aligned at the top left. ``spanwise::sdpa`` counts what its spans show if
-    their contents are known: in ``meta["known"]`` of their nodes, or because ``meta["val"]`` is real. FlexAttention,
-    and spanwise's where they are not known, count all scores but ``meta["custom"]["sparsity_hint"]`` of them
-    (``torch.fx.traceback.annotate``).
+    The formulas are those of ``torch.utils.flop_counter``. Other operators have 0, ``aten.mv`` and ``aten.dot``
+    included. A composite operator has the FLOPs of its parts, or 0 if those depend on data. Causal attention counts the
+    visible scores, aligned at the top left. ``spanwise::sdpa`` counts the scores of its spans if their contents are
+    known: in ``meta["known"]`` of their nodes, or because ``meta["val"]`` is real. Otherwise, and for FlexAttention, a
+    share ``meta["custom"]["sparsity_hint"]`` of all scores is left out (``torch.fx.traceback.annotate``).
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> x.meta["val"] = torch.empty(4, 4, device="meta")
+        >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        >>> node_flops(product)
+        128.0
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     registered = packet in flop_registry
@@ -89,8 +86,8 @@ def node_flops(node: fx.Node) -> float:
         shapes = given[first : first + 3]
         flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
     elif packet in _PRODUCTS and not node.kwargs:
-        # Not by torch's formulas, which insist on one length of what is summed over: of sizes that a graph leaves open
-        # it may have two, as of the tokens that an all-to-all brings back, whatever is taken for them (`sizes`).
+        # torch's formulas insist that the summed dims are equal. With assumed symbolic sizes (`sizes`) they may differ,
+        # for example for the tokens that an all-to-all returns.
         *_, left, right = (tensors_of(n)[0].shape for n in nodes_in(node.args))
         flops = float(2 * math.prod(left) * right[-1])
     elif registered:
@@ -111,9 +108,9 @@ def node_flops(node: fx.Node) -> float:
     return flops
 
 
-# FLOPs of what operators decompose into, by the shapes of the result and of operands. Graphs have hundreds of them, and
-# to run one takes a millisecond, a recurrent one that for each step; and what attention decomposes into depends on the
-# device. None where dims are too few to say.
+# FLOPs of composite operators by the shapes of the result and of operands; None for too few dims. Graphs have hundreds
+# of them, and running one takes a millisecond (a recurrent one, a millisecond a step). Attention's parts would depend
+# on the device.
 
 
 def _matmul(out: torch.Size, left: torch.Size, right: torch.Size) -> float | None:
@@ -137,7 +134,7 @@ def _attention(out: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size) -> 
 
 
 def _recurrent(out: torch.Size, x: torch.Size, *params: torch.Size) -> float:
-    """Every matrix of every layer and direction is multiplied with what each step of each sequence has."""
+    """Every matrix of every layer and direction is multiplied with each step of each sequence."""
     return 2.0 * math.prod(x[:-1]) * sum(math.prod(param) for param in params if len(param) == 2)
 
 
@@ -160,7 +157,7 @@ _COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = 
 
 @functools.cache
 def _is_counted(op: _torch.OpOverload) -> bool:
-    """Whether it has FLOPs here, or decomposes into what may have some; not so if it runs in one loop."""
+    """Whether an operator has FLOPs here or may decompose into operators with FLOPs; pointwise ones have none."""
     if op.overloadpacket in _CPU_ATTENTION or op.overloadpacket in _COMPOSITE:
         return True
     return torch.Tag.pointwise not in op.tags and _torch.decomposes(op)
@@ -174,11 +171,11 @@ def _composite_flops(node: fx.Node, packet: Any) -> float:
         shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
         if len(shapes) > len(names) and (flops := formula(*shapes)) is not None:
             return float(flops)
-    if traits(node).role is not Role.COMPUTE:  # views; and what talks to other ranks must not be run
+    if traits(node).role is not Role.COMPUTE:  # views; and communication must not run
         return 0.0
     try:
         return _flops_when_run(node.target, _described(node.args), _described(node.kwargs))
-    except TypeError:  # sizes that are not numbers have no hash, tensors that are not strided no layout
+    except TypeError:  # symbolic sizes have no hash, unstrided tensors no layout
         return 0.0
 
 
@@ -189,7 +186,7 @@ def _value(arg: Any) -> Any:
 
 
 class _Layout(NamedTuple):
-    """All of a tensor but its contents and its device."""
+    """A tensor without its contents and its device."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -212,7 +209,7 @@ def _described(value: Any) -> Hashable:
 
 @functools.lru_cache(maxsize=1024)
 def _flops_when_run(op: Any, args: Any, kwargs: Any) -> float:
-    """What torch counts while `op` runs on tensors without contents; 0 if it fails, as what reads contents does."""
+    """FLOPs that torch counts while `op` runs on meta tensors; 0 if it fails, as operators that read contents do."""
 
     def made(value: Any) -> Any:
         if isinstance(value, _Layout):
@@ -222,7 +219,7 @@ def _flops_when_run(op: Any, args: Any, kwargs: Any) -> float:
     try:
         with _torch.without_modes(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             op(*made(args), **{name: made(value) for name, value in kwargs})
-    except Exception:  # whatever an operator may raise
+    except Exception:  # an operator may raise anything
         return 0.0
     return float(counter.get_total_flops())
 

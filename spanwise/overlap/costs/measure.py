@@ -1,12 +1,12 @@
-"""measure: what the operators of a graph really take, on this device and over these process groups.
+"""measure: time the operators of a graph on this device and over these process groups.
 
-    fx graph ─► jobs of unequal signature ─► timing, on every rank ─► one table for all ranks ─► Measured ─► to_dag
+    fx graph ─► jobs of different signature ─► timing, on every rank ─► one table for all ranks ─► Measured ─► to_dag
                                   └───────────── file ──────────────────────────┘
 
-Ranks that schedule by different costs may start collectives in different orders. So nothing is priced by what one rank
-saw: ranks tell each other what they have on file before anything is timed, and their times before anything is
-scheduled, in one exchange each, and take the largest, for a step is as fast as its slowest rank. With everything on
-file there is one exchange and no timing. What a rank cannot run is an error of all, or is priced by a model.
+Ranks that schedule by different costs may start collectives in different orders. So all ranks use one table: the
+largest time of any rank, because a step is as fast as its slowest rank. Ranks exchange the contents of their files
+before timing, and their times after it. With everything on file there is one exchange and no timing. A node that a rank
+cannot run is an error on all ranks, or a model prices it.
 """
 
 from __future__ import annotations
@@ -14,51 +14,56 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
-import socket
-import tempfile
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from spanwise import _torch
 from spanwise.hardware import Hardware
-from spanwise.overlap.costs.roofline import as_cost, is_pointwise, node_bytes, ranks_of
-from spanwise.overlap.costs.timing import calls, device_of, milliseconds, name_of, smallest, trial, why_not
-from spanwise.overlap.fx.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of
+from spanwise.overlap import _torch
+from spanwise.overlap.costs import cache_file
+from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
+from spanwise.overlap.costs.timing import calls, device_of, milliseconds, smallest, trial, why_not
+from spanwise.overlap.fx.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of, traits
 from spanwise.overlap.ir.dag import GraphError
 
-_FORMAT = "spanwise measured costs 1"
-_LATENCY, _OVER = "latency of ", " over +0"
+_LATENCY = "latency of "
 
 Timer = Callable[[fx.Node, Callable[[], Any]], float]
-"""``(node, call) -> milliseconds`` of the call."""
+"""``(node, call) -> milliseconds``."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Measured:
-    """Milliseconds of nodes by what was measured, the same on all ranks; hand it to `optimize`, `simulate`, `backend`.
+    """Measured milliseconds of nodes, the same on all ranks; a cost for `optimize`, `simulate` and `backend`.
 
-    Equal operators on equal shapes cost the same, whatever graph they are in. A pointwise operator was timed alone, and
-    costs as much less as it moves fewer bytes in a kernel with its neighbours (`costs.node_bytes`): what is fused away
-    is free. That holds where bandwidth is what it takes; of arithmetic that takes longer, it is too little.
+    Equal operators on equal shapes cost the same in every graph. A pointwise operator was timed alone. In a fused
+    kernel its cost shrinks with the bytes that it moves (`roofline.node_bytes`). That is right where bandwidth limits
+    it, and too little where arithmetic does.
 
     Attributes:
-        table: milliseconds by signature (`timing.Call.signature`; a collective's goes on with its ranks, see `_over`).
-        fallback: prices what is not in the table.
-        ranks: global ranks of process groups, as `CostModel` takes them.
+        table: milliseconds by signature (`timing.Call.signature`; for a collective, followed by its ranks).
+        fallback: cost of nodes that are not in the table.
+        ranks: global ranks of process groups by name, as in `CostModel`.
         fuse: whether pointwise neighbours are one kernel; False for a graph that runs uncompiled.
-        left_out: nodes of the graphs that were measured which `fallback` prices, and why. This rank's own.
-        timed: how many signatures this rank has timed; 0 if all were on file.
+        left_out: nodes of this rank's graphs that `fallback` prices, each with the reason.
+        timed: number of signatures that this rank has timed; 0 if all were on file.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> x.meta["val"] = torch.empty(8, device="meta")
+        >>> node = graph.call_function(torch.ops.aten.relu.default, (x,))
+        >>> node.meta["val"] = x.meta["val"].clone()
+        >>> Measured({"aten.relu.default(self=float32[8])": 2.0}, fuse=False)(node)
+        2.0
     """
 
     table: Mapping[str, float]
@@ -78,15 +83,15 @@ class Measured:
                     node.name, f"it was not measured ({calls(node)[0].signature()}), and there is no fallback"
                 )
             return self.fallback(node)
-        if self.fuse and is_pointwise(node):
+        if self.fuse and traits(node).pointwise:
             apart = node_bytes(node, fuse=False)
             ms *= node_bytes(node) / apart if apart else 1.0
         return ms
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
-        """Milliseconds of one coalesced collective of these: as all of them, but for the latencies of all but one.
+        """Milliseconds of one coalesced collective: the sum of its members, with one latency.
 
-        The latency of a kind of collective over a group is measured, with one element from each rank.
+        The latency of a kind of collective over a group was measured with one element of each rank.
         """
         ms = self._known(nodes)
         if ms is not None:
@@ -97,9 +102,9 @@ class Measured:
         return math.fsum(map(self, nodes))
 
     def uuid(self) -> str:
-        """The same for equal costs in every process, for caches of what was made by them.
+        """Digest of all that costs depend on: equal for equal costs in every process.
 
-        A fallback that has no ``uuid()`` itself makes one that no other process has.
+        With a fallback that has no ``uuid()``, it differs in every call.
         """
         of_fallback = getattr(self.fallback, "uuid", None)
         rest = "none" if self.fallback is None else of_fallback() if of_fallback else uuid.uuid4().hex
@@ -107,10 +112,10 @@ class Measured:
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def _known(self, nodes: Sequence[fx.Node]) -> float | None:
-        """Of one node, or of collectives at once; None if they were not measured."""
+        """Milliseconds of a node, or of collectives as one; None if they were not measured."""
         try:
             keys = [key for node in nodes for key in _keys(node, self.ranks)]
-        except ValueError:  # a group that is not known here
+        except ValueError:  # a group that this process does not know
             return None
         times = [self.table.get(key) for key in keys]
         if None in times:
@@ -123,14 +128,14 @@ class Measured:
 
 
 def _runs(node: fx.Node) -> bool:
-    """Whether it takes the device any time: it does something, with tensors."""
+    """Whether a node takes device time: it is not free, and has tensors."""
     if node.target is WAIT or is_free(node):
         return False
     return any(map(tensors_of, (node, *node.all_input_nodes)))
 
 
 def _keys(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> list[str]:
-    """In the table: one for a node, one for each member of a coalesced collective."""
+    """Keys in the table: one of a node, one of each member of a coalesced collective."""
     after = f" {_over(ranks_of(group_of(node), ranks))}" if node.target in STARTS else ""
     return [call.signature() + after for call in calls(node)]
 
@@ -140,7 +145,7 @@ def _latency_key(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> str:
 
 
 def _over(ranks: Sequence[int]) -> str:
-    """A group by how far its ranks are from its first: ranks 0, 8 and ranks 1, 9 have to be priced alike."""
+    """Describe a group by the distances of its ranks from the first: ranks 0, 8 and ranks 1, 9 must cost the same."""
     return f"over {', '.join(f'+{rank - ranks[0]}' for rank in ranks)}"
 
 
@@ -162,33 +167,41 @@ def measure(
     fuse: bool = True,
     timer: Timer | None = None,
 ) -> Measured:
-    """Time the operators of `graphs`, each that differs once, and agree with the other ranks on what they take.
+    """Time the operators of `graphs`, each signature once, and take the largest time of all ranks.
 
-    Operators run by themselves on made-up inputs (`timing`), all ranks at the same time, as they do in a step;
-    collectives over their own groups, one after the other in one order on all ranks. Not run, and priced by `fallback`:
-    what calls no operator (FlexAttention and other higher-order operators), barriers, operators whose integer tensors
-    mean more than indices, sizes that are left open, what torch refuses, and collectives that not all ranks of their
-    group have alike or whose group is a simulated one.
+    Operators run alone on made-up inputs (`timing`), on all ranks at once, as in a step. Collectives run over their own
+    groups, one after the other, in the same order on all ranks. `fallback` prices nodes that are not run: higher-order
+    operators such as FlexAttention, barriers, operators whose integer tensors are more than indices, symbolic sizes,
+    calls that torch refuses, collectives of simulated groups, and collectives that some rank of their group lacks.
 
-    Call it on all ranks of `group` at once, outside of compilation. What `backend` schedules it hands to ``on_result``;
-    these are the graphs to measure for it, as Inductor's are not those of "aot_eager".
+    Call it on all ranks of `group` at once, outside of compilation. For `backend`, measure the graphs that its
+    ``on_result`` receives: Inductor's differ from those of "aot_eager".
 
     Args:
-        graphs: ATen graphs with ``meta["val"]``, a forward and its backward say; left as they are.
-        device: where operators run, "cuda" being the current one; default: where the graph's tensors are.
-        group: whose ranks agree; default: all, or this process alone where torch.distributed is not initialised.
-        fallback: a model for what cannot be run; without one that is an error.
-        cache: JSON file of what was measured, by signature, device and torch's version, of collectives by host and
-            backend, too; read first, written (atomically) if anything is new, which warns where it fails. Each rank may
-            have its own, or all one.
+        graphs: ATen graphs with ``meta["val"]``, such as a forward and its backward; they do not change.
+        device: where operators run, "cuda" being the current device; default: the device of the graph's tensors.
+        group: ranks that share the table; default: all, or this process alone without torch.distributed.
+        fallback: cost of nodes that cannot run; without it they are an error.
+        cache: JSON file of times by signature, device and version of torch, for collectives also by host and backend.
+            It is read first and written atomically if anything is new; a failed write warns. Ranks may share one file.
         ranks: global ranks of groups by name, for groups that this process does not have.
-        repeats: calls that each time is the median of.
+        repeats: number of calls; a time is their median.
         fuse: price pointwise chains as one kernel.
-        timer: instead of the clock, ``(node, call) -> milliseconds``.
+        timer: ``(node, call) -> milliseconds``, instead of the clock.
+
+    Returns:
+        `Measured`, the same on all ranks.
 
     Raises:
-        GraphError: a node that cannot be run, without a `fallback`, or whose time is negative or not finite.
-        ValueError: `cache` is no such file; on all ranks if on any.
+        GraphError: a node that cannot run, without a `fallback`, or a time that is negative or not finite.
+        ValueError: `cache` is not such a file, or `repeats` is below 1. On all ranks if on any.
+
+    Example:
+        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, device="cpu")
+        >>> cost = measure(capture(config).forward, timer=lambda node, call: 2.0)
+        >>> max(cost.table.values())
+        2.0
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -199,13 +212,16 @@ def measure(
         where = torch.device("cuda", torch.cuda.current_device())
     alone = group is None or _torch.is_simulated(group)
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    places, on_file = _places(where, group), {}
+    sections, on_file = cache_file.sections(where, group), {}
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
-    try:  # the others would wait for a rank that raises here
+    error: tuple[str, str] | None = None
+    try:  # if one rank raised here, the others would wait for it
         jobs, left_out = _jobs(graphs, known_ranks)
-        error = _refusal(left_out) if fallback is None else None
-        on_file = _on_file(cache, places) if cache is not None else {}
+        if fallback is None and left_out:
+            name, reason = next(iter(left_out.items()))
+            error = name, f"it cannot be measured: {reason}; pass fallback="
+        on_file = cache_file.read(cache, sections) if cache is not None else {}
     except (OSError, ValueError) as refused:
         error = "", str(refused)
     own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
@@ -230,9 +246,9 @@ def measure(
                     raise GraphError(name, text)
     if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
         try:
-            _save(cache, places, table)
-        except (OSError, ValueError) as failed:  # the other ranks have what was measured, and go on
-            warnings.warn(f"what was measured is not in {os.fspath(cache)}: {failed}", stacklevel=2)
+            cache_file.write(cache, sections, table)
+        except (OSError, ValueError) as failed:  # go on like the other ranks
+            warnings.warn(f"measured costs were not written to {os.fspath(cache)}: {failed}", stacklevel=2)
     model = None if fallback is None else as_cost(fallback)
     return Measured(table, model, known_ranks, fuse, left_out, len(timed))
 
@@ -240,7 +256,7 @@ def measure(
 def _jobs(
     graphs: Sequence[fx.GraphModule], ranks: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, _Job], dict[str, str]]:
-    """What to time, by its key in the table; nodes that cannot be, and why not."""
+    """Jobs to time by key in the table, and the reason for each node that cannot run."""
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
     for node in (node for gm in graphs for node in gm.graph.nodes):
@@ -262,7 +278,7 @@ def _jobs(
 
 
 def _members(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> tuple[str | None, tuple[int, ...]]:
-    """Why a collective cannot be run, and its ranks."""
+    """The reason why a collective cannot run, if any, and its ranks."""
     name = group_of(node)
     try:
         group = _torch.find_group(name)
@@ -273,16 +289,10 @@ def _members(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> tuple[str | N
     return None, ranks_of(name, ranks)
 
 
-def _refusal(left_out: Mapping[str, str]) -> tuple[str, str] | None:
-    for name, reason in left_out.items():
-        return name, f"it cannot be measured: {reason}; pass fallback="
-    return None
-
-
 def _time(
     jobs: Mapping[str, _Job], device: torch.device, clock: Timer
 ) -> tuple[dict[str, float | None], dict[str, str], tuple[str, str] | None]:
-    """Milliseconds by key, None for what torch refuses to run; why it does; and the node whose time is none, if any."""
+    """Milliseconds by key (None where torch refuses), reasons for refusals, and an error of the first bad time."""
     timed: dict[str, float | None] = {}
     refused: dict[str, str] = {}
     error: tuple[str, str] | None = None
@@ -292,7 +302,7 @@ def _time(
             timed[key] = None
             try:
                 ms = float(clock(job.node, job.make(device)))
-            except Exception as failed:  # whatever an operator may raise
+            except Exception as failed:  # an operator may raise anything
                 refused[key] = f"{type(failed).__name__}: {failed}"
                 continue
             if math.isfinite(ms) and ms >= 0:
@@ -303,7 +313,7 @@ def _time(
 
 
 def _exchange(group: dist.ProcessGroup | None, error: tuple[str, str] | None, mine: Any) -> list[Any]:
-    """What all ranks have, by rank; the error of the first that has one, a node's if it names a node."""
+    """Values of all ranks, by rank; raises the error of the first rank that has one."""
     found: list[Any] = [(error, mine)]
     if group is not None:
         found = [None] * group.size()
@@ -323,56 +333,3 @@ def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
             if ms is not None:
                 found[key] = max(ms, found.get(key, 0.0))
     return dict(sorted(found.items()))
-
-
-def _places(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool, str]:
-    """Where operators' times are good for, and (True) collectives': on these hosts only, for networks have no names."""
-    operators = name_of(device)
-    size = 1 if group is None else group.size()
-    backend = "" if group is None else f", {dist.get_backend_config(group)}"
-    return {False: operators, True: f"{operators}, {size} ranks, {socket.gethostname()}{backend}"}
-
-
-def _on_file(path: str | os.PathLike[str], places: Mapping[bool, str]) -> dict[str, float]:
-    content = _load(path)
-    return {
-        key: ms
-        for of_groups, place in places.items()
-        for key, ms in content.get(place, {}).items()
-        if (_OVER in key) == of_groups
-    }
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
-    """By device, milliseconds by key; nothing if there is no file."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:  # JSON's and Unicode's errors are
-        raise ValueError(_no_cache(path, str(error))) from error
-    if not (isinstance(content, dict) and content.get("format") == _FORMAT and isinstance(content.get("ms"), dict)):
-        raise ValueError(_no_cache(path, f'its format is not "{_FORMAT}"'))
-    for place, table in content["ms"].items():
-        if not isinstance(table, dict):
-            raise ValueError(_no_cache(path, f"{place!r} has no times"))
-        for key, ms in table.items():
-            if not (isinstance(ms, (int, float)) and math.isfinite(ms) and ms >= 0):
-                raise ValueError(_no_cache(path, f"{key!r} takes {ms} ms"))
-    return content["ms"]
-
-
-def _no_cache(path: str | os.PathLike[str], why: str) -> str:
-    return f"{os.fspath(path)} is not a file of measured costs ({why}): remove it, or name another"
-
-
-def _save(path: str | os.PathLike[str], places: Mapping[bool, str], table: Mapping[str, float]) -> None:
-    """Add to the file, which others may write at the same time: the last one's is what stays, whole."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    everything = _load(target)
-    for key, ms in table.items():
-        everything.setdefault(places[_OVER in key], {})[key] = ms
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-        json.dump({"format": _FORMAT, "ms": everything}, file, indent=1, sort_keys=True)
-    os.replace(file.name, target)

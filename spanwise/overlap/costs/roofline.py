@@ -1,7 +1,7 @@
-"""What the nodes of an fx graph cost: a roofline of one device, collectives by the levels of a network, or a table.
+"""Milliseconds of fx nodes: compute by a roofline of one device, collectives by the levels of a network.
 
-`graph.to_dag` asks for milliseconds node by node. `CostModel` computes them from a `cost.Hardware`; `as_cost` takes
-that, a table of node names, or any function. Nothing here is measured.
+`to_dag` asks for milliseconds node by node. `CostModel` computes them from a `Hardware`; `as_cost` makes a cost of a
+`Hardware`, a table or a function. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from spanwise import _torch
 from spanwise.hardware import Hardware, Link
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import (
@@ -46,35 +46,25 @@ TENSOR_CORES: Mapping[torch.dtype, float] = MappingProxyType(
         torch.float64: 67 / 989.4,
     }
 )
-"""FLOP/s of matrix products relative to bf16: H100 SXM5 data sheet, dense (bf16 and fp16 989.4, fp8 and int8 1978.9,
-fp32 67, fp64 on tensor cores 67 TFLOP/s). float32 without TF32, as torch has it unless told otherwise; with
-``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
+"""FLOP/s of matrix products relative to bf16, dense, by the H100 SXM5 data sheet.
+
+It lists 989.4 TFLOP/s for bf16 and fp16, 1978.9 for fp8 and int8, 67 for fp32 and for fp64 on tensor cores. float32 is
+without TF32, torch's default; with ``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
 
 VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1.0, torch.float64: 0.5, torch.bfloat16: 2.0}
 )
-"""The same relative to float32, for `cost.CPU_HOST`: half as many float64 as float32 in a vector; VDPBF16PS, which
-Zen 4 has, does two multiply-adds in a float32's place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
+"""FLOP/s of matrix products relative to float32, for `hardware.CPU_HOST`.
 
-# Do not read their first argument: they write over it, or want its shape.
-_UNREAD = frozenset(
-    {
-        _aten.copy,
-        _aten.copy_,
-        _aten.fill,
-        _aten.fill_,
-        _aten.full_like,
-        _aten.new_full,
-        _aten.new_ones,
-        _aten.new_zeros,
-        _aten.ones_like,
-        _aten.rand_like,
-        _aten.randn_like,
-        _aten.zero_,
-        _aten.zeros_like,
-    }
-)
-# What travels in a collective, as `Hardware.wire` names it.
+A vector holds half as many float64 as float32. VDPBF16PS, which Zen 4 has, does two bf16 multiply-adds in a float32's
+place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
+
+# Operators that do not read their first argument: they overwrite it, or use its shape.
+_UNREAD = frozenset({
+    _aten.copy, _aten.copy_, _aten.fill, _aten.fill_, _aten.full_like, _aten.new_full, _aten.new_ones, _aten.new_zeros,
+    _aten.ones_like, _aten.rand_like, _aten.randn_like, _aten.zero_, _aten.zeros_like
+})  # fmt: skip
+# Kinds of collectives, by the names of `Hardware.wire`.
 _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_GATHER, "all_gather"),
     **dict.fromkeys(operators.REDUCE_SCATTER, "reduce_scatter"),
@@ -83,18 +73,13 @@ _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.BROADCAST, "broadcast"),
     _torch.shard_dim_alltoall: "all_to_all",
 }
-# Read of their table no more than they return.
+# Operators that read as much of their table as they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 _SPARING = _UNREAD | _LOOKUPS
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether a compiler runs it in one loop with its pointwise neighbours."""
-    return traits(node).pointwise
-
-
 def _fused_away(node: fx.Node) -> bool:
-    """Whether its result never reaches memory: it writes no argument, and only one node reads it, pointwise too."""
+    """Whether a result never reaches memory: the node is pointwise, writes no argument, and its one reader is too."""
     if len(node.users) != 1:
         return False
     known = traits(node)
@@ -102,7 +87,7 @@ def _fused_away(node: fx.Node) -> bool:
         return False
     (user,) = node.users
     known = traits(user)
-    while not known.pointwise and len(user.users) == 1 and is_free(user, known):  # views are no reason to write
+    while not known.pointwise and len(user.users) == 1 and is_free(user, known):  # views do not write
         (user,) = user.users
         known = traits(user)
     return known.pointwise
@@ -111,18 +96,19 @@ def _fused_away(node: fx.Node) -> bool:
 def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
     """Bytes that a node reads and writes.
 
-    Each tensor counts once, an expanded one as often as it lies in memory. A lookup reads of its table what it returns.
+    Each tensor counts once, an expanded one with the elements it has in memory. A lookup reads as much of its table as
+    it returns.
 
     Args:
-        fuse: of pointwise neighbours, count what one kernel of them reads and writes: a node does not write what its
-            only user reads if both are pointwise, and that one does not read it. Views between them change nothing.
+        fuse: count pointwise neighbours as one kernel: a pointwise result with one pointwise user is neither written
+            nor read. Views between them change nothing.
     """
     known = traits(node)
     return 0 if is_free(node, known) else _moved(node, known, fuse)
 
 
 def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
-    """`node_bytes` of what is not free."""
+    """`node_bytes` of a node that is not free."""
     packet = getattr(node.target, "overloadpacket", None)
     results = _held_by(node)
     total = 0
@@ -130,7 +116,7 @@ def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
         written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
         total += sum(map(_held_by, written))
     fuse = fuse and known.pointwise
-    in_place = known.is_alias and (known.surely or bool(known.writes))  # `reshape` is asked only where it copies
+    in_place = known.is_alias and (known.never_copies or bool(known.writes))  # a `reshape` comes here only if it copies
     if not in_place and not (fuse and _fused_away(node)):
         total += results
     first = node.args[0] if node.args and packet in _SPARING else None
@@ -147,7 +133,7 @@ def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """The node that a chain of views starts from."""
     while node.op == "call_function" and len(node.users) == 1:
         known = traits(node)
         given = node.all_input_nodes
@@ -163,7 +149,7 @@ def _held_by(node: fx.Node) -> int:
 
 
 def _held(tensor: torch.Tensor) -> int:
-    """Bytes of its elements in memory; an expanded dim has one."""
+    """Bytes of a tensor's elements in memory; an expanded dim has one."""
     if tensor.layout is torch.strided and 0 in (strides := tensor.stride()):
         sizes = [1 if stride == 0 and size else size for size, stride in zip(tensor.shape, strides, strict=True)]
         return math.prod(sizes) * tensor.element_size()
@@ -171,27 +157,41 @@ def _held(tensor: torch.Tensor) -> int:
 
 
 class CostModel:
-    """Milliseconds of a node on one device and network; hand it to `graph.to_dag`.
+    """Milliseconds of fx nodes on one device and network, from data sheets or `spanwise calibrate`.
 
-    Compute is a roofline (Williams, Waterman and Patterson, 2009): the larger of FLOPs over the device's rate for the
-    dtype and bytes over its memory's bandwidth; launches are not counted. Attention runs at its own rates. Views, items
-    of tuples, waits and uninitialised memory take no time. A blocking collective of DTensor costs what its all-to-all
-    does; any other operator that talks in a way that is not known costs what its bytes do.
+    Compute is a roofline (Williams, Waterman and Patterson, 2009): the larger of FLOPs / rate of the dtype and bytes /
+    memory bandwidth. Launches are not counted. Attention has its own rates. Views, items of tuples, waits and
+    uninitialised memory take no time. DTensor's blocking all-to-all costs as much as an all-to-all; other unknown
+    communication costs as much as its bytes.
 
-    Collectives take ``α + bytes/B`` on each level of the network that their ranks meet on, and as long as the slowest
-    level. With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if each
-    rank sits on a host of its own or all on one; with several on a host, its ranks share what comes from outside, as
-    `Hardware.all_gather_seconds` has it. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and
-    Gropp, 2005, section 4.5); an all-to-all sends 1/n to each rank; in a broadcast a rank receives all of it once.
-    Of an uneven all-to-all a graph knows the sizes of its own rank alone, so that ranks may price it, and decide,
-    differently, which `backend` makes an error. Sizes that are left open count alike on all ranks.
+    A collective takes ``α + bytes / B`` on each level of the network on which its ranks meet; the slowest level counts.
+    With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if all ranks share
+    one host or none does. Otherwise the ranks of a host share the traffic from outside, as in
+    `Hardware.all_gather_seconds`. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp,
+    2005, section 4.5). An all-to-all sends 1/n to each rank. In a broadcast each rank receives everything once.
+
+    A graph knows only its own rank's sizes of an uneven all-to-all, so ranks may price it and decide differently;
+    `backend` makes that an error. Symbolic sizes count alike on all ranks.
 
     Args:
-        rates: FLOP/s by dtype, relative to ``hardware.matmul_flops``; `TENSOR_CORES` or `VECTOR_UNITS`. Dtypes that it
-            does not name run at 1.
-        ranks: global ranks of each process group by name, for graphs of groups that this process does not have; of
-            other groups torch.distributed knows them.
-        fuse: price pointwise chains as one kernel, see `node_bytes`; False for a graph that runs uncompiled.
+        hardware: rates, bandwidths and links.
+        rates: FLOP/s by dtype, relative to ``hardware.matmul_flops``; `TENSOR_CORES` or `VECTOR_UNITS`. Other dtypes
+            run at 1.
+        ranks: global ranks of process groups by name; torch.distributed gives those of other groups.
+        fuse: price pointwise chains as one kernel (`node_bytes`); False for a graph that runs uncompiled.
+
+    Raises:
+        ValueError: a rate that is not positive and finite.
+
+    Example:
+        >>> from spanwise.hardware import H100
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> x.meta["val"] = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+        >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        >>> product.meta["val"] = x.meta["val"].clone()
+        >>> round(CostModel(H100)(product), 3)
+        0.185
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class CostModel:
         self.fuse = fuse
 
     def uuid(self) -> str:
-        """The same for models that price alike, in every process; other models have another."""
+        """Digest of all that costs depend on: equal for equal models, in every process."""
         return hashlib.sha256(repr(sorted(vars(self).items(), key=str)).encode()).hexdigest()
 
     def __call__(self, node: fx.Node) -> float:
@@ -234,18 +234,19 @@ class CostModel:
         if is_attention(node):
             backward = is_attention_backward(node)
             rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
-        # Of the operands: a product of bf16 may well return float32.
+        # The operands' dtype: a product of bf16 may return float32.
         dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
         return flops / (rate * self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0))
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
-        """Milliseconds of one coalesced collective of these: latencies once, bytes together.
+        """Milliseconds of one coalesced collective: one latency, all bytes.
 
         Args:
-            nodes: starts of one kind and one process group; a coalesced operator costs what its members merged do.
+            nodes: starts of one kind and one process group.
 
         Raises:
-            ValueError: no node. `GraphError`: what is no start, or of another kind or group than the first.
+            ValueError: no node.
+            GraphError: a node that starts no collective, or of another kind or group than the first.
         """
         if not nodes:
             raise ValueError("no collectives to merge")
@@ -261,7 +262,7 @@ class CostModel:
         return 1e3 * self._collective_seconds(nodes)
 
     def latency(self, node: fx.Node) -> float:
-        """Milliseconds of a collective without its bytes: those of the outermost link that its ranks meet on."""
+        """Milliseconds of a collective without bytes: the latency of the outermost link on which its ranks meet."""
         members = ranks_of(group_of(node), self.ranks)
         links = self.hardware.links
         meet = (link for link in links if not link.ranks or len({rank // link.ranks for rank in members}) == 1)
@@ -302,7 +303,7 @@ class CostModel:
 
 
 def ranks_of(group: str, given: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """Global ranks of a group: those that are given, or what torch.distributed knows; ``ValueError`` for others."""
+    """Global ranks of a group, from `given` or torch.distributed; ``ValueError`` for an unknown group."""
     if group in given:
         return tuple(given[group])
     try:
@@ -313,10 +314,10 @@ def ranks_of(group: str, given: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Of each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
+    """For each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
 
-    A level joins parts of the group, how many ranks each level inside does; a block's parts share, by their ranks,
-    what comes from outside them.
+    A block of a level consists of blocks of the level inside it. The ranks of such a part share its traffic from
+    outside.
     """
     levels: list[tuple[float, int]] = []
     inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
@@ -332,11 +333,18 @@ def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float
 
 
 def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
-    """A function of nodes from what a user has.
+    """Make a function from fx nodes to milliseconds.
 
     Args:
-        cost: a function from an fx node to milliseconds (a `CostModel` is one); a `Hardware`; or a table from names of
-            nodes to milliseconds, which must have every node that `graph.to_dag` asks about.
+        cost: a function from an fx node to milliseconds, such as a `CostModel`; a `Hardware`; or milliseconds by node
+            name, with every node that takes time.
+
+    Raises:
+        ValueError: `cost` is neither. A table raises `GraphError` later, for a node that it lacks.
+
+    Example:
+        >>> as_cost({"x": 2.0})(fx.Graph().placeholder("x"))
+        2.0
     """
     if isinstance(cost, Hardware):
         return CostModel(cost)

@@ -1,9 +1,9 @@
-"""timing: a node of an fx graph run by itself on the device at hand, with made-up inputs, and how long that takes.
+"""Run and time a single node of an fx graph on this device, with made-up inputs.
 
     fx node ─► signature ─► trial ─► milliseconds ─► measure
 
-Nodes of equal signature take the same time. Inputs have the shapes, strides and dtypes of ``meta["val"]``; floats are
-between 0.1 and 1 (no NaN from a logarithm, nothing denormal), integers small enough to index whatever they may index.
+Nodes of equal signature take the same time. Inputs have the shapes, strides and dtypes of ``meta["val"]``. Floats are
+between 0.1 and 1: no NaN from a logarithm, nothing denormal. Integers are valid indices into every dim.
 """
 
 from __future__ import annotations
@@ -21,46 +21,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention
-from spanwise.overlap.costs.roofline import is_pointwise
 from spanwise.overlap.fx.operators import COALESCED, STARTS, Role, nodes_in, tensors_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
-# Integers among their arguments are data, or indices into a dim of another argument; any small ones will do.
-_INTEGERS_WELCOME = frozenset(
-    {
-        _aten.amax,
-        _aten.amin,
-        _aten.any,
-        _aten.argmax,
-        _aten.cat,
-        _aten.cumsum,
-        _aten.embedding,
-        _aten.embedding_dense_backward,
-        _aten.gather,
-        _aten.index,
-        _aten.index_add,
-        _aten.index_put,
-        _aten.index_put_,
-        _aten.index_select,
-        _aten.nll_loss_backward,
-        _aten.nll_loss_forward,
-        _aten.scatter,
-        _aten.scatter_add,
-        _aten.sort,
-        _aten.sum,
-    }
-)
-_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of which torch draws random numbers
+# Operators whose integer arguments are data, or indices into a dim of another argument: any small ones will do.
+_INTEGERS_WELCOME = frozenset({
+    _aten.amax, _aten.amin, _aten.any, _aten.argmax, _aten.cat, _aten.cumsum, _aten.embedding,
+    _aten.embedding_dense_backward, _aten.gather, _aten.index, _aten.index_add, _aten.index_put, _aten.index_put_,
+    _aten.index_select, _aten.nll_loss_backward, _aten.nll_loss_forward, _aten.scatter, _aten.scatter_add, _aten.sort,
+    _aten.sum
+})  # fmt: skip
+_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch draws random numbers of these
 _WARM_UP = 2
 _FLUSH_BYTES = 1 << 28  # more than the last-level cache of any GPU so far
-_SHORTEST_MS = 0.1  # a sample of a quicker operator on the CPU is of several calls
+_SHORTEST_MS = 0.1  # on the CPU, a sample of a quicker operator is several calls
 
 
 class Call(NamedTuple):
-    """An operator and what it is given, nodes for tensors."""
+    """An operator and its arguments, with fx nodes for tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -77,17 +58,17 @@ class Call(NamedTuple):
         yield from self.kwargs.items()
 
     def signature(self) -> str:
-        """What is run, as text that is the same in every process.
+        """The call as text that is the same in every process.
 
-        Tensors by dtype, shape and strides; those whose contents are in ``meta["known"]`` by these as well. Devices and
-        process groups are left out.
+        Tensors appear as dtype, shape and strides, and a hash of ``meta["known"]`` if there. Devices and process groups
+        are left out.
         """
         given = [f"{name}={_described(value)}" for name, value in self.named() if name != "group_name"]
         return f"{self.target}({', '.join(given)})"
 
 
 def calls(node: fx.Node) -> list[Call]:
-    """What a node runs: a call; of a coalesced collective, its members as if each ran by itself."""
+    """The call of a node; for a coalesced collective, one call for each member."""
     if node.target not in COALESCED:
         return [Call(node.target, node.args, node.kwargs)]
     members: Any = node.args[0]
@@ -110,7 +91,7 @@ def _described(value: Any) -> str:
 
 
 def why_not(node: fx.Node) -> str | None:
-    """Why a node cannot be run by itself on made-up inputs; None if it can."""
+    """The reason why a node cannot run alone on made-up inputs; None if it can."""
     known = traits(node)
     if not isinstance(node.target, _torch.OpOverload):
         return "it calls no operator"
@@ -123,16 +104,16 @@ def why_not(node: fx.Node) -> str | None:
         return "its sizes are not known"
     if any(tensor.layout is not torch.strided for _, tensor in given):
         return "it takes tensors that are not strided"
-    welcome = is_pointwise(node) or node.target.overloadpacket in _INTEGERS_WELCOME
-    torchs = node.target.namespace == "aten" and is_attention(node)  # seeds of the dropout that there is none of
+    welcome = known.pointwise or node.target.overloadpacket in _INTEGERS_WELCOME
+    torchs = node.target.namespace == "aten" and is_attention(node)  # integers are seeds of an unused dropout
     for arg, tensor in given:
         if not (tensor.is_floating_point() or tensor.is_complex() or welcome or torchs or "known" in arg.meta):
-            return f"what it does depends on the integers in {arg.name!r}, which are not known"
+            return f"its work depends on the integers in {arg.name!r}, which are not known"
     return None
 
 
 def trial(call: Call, device: torch.device) -> Callable[[], Any]:
-    """`call` on made-up inputs on `device`; of a collective, its start and its wait.
+    """A function that runs `call` on made-up inputs on `device`; a collective is started and waited for.
 
     Raises:
         RuntimeError: torch's, if there is no memory for the inputs.
@@ -159,7 +140,7 @@ def trial(call: Call, device: torch.device) -> Callable[[], Any]:
 
 
 def smallest(call: Call, size: int, device: torch.device) -> Callable[[], Any]:
-    """The same collective of `size` ranks with one element for each, of which nothing but its latency takes time."""
+    """The same collective of `size` ranks with one element for each: it takes little more than its latency."""
     like = tensors_of(call.inputs[0])[0]
     x = torch.ones(size, dtype=like.dtype, device=device)
     return _bound(call.target, (x, *call.args[1:]), dict(call.kwargs))
@@ -172,7 +153,7 @@ def _bound(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callab
 
 
 def _index_limit(call: Call) -> int:
-    """Below which any integer is an index into any dim of any tensor that is not of integers itself."""
+    """Smallest dim of all tensors that may be indexed: lower integers are valid indices."""
     tensors = [t for n in call.inputs for t in tensors_of(n)]
     indexed = [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
     sizes = [size for t in indexed for size in t.shape]
@@ -181,7 +162,7 @@ def _index_limit(call: Call) -> int:
 
 
 def _made_up(like: torch.Tensor, device: torch.device, limit: int, generator: torch.Generator) -> torch.Tensor:
-    # Drawn as it lies in memory: where an expanded tensor has one element, many cannot be written.
+    # Drawn as it lies in memory: an expanded dim has one element there.
     held = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     held = held if like.numel() else 0
     if like.is_floating_point() or like.is_complex():
@@ -194,14 +175,14 @@ def _made_up(like: torch.Tensor, device: torch.device, limit: int, generator: to
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, *, once: bool = False) -> float:
-    """Median of `repeats` calls after two that do not count.
+    """Median time of `repeats` calls, after two warm-up calls.
 
-    On CUDA between two events, after a write that is larger than the cache: it puts what the call reads out of the
-    cache, and keeps the device busy while the call is launched, so that launching is not counted. Elsewhere on the
-    clock, of as many calls in a row as take 0.1 ms together.
+    On CUDA the time between two events, after a write larger than the cache. The write evicts the call's inputs, and
+    keeps the device busy while the call is launched, so launching is not counted. Elsewhere the time of a row of calls
+    that take 0.1 ms together, divided by their number.
 
     Args:
-        once: no calls in a row: ranks that time a collective have to make the same number of calls.
+        once: one call a sample: ranks that time a collective must make the same number of calls.
     """
     with torch.no_grad():
         if device.type == "cuda":
@@ -236,7 +217,7 @@ def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> flo
 
 
 def name_of(device: torch.device) -> str:
-    """The device, and what else operators' times depend on: CPU threads, torch's version."""
+    """Name of the device with all that operators' times depend on: CPU threads, torch's version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -253,7 +234,7 @@ def _processor() -> str:
 
 
 def device_of(*graphs: fx.GraphModule) -> torch.device:
-    """Where the tensors of graphs are; the CPU if they have none."""
+    """Device of the graphs' tensors; the CPU without tensors."""
     for node in (node for gm in graphs for node in gm.graph.nodes):
         for tensor in tensors_of(node):
             return tensor.device

@@ -1,1 +1,1 @@
-"""Reports: reasons, text, traces."""
+"""Reasons for exposed collectives, reports and traces."""

@@ -1,8 +1,8 @@
-"""Why a collective is exposed: the milliseconds of each that compute waits for, told apart by what would spare them.
+"""Reasons why collectives are exposed: exposed milliseconds by the change that would avoid them.
 
     dag ─► schedule ─► timeline ─► reasons ─► report
 
-Of one collective at a time, all others where they are. Pure.
+Each collective is looked at alone, with all others in their places.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spanwise.overlap.explain.units import duration
+from spanwise.overlap.ir.critical_path import starts_after, waits_before
 from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.ir.order import positions
+from spanwise.overlap.ir.timeline import Intervals, rounding
 
 _BLOCK = 512  # collectives whose bits are unpacked at once
 
 
 class Why(enum.Enum):
-    """What keeps exposed milliseconds from being hidden.
+    """Reasons for exposed milliseconds.
 
-    STREAM: others on the stream of its group went first; with a stream of its own it would have ended earlier.
-    NO_COMPUTE: all compute that neither leads to its start nor depends on its wait takes less time than it does.
-    MEMORY: it could have been issued earlier, or compute from behind its wait could have run before, but then the order
-        would hold more memory than the budget.
-    ORDER: the same, and the budget has room: another order would hide it, though perhaps not all others.
-    DEPENDENCY: when its wait is reached it could not have been issued earlier, and nothing is left that could run: what
-        is independent has run before what it depends on was there, or depends on what is not there yet.
+    STREAM: other collectives went first on the stream of its group; a separate stream would end it earlier.
+    NO_COMPUTE: the compute independent of it (it neither leads to the start nor depends on the wait) is shorter.
+    MEMORY: it could start earlier, or compute after its wait could run before, but the order would exceed the budget.
+    ORDER: the same within the budget: another order would hide it, though perhaps expose others.
+    DEPENDENCY: it could not start earlier, and nothing is left to run at its wait. Independent compute ran too early,
+        or depends on nodes that have not run.
     """
 
     STREAM = "order of the group's stream"
@@ -41,11 +43,11 @@ class Why(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why one collective is exposed.
+    """Reasons for one exposed collective.
 
     Attributes:
         exposed: milliseconds that compute waits for it.
-        parts: how many of them for which reason, in the order of `Why`; positive, and together `exposed`.
+        parts: milliseconds by reason, in the order of `Why`; positive, with the sum `exposed`.
         independent: milliseconds of compute that neither lead to its start nor depend on its wait.
     """
 
@@ -60,49 +62,27 @@ class Reason:
 
     def __str__(self) -> str:
         ranked = sorted(self.parts.items(), key=lambda part: -part[1])
-        ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # the others are not worth a word
+        ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # skip parts below 1 %
         if len(ranked) == 1:
             return self.main.value
         return ", ".join(f"{why.value} ({duration(ms)})" for why, ms in ranked)
 
 
-def duration(ms: float) -> str:
-    """Milliseconds as people read them: three significant digits, in the unit that suits; "168 µs"."""
-    if ms >= 999.5:
-        return f"{ms / 1e3:.3g} s" if ms < 999.5e3 else f"{ms / 1e3:,.0f} s"
-    if ms >= 0.9995:
-        return f"{ms:.3g} ms"
-    return f"{1e3 * ms:.3g} µs" if ms else "0"
-
-
 def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:
-    """Of each start, the compute that neither leads to it nor depends on its wait; milliseconds.
+    """Milliseconds of compute that neither lead to a start nor depend on its wait, for each start.
 
-    By sets of bits, one for each collective: of a node, the starts that it leads to, and the waits that it depends on.
+    Each node has two sets of bits, one bit for each collective: starts it leads to, and waits it depends on.
 
     Args:
-        among: nodes of compute that count; default: all.
+        among: compute nodes that count; default: all.
     """
     starts, nodes = dag.starts, dag.nodes
-    number = {start: k for k, start in enumerate(starts)}
-    leads_to, reached_by = [0] * len(dag), [0] * len(dag)
-    for i, node in enumerate(nodes):
-        bits = 1 << number[node.start] if node.kind == Kind.WAIT else 0
-        for dep in node.deps:
-            bits |= reached_by[dep]
-        reached_by[i] = bits
-    for i in range(len(dag) - 1, -1, -1):
-        if nodes[i].kind == Kind.START:
-            leads_to[i] |= 1 << number[i]
-        bits = leads_to[i]
-        if bits:
-            for dep in nodes[i].deps:
-                leads_to[dep] |= bits
-    # A node cannot both lead to a start and depend on its wait. Those between two collectives have the same bits.
+    leads_to, depends_on = starts_after(dag), waits_before(dag)
+    # No node both leads to a start and depends on its wait. Nodes between two collectives have the same bits.
     bound: dict[int, float] = {}
     for i in range(len(dag)) if among is None else sorted(among):
         if nodes[i].kind == Kind.COMPUTE and nodes[i].ms:
-            bits = leads_to[i] | reached_by[i]
+            bits = leads_to[i] | depends_on[i]
             bound[bits] = bound.get(bits, 0.0) + nodes[i].ms
     ms = np.array(list(bound.values()))
     width = -(-len(starts) // 8)
@@ -113,81 +93,72 @@ def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[in
         unpacked = np.unpackbits(packed[:, first : first + _BLOCK // 8], axis=1, bitorder="little")
         of_block = ms @ unpacked
         bound_up[8 * first : 8 * first + len(of_block)] = of_block[: len(starts) - 8 * first]
-    total, tiny = float(ms.sum()), _tiny(float(ms.sum()))
+    total, tiny = float(ms.sum()), rounding(float(ms.sum()))
     free = total - bound_up
     return {start: float(free[k]) if free[k] > tiny else 0.0 for k, start in enumerate(starts)}
 
 
 def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
-    """Starts of the collectives for which there is independent compute at all.
-
-    While any of the others is under way nothing is computed, whatever the order, if it is waited for.
+    """Starts of the collectives that have independent compute; no order can hide the others.
 
     Args:
-        among: nodes of compute that count; default: all. PyTorch's pass counts matrix products, convolutions and
-            attention (pytorch/pytorch#163215).
+        among: compute nodes that count; default: all. PyTorch's pass counts matrix products, convolutions and attention
+            (pytorch/pytorch#163215).
     """
     return {start for start, ms in independent_compute(dag, among).items() if ms > 0}
 
 
-def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reason]:
-    """Why each exposed collective of `timeline` is exposed, by its start.
+def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reason]:
+    """Reasons for each exposed collective of a timeline, by its start.
 
-    The exposed milliseconds of a collective are accounted for in this order, each as far as they are left:
+    The exposed milliseconds of a collective are assigned in this order, until none are left:
 
-    1. STREAM: from when it is issued until it begins.
-    2. NO_COMPUTE: what it takes longer than all independent compute.
-    3. How much earlier it would be issued if what leads to it went before all else, collectives staying as they are:
-       STREAM as far as its stream is taken then, else MEMORY or ORDER.
-    4. MEMORY or ORDER: compute from behind its wait for which all is there when the wait is reached.
+    1. STREAM: from its issue to its begin.
+    2. NO_COMPUTE: its time beyond all independent compute.
+    3. How much earlier it could be issued if the nodes that lead to it went first, with collectives in their places:
+       STREAM while its stream is busy, else MEMORY or ORDER.
+    4. MEMORY or ORDER: compute after its wait that could run when the wait is reached.
     5. DEPENDENCY: the rest.
 
-    MEMORY or ORDER is decided by trying: the peak of the order with the nodes of 3 or 4 moved. Compute that could hide
-    several collectives counts for the first of them in the order, so that their sum is what could be hidden in all.
+    The peak of the order with the nodes of 3 or 4 moved decides between MEMORY and ORDER. Compute that could hide
+    several collectives counts for the first in the order: the sum is what could be hidden in all.
 
     Args:
-        timeline: simulated without contention.
-        budget: bytes that the order may hold at most; None: any.
+        timeline: a timeline without contention.
+        budget: most bytes of the order; None: no limit.
     """
     dag = timeline.dag
-    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > _tiny(timeline.makespan)}
+    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > rounding(timeline.makespan)}
     if not exposed:
         return {}
-    looked = _Looked(timeline, budget)
+    analysis = _Analysis(timeline, budget)
     independent = independent_compute(dag)
     found = {
-        start: looked.reason(start, exposed[start], independent[start])
+        start: analysis.reason(start, exposed[start], independent[start])
         for start in timeline.order.tolist()
         if start in exposed
     }
     return dict(sorted(found.items()))
 
 
-def _tiny(ms: float) -> float:
-    """As in `Timeline.counts`: less is rounding."""
-    return 1e-9 * max(1.0, ms)
-
-
-class _Looked:
-    """What is looked up for every collective of a timeline.
+class _Analysis:
+    """Tables about a timeline that every collective's reasons use.
 
     Attributes:
-        place: of each node in the order.
-        ready: when each node could be issued, collectives staying as they are: a wait when its collective has ended,
-            all else after the longest path of compute that leads to it. Never later than it was issued.
-        idle_since: of each start, when the collective before it on its stream has ended.
-        spare: milliseconds of each node of compute that hide no collective in a reason that was given.
+        place: place of each node in the order.
+        ready: when each node could be issued with collectives in their places: a wait when its collective has ended,
+            others after the longest path of compute to them. Never later than it was issued.
+        idle_since: for each start, when the previous collective on its stream ended.
+        spare: milliseconds of each compute node that do not yet hide a collective in a reason.
     """
 
-    def __init__(self, timeline: Timeline, budget: int | None) -> None:
+    def __init__(self, timeline: Intervals, budget: int | None) -> None:
         self.timeline, self.dag, self.budget = timeline, timeline.dag, budget
         dag, order = self.dag, timeline.order.tolist()
-        self.order, self.place = timeline.order, np.empty(len(dag), np.int64)
-        self.place[order] = np.arange(len(dag))
+        self.order, self.place = timeline.order, positions(order)
         self.begin, self.end, self.issued = (x.tolist() for x in (timeline.begin, timeline.end, timeline.issued))
-        self.tiny = _tiny(timeline.makespan)
+        self.tiny = rounding(timeline.makespan)
         self.spare = np.where(dag.kinds == Kind.COMPUTE, timeline.end - timeline.begin, 0.0)
-        self.wait = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
         ready = [0.0] * len(dag)
         for i, node in enumerate(dag.nodes):
             if node.kind == Kind.WAIT:
@@ -202,10 +173,9 @@ class _Looked:
             if dag.nodes[i].kind == Kind.START:
                 self.idle_since[i] = last[dag.nodes[i].group]
                 last[dag.nodes[i].group] = self.end[i]
-        self.peak = _Peak(dag)
-        self.made = np.zeros(len(dag), np.int64)
-        np.add.at(self.made, self.peak.maker, self.peak.num_bytes)
-        self.own_peak = self.peak(self.place)
+        self.allocated = np.zeros(len(dag), np.int64)
+        for storage in dag.storages:
+            self.allocated[storage.maker] += storage.num_bytes
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
         parts = dict.fromkeys(Why, 0.0)
@@ -229,7 +199,7 @@ class _Looked:
                     self.use(passed[~np.isin(passed, moved)], idle)
                 account(Why.STREAM, earlier - idle)
         if left:
-            wait = self.wait[start]
+            wait = self.dag.wait_of[start]
             behind, moved = self.behind(wait, left)
             if behind > self.tiny:
                 account(self.fits(moved, int(self.place[wait])), behind)
@@ -238,10 +208,10 @@ class _Looked:
         return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny}, independent)
 
     def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
-        """How much earlier it could be issued, up to `most`; what has to move for that; before which place.
+        """How much earlier a start could be issued (at most `most`), nodes that must move, and the place to move to.
 
-        What leads to the start goes first, all else that stands before it afterwards. A wait among what leads to it
-        must not come before its collective has ended.
+        Nodes that lead to the start go first, all others before it go after. A wait among them stays after the end of
+        its collective.
         """
         dag, place = self.dag, int(self.place[start])
         leads, gained, limit, first = {start, *dag.nodes[start].deps}, 0.0, most, place
@@ -264,7 +234,7 @@ class _Looked:
         return min(gained, limit), moved, first
 
     def behind(self, wait: int, most: float) -> tuple[float, list[int]]:
-        """Compute after `wait` that could run when it is reached, up to `most`, and what has to move for that."""
+        """Milliseconds of compute after `wait` that could run when it is reached (at most `most`), and its nodes."""
         after = self.order[int(self.place[wait]) + 1 :]
         can = after[self.ready[after] <= self.begin[wait] + self.tiny]
         ms = self.spare[can].cumsum()
@@ -272,67 +242,38 @@ class _Looked:
         return (float(min(most, ms[-1])), can[:count].tolist()) if len(ms) else (0.0, [])
 
     def use(self, nodes: NDArray[np.int64], ms: float) -> None:
-        """Take so many milliseconds of the nodes' spare ones, the first nodes' first."""
+        """Take `ms` of the nodes' spare milliseconds, first nodes first."""
         spare = self.spare[nodes]
         before = spare.cumsum() - spare
         self.spare[nodes] = spare - np.clip(ms - before, 0.0, spare)
 
     def fits(self, moved: Iterable[int], first: int) -> Why:
-        """Whether the budget keeps `moved`, in this order, from standing before what is at place `first`."""
+        """MEMORY if moving `moved`, in this order, to place `first` would exceed the budget; else ORDER."""
         nodes = np.fromiter(moved, np.int64)
-        # Whatever else is alive at any time was alive before.
-        if self.budget is None or int(self.made[nodes].sum()) <= self.budget - self.own_peak:
+        # The peak grows by no more than the moved nodes allocate.
+        if self.budget is None or int(self.allocated[nodes].sum()) <= self.budget - self.timeline.peak_bytes:
             return Why.ORDER
-        place = np.empty(len(self.order), np.int64)
-        place[self.with_moved(nodes, first)] = np.arange(len(place))
-        return Why.MEMORY if self.peak(place) > self.budget else Why.ORDER
+        peak = self.dag.peak_bytes(self.with_moved(nodes, first).tolist())
+        return Why.MEMORY if peak > self.budget else Why.ORDER
 
     def with_moved(self, nodes: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-        """The order with `nodes`, all of which come later, before what is at place `first`."""
+        """The order with `nodes`, which all come later, moved to place `first`."""
         rest = np.delete(self.order, self.place[nodes])
         return np.concatenate([rest[:first], nodes, rest[first:]])
 
 
-class _Peak:
-    """`Dag.peak_bytes` of many orders, in arrays."""
-
-    def __init__(self, dag: Dag) -> None:
-        users = [(storage.maker, *storage.users) for storage in dag.storages]
-        self.count = len(dag)
-        self.maker = np.array([storage.maker for storage in dag.storages], np.int64)
-        self.num_bytes = np.array([storage.num_bytes for storage in dag.storages], np.int64)
-        self.freed = np.array([not storage.kept for storage in dag.storages], bool)
-        self.users = np.array([user for of_storage in users for user in of_storage], np.int64)
-        self.first = np.concatenate([[0], np.cumsum([len(of_storage) for of_storage in users])]).astype(np.int64)[:-1]
-
-    def __call__(self, place: NDArray[np.int64]) -> int:
-        if not len(self.maker):
-            return 0
-        change = np.zeros(self.count + 1, np.int64)
-        np.add.at(change, place[self.maker], self.num_bytes)
-        last = np.maximum.reduceat(place[self.users], self.first)
-        np.subtract.at(change, last[self.freed] + 1, self.num_bytes[self.freed])
-        return int(change.cumsum().max())
-
-
 def hidden_counts(
-    timeline: Timeline, among: Iterable[int] | None = None, members: Sequence[Sequence[int]] | None = None
+    timeline: Intervals, among: Iterable[int] | None = None, members: Sequence[Sequence[int]] | None = None
 ) -> dict[str, int]:
-    """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time, as `Timeline.counts` has it.
+    """Numbers of collectives that are "hidden", "partly" hidden, or "exposed", as in `Timeline.counts`.
 
     Args:
-        among: starts to count, those that take no time left out; default: `hideable`.
-        members: of each node, the nodes of another dag that it stands for; `among` are starts of that dag then, and
-            each is what the one that it became part of is.
+        among: starts to count; those that take no time are left out. Default: `hideable`.
+        members: for each node, the nodes of another dag that it stands for. Then `among` are starts of that dag, and
+            each counts like the collective that it is part of.
     """
     chosen = hideable(timeline.dag) if among is None else among
     if members is not None:
         became = {i: start for start in timeline.dag.starts for i in members[start]}
         chosen = [became[i] for i in chosen]
-    found, tiny = {"hidden": 0, "partly": 0, "exposed": 0}, _tiny(timeline.makespan)
-    for start in chosen:
-        ms = timeline.exposed[start]
-        cost = timeline.dag.nodes[start].ms
-        if cost:
-            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
-    return found
+    return timeline.count(start for start in chosen if timeline.dag.nodes[start].ms)

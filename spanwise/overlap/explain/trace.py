@@ -1,11 +1,11 @@
-"""trace: timelines as Chrome's trace events, to look at in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Chrome trace events of timelines, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     dag ─► schedule ─► timeline ─► trace ─► file
 
-A process for each timeline; in it a track for the compute stream and one for each process group. On the compute stream
-the issue of a collective is an instant, a wait is what compute stands still for; arrows lead from an issue to its
-collective and on to its wait. A counter shows the memory that is alive. After "Trace Event Format" (Google, 2016), in
-microseconds. Pure.
+A timeline is a process, with a track for the compute stream and one for each process group. On the compute stream, the
+issue of a collective is an instant, and a wait lasts while compute stands still. Arrows lead from an issue to its
+collective and on to its wait. A counter shows the bytes alive. Times are microseconds ("Trace Event Format", Google,
+2016).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import numpy as np
 
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.ir.timeline import Intervals
 
 _COMPUTE = 0  # its track; groups follow
 
 
 def save_chrome_trace(
     path: str | os.PathLike[str],
-    timelines: Mapping[str, Timeline],
+    timelines: Mapping[str, Intervals],
     *,
     budget: int | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `timelines`, by their names, to a JSON file.
+    """Write timelines, by name, to a JSON file.
 
     Args:
-        budget: bytes that the orders were allowed; what is exposed says why, see `reasons.reasons`.
-        groups: what process groups are called, by their names; others keep theirs.
+        budget: byte limit of the orders, for the reasons of exposed collectives (`reasons.reasons`).
+        groups: labels of process groups by name; others keep their name.
     """
     events = []
     for process, (name, timeline) in enumerate(timelines.items()):
@@ -46,20 +46,20 @@ def save_chrome_trace(
 
 
 def in_order(groups: Sequence[str], labels: Mapping[str, str]) -> list[str]:
-    """Process groups as they are shown, alike for all orders of a graph: as `labels` has them, then others by name."""
+    """Sort process groups for display: in the order of `labels`, then the others by name."""
     known = list(labels)
     return sorted(groups, key=lambda name: (known.index(name) if name in labels else len(known), len(name), name))
 
 
 def trace_events(
-    timeline: Timeline,
+    timeline: Intervals,
     name: str = "step",
     process: int = 0,
     *,
     budget: int | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Events of one timeline; nodes that take no time are left out, collectives never are."""
+    """Events of one timeline; compute nodes that take no time are left out."""
     dag, labels = timeline.dag, groups or {}
     tracks = {group: at for at, group in enumerate(in_order(dag.groups, labels), _COMPUTE + 1)}
     begin, end, issued = (1e3 * times for times in (timeline.begin, timeline.end, timeline.issued))
@@ -76,7 +76,7 @@ def trace_events(
         events.append({"ph": "X", "pid": process, "tid": track, "name": text, "cat": category, **times, "args": facts})
 
     def arrow(start: int, phase: str, track: int, at: float) -> None:
-        # An arrow is bound to the slice that encloses its time.
+        # A viewer binds an arrow to the slice that encloses its time.
         bound = {"bp": "e"} if phase == "f" else {}
         flow = {"ph": phase, "id": f"{process}.{start}", "name": "collective", "cat": "flow", **bound}
         events.append({**flow, "pid": process, "tid": track, "ts": float(at)})
@@ -105,8 +105,8 @@ def _called(what: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
 
 
-def _memory(timeline: Timeline, process: int) -> list[dict[str, Any]]:
-    """The bytes alive at each node that changes them."""
+def _memory(timeline: Intervals, process: int) -> list[dict[str, Any]]:
+    """Counter events at each node that changes the bytes alive."""
     order = timeline.order.tolist()
     alive = timeline.dag.alive_bytes(order)
     events = []

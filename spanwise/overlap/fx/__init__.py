@@ -1,1 +1,1 @@
-"""From fx graphs to dags and back; capture and files of graphs."""
+"""fx graphs to dags and back; captured graphs, and graphs in files."""

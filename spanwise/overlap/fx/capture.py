@@ -1,12 +1,12 @@
-"""Capture: the ATen graphs of a Llama-like step under data × context × tensor parallelism, without ranks or devices.
+"""Capture the ATen graphs of a Llama-like step under data × context × tensor parallelism, without ranks or devices.
 
-    CaptureConfig ─► fake process groups ─► fake tensors through `decoder` ─► forward and backward graph ─► graph
+    CaptureConfig ─► fake process groups ─► fake tensors through `decoder` ─► forward and backward graph
 
-What `spanwise overlap` schedules when it is given no saved graph, and what benchmarks and tests of the other modules
-run on. The parallelism is torchtitan's: parameters sharded over dp and cp (FSDP2: every matrix is gathered in the
-forward, gathered again in the backward, its gradient reduce-scattered in float32), sequence and heads over tp
-(Megatron-LM: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), tokens over
-cp. Collectives are functional: starts and waits are nodes of their own.
+`spanwise overlap` schedules these graphs where it gets no saved one; benchmarks and tests run on them. The parallelism
+is torchtitan's. Parameters are sharded over dp and cp (FSDP2): every matrix is gathered in the forward and again in the
+backward, and its gradient is reduce-scattered in float32. Sequence and heads are sharded over tp (Megatron-LM:
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), tokens over cp. Collectives
+are functional: a start and a wait are two nodes.
 """
 
 from __future__ import annotations
@@ -21,79 +21,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
-from spanwise import _torch
-from spanwise.overlap.fx.decoder import Attention, Axis, Decoder, flash, inputs_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptureConfig:
-    """A decoder and how it is spread over ranks.
-
-    Attributes:
-        layers, dim, heads, kv_heads, ffn: of the decoder; the head dim is ``dim // heads``.
-        vocab: with an embedding before the layers and a loss after them, both split over tp; None for layers alone,
-            from hidden states to hidden states.
-        seq_len, batch: tokens of a sequence before cp shards it, and sequences of a data-parallel rank.
-        dp, cp, tp: sizes of the mesh axes, tp innermost: the ranks of a tp group are neighbours.
-        dtype: of compute and of gathered parameters; shards and reduced gradients are float32 (float64 if `dtype` is).
-        device: "cuda" or "cpu", whose operators the graph has. No such device is needed.
-        rank: whose graphs; ranks differ in the rows of the vocabulary that they hold.
-    """
-
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    seq_len: int
-    batch: int = 1
-    vocab: int | None = None
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "dim", "heads", "kv_heads", "ffn", "seq_len", "batch", "dp", "cp", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank must be in [0, dp * cp * tp = {self.num_ranks}), got {self.rank}")
-        if self.device not in ("cuda", "cpu"):
-            raise ValueError(f'device must be "cuda" or "cpu", got {self.device!r}')
-        shards = self.dp * self.cp
-        for name, value, divisor, of in (
-            ("dim", self.dim, 2 * self.heads, "2 * heads"),
-            ("heads", self.heads, self.kv_heads, "kv_heads"),
-            ("kv_heads", self.kv_heads, self.tp, "tp"),
-            ("ffn", self.ffn, self.tp * shards, "tp * dp * cp"),
-            ("vocab", self.vocab or 0, self.tp * shards, "tp * dp * cp"),
-            ("dim", self.dim, shards, "dp * cp"),
-            ("kv_heads * head dim", self.kv_heads * self.head_dim, self.tp * shards, "tp * dp * cp"),
-            ("seq_len", self.seq_len, self.cp * self.tp, "cp * tp"),
-        ):
-            if value % divisor:
-                raise ValueError(f"{name} must be a multiple of {of} = {divisor}, got {value}")
-
-    @property
-    def num_ranks(self) -> int:
-        return self.dp * self.cp * self.tp
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
+from spanwise.overlap import _torch
+from spanwise.overlap.fx.decoder import Attention, Axis, CaptureConfig, Decoder, flash, inputs_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Graphs:
-    """What was captured.
+    """The two graphs of a step.
 
     Attributes:
-        forward: from parameters and inputs to outputs and what is saved.
-        backward: from what is saved and the outputs' gradients to the gradients.
-        axes: by "dp" (which is dp and cp together), "cp", "tp".
+        forward: from parameters and inputs to outputs and saved tensors.
+        backward: from saved tensors and the outputs' gradients to the gradients.
+        axes: process groups by "dp" (dp and cp together), "cp" and "tp".
     """
 
     forward: torch.fx.GraphModule
@@ -103,13 +42,13 @@ class Graphs:
 
 @contextlib.contextmanager
 def fake_world(config: CaptureConfig) -> Iterator[dict[str, Axis]]:
-    """All process groups of one rank, which send nothing; gone afterwards. Group names are the same every time.
+    """Simulate all process groups of one rank while the context lasts; their names are the same every time.
 
     Raises:
-        RuntimeError: this process has process groups of its own.
+        RuntimeError: torch.distributed is initialized in this process.
     """
     if dist.is_initialized():
-        raise RuntimeError("graphs are captured with process groups of their own; call destroy_process_group() first")
+        raise RuntimeError("capture simulates process groups; call destroy_process_group() first")
     dist.init_process_group("fake", rank=config.rank, world_size=config.num_ranks, store=_torch.fake_store())
     try:
         tp_index, outer = config.rank % config.tp, config.rank // config.tp
@@ -134,14 +73,19 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
     """Trace a step of the model.
 
     Args:
-        attention: for cp > 1: called with the cp mesh, it returns the attention of shards, and what that takes beside
-            them, a pytree (a plan, say) whose tensors become the graph's last inputs; what these hold is known to
-            `flops` as ``meta["known"]``. While it is traced, ``torch.compiler.is_compiling()`` is true: a plan has to
-            have ``keep_kv=True``.
+        attention: required for cp > 1. It is called with the cp mesh and returns the attention of shards and its extra
+            argument, a pytree such as a plan. The tensors of that pytree become the graph's last inputs; `flops` reads
+            their contents from ``meta["known"]``. ``torch.compiler.is_compiling()`` is true while it is traced, so a
+            plan needs ``keep_kv=True``.
 
     Raises:
         ValueError: cp > 1 without `attention`.
-        RuntimeError: this process has process groups of its own.
+        RuntimeError: torch.distributed is initialized in this process.
+
+    Example:
+        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, tp=2, device="cpu")
+        >>> capture(config).axes["tp"].ranks
+        (0, 1)
     """
     if config.cp > 1 and attention is None:
         raise ValueError(f"cp = {config.cp}: pass attention=, which exchanges K/V between the shards")
@@ -166,9 +110,9 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
             joint = _torch.joint_graph(Decoder(config, axes, attend_with), inputs)
     placeholders = joint.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders[len(inputs) - len(real) : len(inputs)], real, strict=True):
-        node.meta["known"] = value  # spans, by which attention is priced
+        node.meta["known"] = value  # spans: attention is priced by them
     _torch.drop_assertions(joint.graph)
-    _gather_again(joint, axes["dp"].name)
+    _recompute_gathers(joint, axes["dp"].name)
     forward, backward = _torch.partition(joint, 1)
     for module in (forward, backward):
         if config.device != "cpu":
@@ -178,13 +122,13 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
     return Graphs(forward, backward, axes)
 
 
-def _gather_again(joint: torch.fx.GraphModule, dp: str) -> None:
-    """Mark gathered parameters to be gathered again in the backward rather than saved; FSDP2's reshard_after_forward.
+def _recompute_gathers(joint: torch.fx.GraphModule, dp: str) -> None:
+    """Mark gathered parameters to be gathered again in the backward, not saved (FSDP2's ``reshard_after_forward``).
 
     torchtitan's compiled FSDP does the same with a checkpointing policy.
     """
-    starts = joint.graph.find_nodes(op="call_function", target=_torch.ALL_GATHER)
-    for start in starts:
+    all_gather = _torch.functional_collectives.all_gather_into_tensor.default
+    for start in joint.graph.find_nodes(op="call_function", target=all_gather):
         if start.args[2] == dp:
             for node in (start, *start.users, *start.all_input_nodes):
                 if node.op == "call_function":
@@ -192,9 +136,9 @@ def _gather_again(joint: torch.fx.GraphModule, dp: str) -> None:
 
 
 def relabel(module: torch.fx.GraphModule, device: torch.device) -> None:
-    """Put a graph of fake tensors on another device, in place: in its values and where a node names one.
+    """Put a graph of fake tensors on another device, in place: its values, and arguments that name a device.
 
-    Autograd on fake CUDA tensors needs a torch that has CUDA, so that graphs are traced on the CPU.
+    Graphs are traced on the CPU because autograd on fake CUDA tensors needs a torch with CUDA.
     """
     for node in module.graph.nodes:
         for value in _torch.tree_leaves(node.meta.get("val")):

@@ -1,38 +1,99 @@
-"""A Llama-like decoder as a function of tensors, with the collectives of its parallelism in the open; see `capture`.
+"""A Llama-like decoder as a function of tensors, with visible collectives; `capture` traces it.
 
-Autograd functions pair each collective with what its gradient travels by. Nothing here has state.
+Autograd functions pair each collective with the collective of its gradient. Nothing here has state.
 """
 
 # B batch, S tokens of this rank's sequence shard (of all tp ranks), T tokens of its tp rank, N heads of its tp rank,
-# D model dim, H head dim; layout [S, B, …], so that gathering the sequence is gathering dim 0
+# D model dim, H head dim; layout [S, B, …]: gathering the sequence gathers dim 0
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from spanwise import _torch
-
-if TYPE_CHECKING:
-    from spanwise.overlap.fx.capture import CaptureConfig
-
+from spanwise.overlap import _torch
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """``(q, k, v, tensors) -> out``, all ``[B, N, S, H]``; k and v with this rank's heads of K/V."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """A process group as a graph knows it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """A decoder and its parallelism.
 
     Attributes:
-        name: under which the collectives of the graph name it; "" for a group of one rank, which has no collectives.
-        ranks: its ranks in the whole world, ascending.
+        layers, dim, heads, kv_heads, ffn: sizes of the decoder; the head dim is ``dim // heads``.
+        vocab: size of the embedding before the layers and of the loss after them, both split over tp. None: layers
+            alone, from hidden states to hidden states.
+        seq_len: tokens of a sequence before cp shards it.
+        batch: sequences of a data-parallel rank.
+        dp, cp, tp: sizes of the mesh axes, tp innermost: the ranks of a tp group are neighbours.
+        dtype: of compute and gathered parameters. Shards and reduced gradients are float32 (float64 if `dtype` is).
+        device: "cuda" or "cpu": the graph has that device's operators; the device itself is not needed.
+        rank: the rank to trace; ranks differ in their rows of the vocabulary.
+
+    Raises:
+        ValueError: a size below 1, a size that its axes do not divide, an unknown device, or a rank out of range.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq_len: int
+    batch: int = 1
+    vocab: int | None = None
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "kv_heads", "ffn", "seq_len", "batch", "dp", "cp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank must be in [0, dp * cp * tp = {self.num_ranks}), got {self.rank}")
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(f'device must be "cuda" or "cpu", got {self.device!r}')
+        shards = self.dp * self.cp
+        for name, value, divisor, of in (
+            ("dim", self.dim, 2 * self.heads, "2 * heads"),
+            ("heads", self.heads, self.kv_heads, "kv_heads"),
+            ("kv_heads", self.kv_heads, self.tp, "tp"),
+            ("ffn", self.ffn, self.tp * shards, "tp * dp * cp"),
+            ("vocab", self.vocab or 0, self.tp * shards, "tp * dp * cp"),
+            ("dim", self.dim, shards, "dp * cp"),
+            ("kv_heads * head dim", self.kv_heads * self.head_dim, self.tp * shards, "tp * dp * cp"),
+            ("seq_len", self.seq_len, self.cp * self.tp, "cp * tp"),
+        ):
+            if value % divisor:
+                raise ValueError(f"{name} must be a multiple of {of} = {divisor}, got {value}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A process group of a captured graph.
+
+    Attributes:
+        name: the group's name in the graph's collectives; "" for a group of one rank, which has none.
+        ranks: global ranks, ascending.
         index: this rank's place among them.
     """
 
@@ -46,7 +107,7 @@ class Axis:
 
 
 def shapes(config: CaptureConfig) -> list[tuple[int, ...]]:
-    """Of the parameters of one layer, gathered over dp: norm, q, k, v, o, norm, gate, up, down."""
+    """Shapes of one layer's parameters, gathered over dp: norm, q, k, v, o, norm, gate, up, down."""
     tp, kv_dim = config.tp, config.kv_heads * config.head_dim
     attention = [(config.dim // tp, config.dim), (kv_dim // tp, config.dim), (kv_dim // tp, config.dim)]
     attention += [(config.dim, config.dim // tp)]
@@ -55,7 +116,7 @@ def shapes(config: CaptureConfig) -> list[tuple[int, ...]]:
 
 
 def inputs_of(config: CaptureConfig) -> list[torch.Tensor]:
-    """Rotary cosine and sine, input, then all parameters' shards; with a vocabulary, the labels before the shards."""
+    """Rotary cosine and sine, input, labels if there is a vocabulary, then the shards of all parameters."""
     full, shards, length = _full_precision(config.dtype), config.dp * config.cp, config.seq_len // config.cp
     rotary = [torch.empty(length, 1, 1, config.head_dim // 2, dtype=full) for _ in range(2)]
     if config.vocab is None:
@@ -80,7 +141,7 @@ def _full_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 class Decoder:
-    """The step as a function of tensors, without state."""
+    """The forward of a step as a function of tensors."""
 
     def __init__(self, config: CaptureConfig, axes: Mapping[str, Axis], attend: Callable[..., torch.Tensor]) -> None:
         self.config, self.dp, self.tp, self.attend = config, axes["dp"], axes["tp"], attend
@@ -132,7 +193,7 @@ class Decoder:
         return x.unflatten(-1, (-1, self.config.head_dim))
 
     def _embed(self, tokens_SB: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose rows this rank holds, 0 for the others: the sum over tp is the embedding."""
+        """Embed tokens whose rows this rank holds, 0 for others: the sum over tp is the embedding."""
         row = tokens_SB - self.tp.index * table.shape[0]
         foreign = (row < 0) | (row >= table.shape[0])
         return F.embedding(row.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
@@ -144,7 +205,7 @@ def _rotate(x_SBNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def flash(device: str) -> Attention:
-    """Causal attention of a rank that has the whole sequence."""
+    """Causal attention of a rank that holds the whole sequence."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
         groups = q.shape[1] // k.shape[1]
@@ -166,7 +227,7 @@ def _all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
 
 
 class _Parameter(torch.autograd.Function):
-    """A parameter of its shards over `dp`; its gradient is the mean over them, after the sum over `partial`."""
+    """Gather a parameter over `dp`; its gradient is summed over `partial`, then averaged over `dp`."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, dtype: torch.dtype, dp: Axis, partial: Axis) -> torch.Tensor:
@@ -180,7 +241,7 @@ class _Parameter(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """Dim 0 moved over an axis by `there`; its gradient is moved by `back`."""
+    """Move dim 0 over an axis by `there`, and its gradient by `back`."""
 
     @staticmethod
     def forward(
@@ -199,17 +260,17 @@ class _Moved(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Dim 0 of all ranks; of the gradients, which every rank has for all of it, the sum of this rank's part."""
+    """Gather dim 0 of all ranks; the gradient is reduce-scattered."""
     return _Moved.apply(x, axis, _all_gather, _reduce_scatter)
 
 
 def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of all ranks, this rank's part of dim 0."""
+    """Sum over all ranks and keep this rank's part of dim 0; the gradient is gathered."""
     return _Moved.apply(x, axis, _reduce_scatter, _all_gather)
 
 
 class _Flash(torch.autograd.Function):
-    """Causal attention by the flash operator of a device, on fake tensors that say they are on the CPU."""
+    """Causal attention by the flash operator of a device, on fake CPU tensors."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str) -> torch.Tensor:
@@ -223,7 +284,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Mean cross-entropy of logits ``[tokens, vocab / tp]``: only maxima, sums and targets travel."""
+    """Mean cross-entropy of logits ``[tokens, vocab / tp]``; only maxima, sums and targets travel."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""emit: the order and the buckets that were decided on, put into an fx graph. The only module here that changes one.
+"""Put an order and buckets into an fx graph. Only this module changes graphs.
 
     Captured, order, members ─► emit ─► the same graph, in that order
 
-All is checked first; only then is anything moved. Inputs stay in front in their own order, the output at the end. A
-bucket becomes one coalesced collective of torch: nothing is copied in or out, every tensor has its own dtype, shape and
-bits, and its own wait. Which collectives may be in one is said here, too, since that depends on the operator.
+All checks come first; then nodes move. Inputs stay in front in their own order, the output stays at the end. A bucket
+becomes one coalesced collective of torch: nothing is copied in or out, and every tensor keeps its dtype, shape, bits
+and wait. `bucket_keys` says which collectives may share a bucket, because that depends on the operator.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.graph import Captured
 from spanwise.overlap.fx.operators import COALESCED, arguments, group_of, nodes_in, tensors_of, traits
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind
 
 _ops = _torch.functional_collectives
 _TOGETHER = {one: several for several, one in COALESCED.items()}
-# What AOTAutograd cuts a joint graph by: on which side a node is, and whether it is done again.
+# AOTAutograd cuts a joint graph by these: the side of a node, and whether it is recomputed.
 _CUT_BY = ("partitioner_tag", "autograd_backward", "recompute", "ac_graph_id")
 
 
 def bucket_keys(captured: Captured) -> list[Hashable | None]:
-    """Of each node of the dag, what the starts of a bucket must have in common; None where there can be no bucket.
+    """A key for each node of the dag; starts of equal keys may share a bucket. None: never in a bucket.
 
-    That is the operator, the group, the reduction, the device, the side of a joint graph, and the dtype, but for
-    reduce-scatters and for all-gathers of NCCL: gloo reduces one dtype at a time, and gathers garbage of several (torch
-    2.13 joins the operands to one tensor, promoted, beside a buffer of the first one's dtype). No part of a bucket are
-    collectives in place or into an ``out`` argument, those of autograd, coalesced ones, those of complex numbers, and
-    those whose result anything but one wait uses.
+    A key is the operator, group, reduction, device, side of a joint graph, and dtype. Reduce-scatters, and all-gathers
+    of NCCL, may mix dtypes. gloo reduces one dtype at a time and gathers garbage of several: torch 2.13 promotes the
+    operands into one tensor and gives it a buffer of the first one's dtype. Never in a bucket: collectives in place or
+    into an ``out`` argument, those of autograd, coalesced ones, complex dtypes, and results with users besides one
+    wait.
     """
-    waits = {node.start: i for i, node in enumerate(captured.dag.nodes) if node.kind == Kind.WAIT}
+    waits = captured.dag.wait_of
     found: list[Hashable | None] = [None] * len(captured.dag)
     for start in captured.dag.starts:
         node = captured.nodes[start]
@@ -62,26 +62,26 @@ def _key(node: fx.Node) -> Hashable | None:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    """Arguments by name, in the order of the schema."""
+    """Arguments by name, in the schema's order."""
     known = traits(node)
     given = dict(arguments(node, known))
     return {name: given[name] for name in known.names}
 
 
 def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None = None) -> None:
-    """Put the graph of `captured` into `order`, and each bucket into one collective, in place; linear.
+    """Put the graph of `captured` into `order`, and each bucket into one collective; in place, in linear time.
 
-    `captured` no longer describes the graph then. Its module runs the old code until ``recompile()``.
+    Afterwards `captured` no longer describes the graph. Its module runs the old code until ``recompile()``.
 
     Args:
         order: the numbers of `members`, each once.
         members: nodes of `captured.dag` that become one: starts of equal `bucket_keys`, their waits, or a single node;
-            default: every node by itself.
+            default: every node alone.
 
     Raises:
-        GraphError: the order breaks a dependency, or a bucket has what cannot be merged. Nothing is changed then, nor
-            upon the next.
-        ValueError: `order` or `members` has not every node once, or the graph is no longer the one that was captured.
+        GraphError: the order breaks a dependency, or members of a bucket cannot be merged. The graph is unchanged.
+        ValueError: `order` or `members` misses or repeats a node, or the graph has changed since it was captured. The
+            graph is unchanged.
     """
     if not captured.nodes:
         return
@@ -108,7 +108,6 @@ def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None
     if not buckets:
         return
     keys = bucket_keys(captured)
-    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
     of_starts = set()
     for bucket in buckets:
         if not bucket:
@@ -123,7 +122,7 @@ def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None
                 text = f"it cannot be merged with {first.name!r}: its bucket key is {keys[i]}, not {keys[bucket[0]]}"
                 raise GraphError(node.name, text)
         if first.kind == Kind.START:
-            of_starts.add(frozenset(waits[i] for i in bucket))
+            of_starts.add(frozenset(dag.wait_of[i] for i in bucket))
     of_waits = {frozenset(bucket) for bucket in buckets if dag.nodes[bucket[0]].kind == Kind.WAIT}
     for waiting in sorted(map(sorted, of_starts ^ of_waits)):
         raise GraphError(dag.nodes[waiting[0]].name, "the waits of merged collectives must be merged, and no others")
@@ -144,7 +143,7 @@ def _check_order(dag: Dag, order: Sequence[int], members: Sequence[Sequence[int]
 
 
 def _output_of(captured: Captured, graph: fx.Graph) -> list[fx.Node]:
-    """The node that returns, if there is one; checks that the graph has the other nodes that it had."""
+    """The output node, if any; ``ValueError`` if other nodes were added or erased since the capture."""
     known = {*captured.inputs, *captured.nodes}
     rest = [node for node in graph.nodes if node not in known]
     if len(graph.nodes) != len(known) + len(rest) or any(node.op != "output" for node in rest):
@@ -154,7 +153,7 @@ def _output_of(captured: Captured, graph: fx.Graph) -> list[fx.Node]:
 
 
 def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One collective for `starts`, which are erased, and its items, which their waits wait for."""
+    """Replace `starts` by one collective and its items; the items are waited for."""
     first = starts[0]
     operands, *rest = zip(*(_given(start).values() for start in starts), strict=True)
     target = _TOGETHER[first.target]
@@ -162,7 +161,7 @@ def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
     with graph.inserting_before(first):
         merged = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
         items = [graph.create_node("call_function", operator.getitem, (merged, at)) for at in range(len(starts))]
-    # Of the first: stack trace, module, side of a joint graph. What describes results is a list, as they are.
+    # Stack trace, module and side of a joint graph are the first start's. Results are a list.
     merged.meta = dict(first.meta)
     for name in ("val", "example_value", "tensor_meta", "eager_input_vals"):
         merged.meta.pop(name, None)
@@ -178,7 +177,7 @@ def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _place(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Put all nodes of a graph into the given order; what is in its place already is not moved."""
+    """Put all nodes of a graph into the given order; nodes already in place do not move."""
     at = next(iter(graph.nodes))
     for node in nodes:
         if node is at:

@@ -1,9 +1,9 @@
-"""Graph files: captured fx graphs on disk, with the ranks of their process groups, to be scheduled anywhere.
+"""Graph files: fx graphs and the ranks of their process groups on disk, to schedule them anywhere.
 
-    torch.compile backend | capture ─► save_graphs ─► file ─► load_graphs ─► graph
+    torch.compile backend | capture ─► save_graphs ─► file ─► load_graphs ─► optimize
 
-A line that says what it is, a line of JSON (torch's version, graphs, groups), then the graphs as torch's own graph
-pickler writes them for its caches: nodes with ``meta["val"]`` as sizes, strides, dtypes and aliases; no tensor data.
+A file is a line with its format, a line of JSON (torch's version, graphs, groups), then pickled graphs. torch's graph
+pickler writes them as for its caches: ``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data.
 Programs of ``torch.export`` can be loaded as well.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx import operators
 
 _MAGIC = b"spanwise graphs 1\n"
@@ -30,25 +30,19 @@ _MAGIC = b"spanwise graphs 1\n"
 #: Files in the archives of ``torch.export.save``: of torch 2.8 and later, and of those before.
 _OF_PROGRAMS = frozenset({"archive_format", "serialized_exported_program.json"})
 
-#: Modules that define the operators of this package, by the operators' names; this half of it imports the last alone.
-_DEFINED_IN = {
-    "sdpa": "spanwise.attention.kernels.sdpa",
-    "sdpa_backward": "spanwise.attention.kernels.sdpa",
-    "varlen": "spanwise.attention.kernels.varlen",
-    "varlen_backward": "spanwise.attention.kernels.varlen",
-    "agree": "spanwise.overlap.consensus",
-}
+#: A kernel of this package defines its operators in the file of its name. This half does not import the other one.
+_KERNELS = Path(__file__).parents[2] / "attention" / "kernels"
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraphs:
-    """What a file holds.
+    """Contents of a file.
 
     Attributes:
-        graphs: by their names, "forward" say.
-        ranks: global ranks of the process groups whose collectives are in the graphs, by the names that these have for
-            them; groups that were not known when they were saved are not there.
-        labels: what groups are called, by the same names.
+        graphs: graphs by name, such as "forward".
+        ranks: global ranks of the graphs' process groups, by their names in the graphs. A group that was unknown when
+            the file was written is missing.
+        labels: labels of groups for reports, by the same names.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -63,19 +57,27 @@ def save_graphs(
     ranks: Mapping[str, Sequence[int]] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Write graphs to a file that `load_graphs` and ``spanwise overlap --load`` read.
+    """Write graphs to a file for `load_graphs` and ``spanwise overlap --load``.
 
-    Of a node's metadata ``"val"`` and ``"custom"`` are kept, of tensors no data, of a module nothing but its graph and
-    the tensors that this names.
+    Nodes keep ``meta["val"]`` and ``meta["custom"]``, without tensor data. A module keeps its graph and the tensors
+    that the graph names.
 
     Args:
+        path: file to write.
         graphs: ATen graphs by name.
-        ranks: global ranks of process groups by the names that the graphs have for them; groups that are left out are
-            asked for here, if this process has them.
-        labels: what to call groups in reports, by the same names.
+        ranks: global ranks of process groups by their names in the graphs; other groups are looked up in this process.
+        labels: labels of groups for reports, by the same names.
 
     Raises:
-        ValueError: no graph, or one that torch's pickler does not take.
+        ValueError: no graph, or one that torch's pickler refuses.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> gm = fx.symbolic_trace(torch.nn.Linear(2, 2))
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "step.graphs"
+        >>> save_graphs(path, {"forward": gm}, labels={"0": "dp"})
+        >>> load_graphs(path).labels
+        {'0': 'dp'}
     """
     if not isinstance(graphs, Mapping) or not all(isinstance(gm, fx.GraphModule) for gm in graphs.values()):
         kind = (
@@ -83,7 +85,7 @@ def save_graphs(
             if isinstance(graphs, Mapping)
             else type(graphs).__name__
         )
-        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, {{"forward": gm}} say, got {kind}')
+        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, as in {{"forward": gm}}, got {kind}')
     if not graphs:
         raise ValueError("there is no graph to save")
     known = {name: [int(rank) for rank in members] for name, members in (ranks or {}).items()}
@@ -94,10 +96,10 @@ def save_graphs(
                 try:
                     known[group] = dist.get_process_group_ranks(_torch.find_group(group))
                 except (RuntimeError, ValueError, KeyError):
-                    continue  # of another process: whoever loads the file has to say
+                    continue  # a group of another process: the loader must pass its ranks
         try:
             blobs.append(_torch.dump_graph(gm, ("val", "custom")))
-        except Exception as error:  # of whatever kind an object has that cannot be pickled
+        except Exception as error:  # pickling may raise anything
             raise ValueError(f"graph {name!r} cannot be saved: {type(error).__name__}: {error}") from error
     head = {
         "torch": torch.__version__,
@@ -109,14 +111,17 @@ def save_graphs(
 
 
 def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
-    """Graphs of a file by `save_graphs`, or the graph of a program that ``torch.export.save`` wrote (``.pt2``).
+    """Load the graphs of a file by `save_graphs`, or the graph of a program by ``torch.export.save`` (``.pt2``).
 
-    Both are made of pickles: load none that you do not trust.
+    Both contain pickles: load only files that you trust.
+
+    Returns:
+        `SavedGraphs` with ``graphs``, ``ranks`` and ``labels``; `save_graphs` has an example.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is neither, a graph calls an operator that nothing has registered in this process (import the
-            module that defines it first), or another torch wrote it and this one does not understand it.
+        ValueError: the file is neither; a graph calls an operator that is not registered in this process (import its
+            module first); or another version of torch wrote it and this one cannot read it.
     """
     path = Path(path)
     data = path.read_bytes()
@@ -124,21 +129,21 @@ def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
         return _load_own(path, data)
     if data.startswith(b"PK") and _is_program(data):
         try:
-            program = torch.export.load(io.BytesIO(data))  # of a path it warns that the name should end in .pt2
-        except Exception as error:  # of another version, say
+            program = torch.export.load(io.BytesIO(data))  # a path without .pt2 warns
+        except Exception as error:  # for example another version of torch
             raise ValueError(f"{path} is no program of torch.export: {type(error).__name__}: {error}") from error
         return SavedGraphs({"graph": program.graph_module}, {}, {})
     what = "is a zip file without a program of torch.export, by torch.save perhaps" if data.startswith(b"PK") else ""
     raise ValueError(
-        f"{path} {what or 'holds no graphs'}: save them with spanwise.overlap.fx.files.save_graphs, or a program "
-        f"with torch.export.save"
+        f"{path} {what or 'holds no graphs'}: save them with spanwise.overlap.save_graphs, or a program with "
+        f"torch.export.save"
     )
 
 
 def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
-    """The process groups of the graphs' collectives, by name: how many ranks each has, and a node that says so.
+    """Sizes of the graphs' process groups, each with a node that shows it; by the group's name.
 
-    A sum or a broadcast does not say; a group that nothing but such are of has no sizes.
+    An all-reduce or a broadcast does not show a size: a group with only those has none.
     """
     found: dict[str, dict[int, str]] = {}
     for gm in graphs:
@@ -146,7 +151,7 @@ def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
             if node.target in operators.STARTS:
                 sizes = found.setdefault(operators.group_of(node), {})
                 given = dict(operators.arguments(node, operators.traits(node)))
-                rows = given.get("output_split_sizes")  # of an exchange: of each rank
+                rows = given.get("output_split_sizes")  # of an all-to-all: one per rank
                 size = len(rows) if isinstance(rows, (list, tuple)) else given.get("group_size")
                 if isinstance(size, int):
                     sizes.setdefault(size, node.name)
@@ -154,7 +159,7 @@ def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
 
 
 def _is_program(data: bytes) -> bool:
-    """Whether a zip file has what ``torch.export.save`` puts into all of its own; torch's loader warns about others."""
+    """Whether a zip file is by ``torch.export.save``; torch's loader warns about others."""
     try:
         names = zipfile.ZipFile(io.BytesIO(data)).namelist()
     except zipfile.BadZipFile:
@@ -177,7 +182,7 @@ def _load_own(path: Path, data: bytes) -> SavedGraphs:
     for name, size in sizes:
         try:
             graphs[name] = _torch.load_graph(rest[at : at + size])
-        except Exception as error:  # of whatever kind an unknown operator or class gives
+        except Exception as error:  # an unknown operator or class may raise anything
             unknown = _unknown_operator(error)
             raise ValueError(
                 f"{path}: graph {name!r} {unknown}"
@@ -190,13 +195,15 @@ def _load_own(path: Path, data: bytes) -> SavedGraphs:
 
 
 def _unknown_operator(error: Exception) -> str:
-    """Which operator is not registered in this process, and what would work; "" if that is not the error."""
+    """The operator that is not registered in this process, and the remedy; "" for other errors."""
     found = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
     if not found:
         return ""
     namespace, operator = found.groups()
-    module = _DEFINED_IN.get(operator) if namespace == "spanwise" else None
+    kernel = operator.removesuffix("_backward")
+    ours = namespace == "spanwise" and (_KERNELS / f"{kernel}.py").exists()
+    module = f"spanwise.attention.kernels.{kernel}" if ours else "the module that defines it"
     return (
         f"calls {namespace}::{operator}, and no such operator of the namespace {namespace!r} is registered in this "
-        f"process: import {module or 'the module that defines it'} before you load the graphs"
+        f"process: import {module} before you load the graphs"
     )

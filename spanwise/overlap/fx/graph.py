@@ -1,14 +1,17 @@
-"""to_dag: an fx ATen graph as the `Dag` that is simulated and scheduled, and the way back from its numbers to nodes.
+"""to_dag: the `Dag` of an fx ATen graph, and the way back from its numbers to fx nodes.
 
-    fx graph ─► graph ─► dag ─► …
+    fx graph ─► to_dag ─► Captured (dag, nodes) ─► simulate, schedule ─► emit
 
-What a node depends on is more than its arguments. Memory is read and written in the order of the graph: results that
-share memory with arguments (by the schema's aliases, or because the fake tensors in ``meta["val"]`` share a storage)
-are followed to the storage, and a reader stays after the writer before it, a writer after all readers before it. A
-collective reads and writes until its wait. Random operators keep their order. Nothing moves across a barrier:
-operators that talk to other ranks in a way that is not known here, that touch what is no tensor argument, and
-higher-order operators that are not known or run such a subgraph. Barriers are linear in edges: a barrier follows what
-nobody else followed since the last one, and what comes later follows it.
+A node depends on more than its arguments:
+
+- Memory is read and written in the order of the graph: a reader stays after the last writer, a writer after all earlier
+  readers. Aliases are followed to their storage. They come from the schema, and from fake tensors in ``meta["val"]``
+  that share a storage.
+- A collective reads and writes until its wait.
+- Random operators keep their order.
+- Nothing crosses a barrier: an operator that communicates in an unknown way or touches more than its tensor arguments,
+  and a higher-order operator that is unknown or runs such a subgraph. A barrier depends on all nodes since the last
+  barrier that nothing else depends on, and later nodes depend on it: the number of edges stays linear.
 """
 
 from __future__ import annotations
@@ -40,59 +43,74 @@ from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
-    """A `Dag` and the fx graph that it was made from.
+    """A `Dag` and its fx graph.
 
     Attributes:
         nodes: the fx node of each node of `dag`: all calls, in the order of the graph.
-        inputs: placeholders and attributes, in the order of the graph; no nodes of `dag`.
-        outputs: numbers of the nodes whose results the graph returns, each once; inputs that it returns are left out.
-        barriers: numbers of the nodes that nothing crosses.
+        inputs: placeholders and attributes, in the order of the graph; they are not in `dag`.
+        outputs: numbers of the nodes whose results the graph returns, each once; returned inputs are left out.
+        barriers: numbers of the barriers.
     """
 
     dag: Dag
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
-    outputs: tuple[int, ...]
-    barriers: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    barriers: tuple[int, ...] = ()
+
+
+def bind(dag: Dag, graph: fx.Graph) -> Captured:
+    """`dag` with the nodes of a graph that has the same calls in the same order, such as a copy of its graph."""
+    inputs = [node for node in graph.nodes if node.op in _INPUTS]
+    calls = [node for node in graph.nodes if node.op not in (*_INPUTS, "output")]
+    return Captured(dag, tuple(calls), tuple(inputs))
 
 
 def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
-    """What `gm` has to run; `gm` is left as it is.
+    """Convert `gm` to a `Dag`; `gm` does not change.
 
-    A collective has one wait in a `Dag`. Where several tensors of a coalesced collective are waited for, the first wait
-    is it, and the others take no time and follow it: the collective has ended then.
+    A collective has one wait in a `Dag`. Of several waits of a coalesced collective, the first is that wait. The others
+    take no time and depend on it.
 
-    Memory: what the graph's nodes allocate, storage by storage, from the node that makes it to the last node that reads
-    or writes it through any alias; what it returns, and what a collective without a wait touches, to the end. Inputs
-    and attributes are there before and after, and are not counted.
+    Memory is counted by storage, from the node that allocates it to the last node that reads or writes it through any
+    alias. Results of the graph, and operands of a collective without a wait, live to the end. Inputs and attributes are
+    not counted.
 
     Args:
-        cost: milliseconds of a node; see `costs`. Not asked about what does not run on a device: waits, views, items of
-            tuples, uninitialised memory and arithmetic on sizes take no time.
+        cost: milliseconds of a node; see `costs`. Not called for nodes that take no time: waits, views, items of
+            tuples, uninitialised memory and arithmetic on sizes.
 
     Raises:
-        GraphError: sizes that are not numbers, an input or a call without ``meta["val"]``, a wait without a start, a
-            start whose group is not known, or a cost that is negative, not finite or that `cost` could not give. Names
-            the node.
+        GraphError: a symbolic size, an input or a call without ``meta["val"]``, a wait without a start, a start of an
+            unknown group, a negative or non-finite cost, or an exception of `cost`. Names the node.
+
+    Example:
+        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+        >>> captured = to_dag(capture(config).forward, lambda node: 1.0)
+        >>> len(captured.dag.starts)  # gathers of the parameters
+        9
     """
     builder = _Builder(cost)
     for node in gm.graph.nodes:
         if node.op == "output":
             builder.returns(node)
-        elif node.op in ("placeholder", "get_attr"):
+        elif node.op in _INPUTS:
             builder.input(node)
         else:
             builder.call(node)
     return builder.captured()
 
 
-#: Of a node that cannot be looked at.
-NO_VALUE = 'it has no meta["val"], of which sizes and aliases are read'
+_INPUTS = ("placeholder", "get_attr")
+
+#: Start of the error for a node without a value.
+NO_VALUE = 'it has no meta["val"], which gives sizes and aliases'
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Memory:
-    """A storage while the graph is walked, by the numbers of nodes; an input has no maker."""
+    """A storage during the walk over the graph, by numbers of nodes; an input has no maker."""
 
     num_bytes: int = 0
     maker: int = -1
@@ -103,17 +121,19 @@ class _Memory:
     start: int = -1  # the last collective that writes it
 
 
-_Places = tuple[_Memory, ...]  # where a tensor may lie: one storage, several if its schema says no more
+_Places = tuple[_Memory, ...]  # where a tensor may lie: one storage, or several if its schema is not exact
 
 
 @dataclasses.dataclass(frozen=True)
 class _Collective:
     reads: list[_Memory]
     writes: list[_Memory]
-    wait: list[int] = dataclasses.field(default_factory=list)  # its first wait
+    wait: list[int] = dataclasses.field(default_factory=list)  # its first wait, once found
 
 
 class _Builder:
+    """Nodes, dependencies and storages of the part of a graph that was walked."""
+
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self.nodes: list[Node] = []
@@ -121,15 +141,15 @@ class _Builder:
         self.number: dict[fx.Node, int] = {}
         self.inputs: list[fx.Node] = []
         self.outputs: tuple[int, ...] = ()
-        # Of each fx node, the tensors of its value: the storage's identity there, and where they lie.
+        # For each tensor of an fx node's value: the identity of its storage, and where it lies.
         self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
-        self.first: dict[fx.Node, list[int]] = {}  # of a tuple, which tensor is the first of each item
+        self.first: dict[fx.Node, list[int]] = {}  # of a tuple: the number of each item's first tensor
         self.outside: dict[int | None, _Memory] = {}  # storages of inputs
         self.made: list[_Memory] = []
         self.collectives: dict[int, _Collective] = {}
         self.last_random = -1
         self.barriers: list[int] = []
-        self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, that nobody follows
+        self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
 
     def input(self, node: fx.Node) -> None:
         self.inputs.append(node)
@@ -153,14 +173,13 @@ class _Builder:
     def call(self, node: fx.Node) -> None:
         known = traits(node)
         values = self._checked_values(node, known)
-        i = len(self.nodes)
-        args = node.all_input_nodes
+        i, args = len(self.nodes), node.all_input_nodes
         deps = {self.number.get(arg, -1) for arg in args}
         if node.target is operator.getitem:
             given = self.tensors[node] = self._item(node, values)
         else:
             given = [pair for arg in args for pair in self.tensors.get(arg, ())]
-        reads = [memory for _, places in given for memory in places]  # one may be there twice
+        reads = [memory for _, places in given for memory in places]  # may repeat
         writes: list[_Memory] = []
         if known.writes:
             written = [value for name, value in arguments(node, known) if name in known.writes]
@@ -172,30 +191,15 @@ class _Builder:
             kind = Kind.START
         elif known.role is Role.WAIT:
             start = self._started(node, reads)
-            if start in self.collectives:
-                collective = self.collectives[start]
+            barrier = start not in self.collectives  # a barrier like the node that it waits for
+            if not barrier:
                 writes = reads
-                if collective.wait:
-                    deps.add(collective.wait[0])
-                else:
-                    kind = Kind.WAIT
-                    deps.add(start)
-                    reads = list(dict.fromkeys((*reads, *collective.reads, *collective.writes)))
-                    collective.wait.append(i)
-            else:
-                barrier = True  # as what it waits for
+                kind, reads = self._wait(i, start, reads, deps)
         if known.random:
             deps.add(self.last_random)
             self.last_random = i
 
-        for memory in reads:
-            deps.add(memory.last_write)
-            memory.readers.append(i)
-            memory.users.append(i)
-        for memory in writes:
-            deps.add(memory.last_write)
-            deps.update(memory.readers)
-            memory.last_write, memory.readers = i, []
+        _touch(i, reads, writes, deps)
         if node.target is operator.getitem:
             made = reads
         else:
@@ -205,10 +209,29 @@ class _Builder:
                 memory.users.append(i)
         if kind == Kind.START:
             self.collectives[i] = _Collective(reads, made)
-        if kind == Kind.START or known.talks:
+        if kind == Kind.START or known.communicates:
             for memory in (*made, *writes):
                 memory.start = i
 
+        self._fence(i, deps, barrier)
+        self.number[node] = i
+        self.calls.append(node)
+        group = group_of(node) if kind == Kind.START else ""
+        start = start if kind == Kind.WAIT else -1
+        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+
+    def _wait(self, i: int, start: int, reads: list[_Memory], deps: set[int]) -> tuple[Kind, list[_Memory]]:
+        """Add dependencies of a wait for `start`; return its kind and all memory that it reads."""
+        collective = self.collectives[start]
+        if collective.wait:
+            deps.add(collective.wait[0])
+            return Kind.COMPUTE, reads
+        collective.wait.append(i)
+        deps.add(start)
+        return Kind.WAIT, list(dict.fromkeys((*reads, *collective.reads, *collective.writes)))
+
+    def _fence(self, i: int, deps: set[int], barrier: bool) -> None:
+        """Add dependencies on and of barriers."""
         deps -= {-1, i}
         if barrier:
             deps.update(self.loose)
@@ -220,18 +243,10 @@ class _Builder:
             self.loose.pop(dep, None)
         self.loose[i] = None
 
-        self.number[node] = i
-        self.calls.append(node)
-        group = group_of(node) if kind == Kind.START else ""
-        start = start if kind == Kind.WAIT else -1
-        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
-
     def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
         if "val" not in node.meta:
-            nothing = (known.names and not known.aliases) or (
-                known.role is Role.BARRIER and not node.users
-            )  # to return
-            if not nothing:
+            returns_nothing = known.names and not known.aliases
+            if not (returns_nothing or (known.role is Role.BARRIER and not node.users)):
                 raise GraphError(node.name, NO_VALUE)
             return []
         values = tensors_of(node)
@@ -243,7 +258,7 @@ class _Builder:
         return values
 
     def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:
-        """Where the tensors of `nodes` lie, each place once."""
+        """Storages of the tensors of `nodes`, each once."""
         found: list[_Memory] = []
         for node in nodes:
             for _, places in self.tensors.get(node, ()):
@@ -251,7 +266,7 @@ class _Builder:
         return found if len(found) < 2 else list(dict.fromkeys(found))
 
     def _started(self, node: fx.Node, places: list[_Memory]) -> int:
-        """The collective that wrote last what `node` waits for."""
+        """Number of the last collective that wrote the tensor of a wait."""
         start = max((memory.start for memory in places), default=-1)
         if start < 0:
             raise GraphError(
@@ -267,22 +282,22 @@ class _Builder:
         given: Sequence[tuple[int | None, _Places]],
         values: Sequence[torch.Tensor],
     ) -> list[tuple[int | None, _Places]]:
-        """Where the results lie: in arguments, which lie where `given` says, or in new memory."""
+        """Where the results lie: in the memory of arguments (`given`), or in new memory."""
         if known.role is Role.WAIT:
             return [(storage_of(value), given[0][1]) for value in values]
-        if len(given) == 1 == len(values) and known.is_alias and known.surely:  # a view of its one argument
+        if len(given) == 1 == len(values) and known.is_alias and known.never_copies:  # a view of its one argument
             return [(storage_of(values[0]), given[0][1])]
         by_storage = dict(given)
         by_storage.pop(None, None)
         by_name = dict(arguments(node, known)) if known.is_alias else {}
-        unknown = (known.role is Role.BARRIER and not known.names) or known.talks  # anything may be returned
+        unknown = (known.role is Role.BARRIER and not known.names) or known.communicates  # may return any argument
         found: list[tuple[int | None, _Places]] = []
         new: dict[int | None, _Memory] = {}  # results of one node that share a storage
         for at, value in enumerate(values):
             storage = storage_of(value)
             places: _Places = ()
             if by_name:
-                # One result may be a list of tensors, or none.
+                # One result may be a list of tensors, or no tensor.
                 aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
                 nodes = [n for names in aliased for name in names for n in nodes_in(by_name.get(name))]
                 if len(nodes) > 1 and len(nodes) == len(values):  # a list, item by item
@@ -290,7 +305,7 @@ class _Builder:
                 places = tuple(self._places(nodes))
             if storage in by_storage:
                 places = tuple(dict.fromkeys((*places, *by_storage[storage]))) if places else by_storage[storage]
-            elif not (places and known.surely):
+            elif not (places and known.never_copies):
                 if unknown:
                     places = tuple(self._places(node.all_input_nodes))
                 if storage not in new or storage is None:
@@ -302,7 +317,7 @@ class _Builder:
 
     def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> list[tuple[int | None, _Places]]:
         source, key = node.args
-        if not isinstance(source, fx.Node):  # a tuple that is written out
+        if not isinstance(source, fx.Node):  # a literal tuple
             return [(storage_of(value), tuple(self._places(node.all_input_nodes))) for value in values]
         given, whole = self.tensors[source], source.meta.get("val")
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
@@ -344,3 +359,15 @@ class _Builder:
         )
         dag = Dag(tuple(self.nodes), storages)
         return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, tuple(self.barriers))
+
+
+def _touch(i: int, reads: Iterable[_Memory], writes: Iterable[_Memory], deps: set[int]) -> None:
+    """Record that node `i` reads and writes memory, and add the dependencies that follow."""
+    for memory in reads:
+        deps.add(memory.last_write)
+        memory.readers.append(i)
+        memory.users.append(i)
+    for memory in writes:
+        deps.add(memory.last_write)
+        deps.update(memory.readers)
+        memory.last_write, memory.readers = i, []

@@ -1,13 +1,13 @@
-"""What a node of an fx graph does, by its operator: starts or waits for a collective, reads, writes, is free.
+"""Traits of a node by its operator: whether it starts or waits for a collective, reads, writes, or is free.
 
-`graph` builds dependencies from it, `costs` prices by it. Operators are recognised by `OpOverload` and by their
-schemas, never by name: what a schema calls ``group_name`` is the group, what it marks as written is written. An
-operator of which that is not enough to know what it does is a barrier.
+`graph` builds dependencies from them, `costs` prices by them. Operators are recognised by `OpOverload` and schema,
+never by name: a schema's ``group_name`` is the group, and arguments it marks as written are written. An operator whose
+schema says too little is a barrier.
 
-Point to point, of torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``_c10d_functional``'s ``isend``,
-``irecv`` and ``batch_p2p_ops`` start and are waited for, too, and are barriers all the same, as are ``c10d::send`` and
-``c10d::recv_``: their graphs differ from rank to rank, so that ranks would not reorder them alike, and messages of two
-ranks have to be sent in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
+Point to point in torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``isend``, ``irecv`` and
+``batch_p2p_ops`` of ``_c10d_functional`` are barriers although they start and are waited for; so are ``c10d::send`` and
+``c10d::recv_``. Their graphs differ from rank to rank, so ranks would reorder them differently, and two ranks must send
+messages in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
 """
 
 from __future__ import annotations
@@ -23,43 +23,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.ir.dag import GraphError
 
 _ops = _torch.functional_collectives
 _autograd = _torch.autograd_collectives
 
-# By what travels; each starts a collective and returns before its end.
-ALL_GATHER = frozenset(
-    {
-        _ops.all_gather_into_tensor.default,
-        _ops.all_gather_into_tensor_out.default,
-        _ops.all_gather_into_tensor_coalesced.default,
-        _autograd.all_gather_into_tensor.default,
-    }
-)
-REDUCE_SCATTER = frozenset(
-    {
-        _ops.reduce_scatter_tensor.default,
-        _ops.reduce_scatter_tensor_out.default,
-        _ops.reduce_scatter_tensor_coalesced.default,
-        _autograd.reduce_scatter_tensor.default,
-    }
-)
-ALL_REDUCE = frozenset(
-    {
-        _ops.all_reduce.default,
-        _ops.all_reduce_.default,
-        _ops.all_reduce_coalesced.default,
-        _ops.all_reduce_coalesced_.default,
-    }
-)
+# Operators by kind of collective; each starts one and returns before its end.
+ALL_GATHER = frozenset({
+    _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default,
+    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default
+})  # fmt: skip
+REDUCE_SCATTER = frozenset({
+    _ops.reduce_scatter_tensor.default, _ops.reduce_scatter_tensor_out.default,
+    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default
+})  # fmt: skip
+ALL_REDUCE = frozenset({
+    _ops.all_reduce.default, _ops.all_reduce_.default, _ops.all_reduce_coalesced.default,
+    _ops.all_reduce_coalesced_.default
+})  # fmt: skip
 ALL_TO_ALL = frozenset({_ops.all_to_all_single.default, _autograd.all_to_all_single.default})
 BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
 STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
 WAIT = _ops.wait_tensor.default
 
-# Of the coalesced ones that return new tensors, the one that does the same to one tensor.
+# Coalesced operators that return new tensors, with the operator that does the same to one tensor.
 COALESCED: Mapping[Any, Any] = MappingProxyType(
     {
         _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
@@ -68,8 +56,8 @@ COALESCED: Mapping[Any, Any] = MappingProxyType(
     }
 )
 
-# Operators of these namespaces talk to other ranks, by groups or by pointers, if they are none of the above.
-_TALKING = frozenset(
+# All other operators of these namespaces communicate in other ways, by groups or by pointers.
+_COMMUNICATION = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor"}
 )
 
@@ -77,9 +65,9 @@ _aten = torch.ops.aten
 _EMPTY = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
 )
-# Views that do not say so.
+# Views whose schema does not say so.
 _UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
-# Write arguments of these names, and do not say so either: statistics of batches, where FSDP2 lays what it gathers.
+# Operators that write arguments of these names although their schema does not say so.
 _UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -99,54 +87,30 @@ _UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
-# Pointwise, though without torch's tag.
-_UNTAGGED = frozenset(
-    {
-        _aten._to_copy,
-        _aten.clone,
-        _aten.copy,
-        _aten.copy_,
-        _aten.fill,
-        _aten.full,
-        _aten.full_like,
-        _aten.native_dropout,
-        _aten.ones_like,
-        _aten.where,
-        _aten.zeros_like,
-        torch.ops.prims.iota,
-    }
-)
+# Pointwise operators without torch's tag.
+_UNTAGGED = frozenset({
+    _aten._to_copy, _aten.clone, _aten.copy, _aten.copy_, _aten.fill, _aten.full, _aten.full_like, _aten.native_dropout,
+    _aten.ones_like, _aten.where, _aten.zeros_like, torch.ops.prims.iota
+})  # fmt: skip
 
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 
-# Higher-order operators that run subgraphs, kernels or an operator on their arguments, and do nothing else. What they
-# run is looked at; a subgraph that does more than compute makes a barrier.
-_PLAIN_HOPS = frozenset(
-    {
-        "associative_scan",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "cond",
-        "control_deps",
-        "flex_attention",
-        "flex_attention_backward",
-        "invoke_subgraph",
-        "map_impl",
-        "out_dtype",
-        "scan",
-        "triton_kernel_wrapper_functional",
-        "while_loop",
-    }
-)
-# Runs a Triton kernel that may write any tensor it is given (which ones, torch finds out with Triton alone), and that
-# may talk to other ranks if it is given pointers.
+# Higher-order operators that only run subgraphs, kernels or an operator on their arguments. A subgraph that does more
+# than compute makes them barriers.
+_PLAIN_HOPS = frozenset({
+    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "control_deps", "flex_attention",
+    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "triton_kernel_wrapper_functional",
+    "while_loop"
+})  # fmt: skip
+# Runs a Triton kernel that may write any of its tensors (only Triton can tell which), and that may communicate if it
+# gets pointers.
 _TRITON = "triton_kernel_wrapper_mutation"
 _RANDOM_HOPS = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
 
 
 class Role(enum.Enum):
-    """COMPUTE works on its arguments alone; FREE does nothing at run time; nothing moves across a BARRIER."""
+    """COMPUTE uses its arguments only; FREE does nothing at run time; nothing moves across a BARRIER."""
 
     COMPUTE = enum.auto()
     FREE = enum.auto()
@@ -157,25 +121,25 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What is known of an operator.
+    """Traits of an operator.
 
     Attributes:
         random: whether it draws from a generator.
-        talks: whether it is a barrier because other ranks take part.
-        names: arguments in the order of the schema; empty if there is none.
+        communicates: whether it is a barrier because it communicates.
+        names: arguments in the order of the schema; empty without a schema.
         writes: arguments that it writes.
-        aliases: of each result, arguments whose memory it may be.
-        surely: whether a result that has aliases is surely one of them, and never a copy.
+        aliases: for each result, the arguments whose memory it may be.
+        never_copies: whether a result with aliases is always one of them, never a copy.
         pointwise: whether a compiler runs it in one loop with its pointwise neighbours.
     """
 
     role: Role
     random: bool = False
-    talks: bool = False
+    communicates: bool = False
     names: tuple[str, ...] = ()
     writes: frozenset[str] = frozenset()
     aliases: tuple[frozenset[str], ...] = ()
-    surely: bool = True
+    never_copies: bool = True
     pointwise: bool = False
 
     @functools.cached_property
@@ -185,7 +149,7 @@ class Traits:
 
 
 def traits(node: fx.Node) -> Traits:
-    """What is known of the operator that `node` calls, and of the subgraphs that it runs."""
+    """Traits of the operator that `node` calls, with those of the subgraphs that it runs."""
     target = node.target
     if node.op != "call_function":
         return Traits(Role.BARRIER)
@@ -212,28 +176,29 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
     aliases = tuple(_aliased(result.alias_info, arguments) for result in returns)
     if op in _UNSAFE_VIEWS:
         aliases = (frozenset(names[:1]),)
-    known = functools.partial(Traits, names=names, writes=writes, aliases=aliases, surely=not _torch.decomposes(op))
+    copies = _torch.decomposes(op)
+    known = functools.partial(Traits, names=names, writes=writes, aliases=aliases, never_copies=not copies)
     if op in STARTS:
         return known(Role.START)
     if op is WAIT:
         return known(Role.WAIT)
     handles = any("torch.classes." in str(a.type) for a in arguments)
-    if op.namespace in _TALKING or "group_name" in names or "process_group" in names:
-        return known(Role.BARRIER, talks=True)
-    if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export has one in front of every cast
+    if op.namespace in _COMMUNICATION or "group_name" in names or "process_group" in names:
+        return known(Role.BARRIER, communicates=True)
+    if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export puts one before every cast
         return known(Role.FREE)
     nothing = not returns and not writes
     if handles or nothing or _torch.has_hidden_effects(op) or op.overloadpacket in (_aten.set_, _aten.resize_):
         return known(Role.BARRIER)
     random = torch.Tag.nondeterministic_seeded in op.tags or "generator" in names
-    view = bool(aliases) and not writes and all(aliases) and not _torch.decomposes(op)
+    view = bool(aliases) and not writes and all(aliases) and not copies
     free = view or op.overloadpacket in _EMPTY
     pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
     return known(Role.FREE if free else Role.COMPUTE, random=random, pointwise=pointwise)
 
 
 def _aliased(info: Any, arguments: Any) -> frozenset[str]:
-    """Arguments that share a label with a result; all that have one, where a list's label is in its elements."""
+    """Arguments that share an alias label with a result; all labelled ones if the label is that of list elements."""
     if info is None:
         return frozenset()
     labelled = {a.name: a.alias_info.before_set | a.alias_info.after_set for a in arguments if a.alias_info is not None}
@@ -254,15 +219,17 @@ def _of_higher_order(node: fx.Node, hop: _torch.HigherOrderOperator) -> Traits:
     for arg in node.all_input_nodes:
         if arg.op == "get_attr" and isinstance(graph := attribute(arg), fx.GraphModule):
             inside += [traits(inner) for inner in graph.graph.nodes if inner.op.startswith("call_")]
-    # An auto-functionalized operator writes copies; whatever else writes is not looked into.
+    # An auto-functionalized operator writes copies. Other writes make a barrier.
     functional = name.startswith("auto_functionalized")
     if any(t.role not in (Role.COMPUTE, Role.FREE) or (t.writes and not functional) for t in inside):
-        return Traits(Role.BARRIER, talks=any(t.talks or t.role in (Role.START, Role.WAIT) for t in inside))
+        return Traits(
+            Role.BARRIER, communicates=any(t.communicates or t.role in (Role.START, Role.WAIT) for t in inside)
+        )
     return Traits(Role.COMPUTE, random=name in _RANDOM_HOPS or any(t.random for t in inside))
 
 
 def attribute(node: fx.Node) -> Any:
-    """What a ``get_attr`` gets; None if the graph has no module, or the module no such attribute."""
+    """Value of a ``get_attr`` node; None if the graph has no module or the module lacks the attribute."""
     try:
         return operator.attrgetter(str(node.target))(node.graph.owning_module)
     except AttributeError:
@@ -270,13 +237,13 @@ def attribute(node: fx.Node) -> Any:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Tensors of ``meta["val"]``, those of lists and tuples in their order."""
+    """Tensors of ``meta["val"]``; lists and tuples are flattened in order."""
     value = node.meta.get("val")
     return [value] if isinstance(value, torch.Tensor) else tensors_in(value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in a value, those of lists and tuples in their order."""
+    """Tensors in a value; lists and tuples are flattened in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if value is None or type(value) is int:
@@ -285,7 +252,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def arguments(node: fx.Node, known: Traits) -> Iterator[tuple[str, Any]]:
-    """Arguments that are given, by their names in the schema."""
+    """Given arguments by their names in the schema."""
     yield from zip(known.names, node.args, strict=False)
     yield from node.kwargs.items()
 
@@ -302,7 +269,7 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 
 def group_of(node: fx.Node) -> str:
-    """Name of the process group of a collective; `GraphError` if the graph does not hold it."""
+    """Name of the process group of a collective; `GraphError` if the graph does not contain it."""
     group = dict(arguments(node, traits(node))).get("group_name")
     if isinstance(group, torch.distributed.ProcessGroup):
         return _torch.group_name(group)
@@ -312,7 +279,7 @@ def group_of(node: fx.Node) -> str:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Identity of the storage as long as `tensor` lives; None for layouts without one."""
+    """Identity of the storage while `tensor` lives; None for layouts without a storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -323,7 +290,7 @@ def is_free(node: fx.Node, known: Traits | None = None) -> bool:
     """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes.
 
     Args:
-        known: the node's `traits`, where they are at hand.
+        known: the node's `traits`, if already computed.
     """
     known = known or traits(node)
     if known.role is Role.FREE:
@@ -337,7 +304,7 @@ def is_free(node: fx.Node, known: Traits | None = None) -> bool:
         return True
     if not known.is_alias:
         return False
-    # A reshape, say, that came out as a view.
+    # For example a reshape that returned a view.
     given = {storage_of(t) for arg in node.all_input_nodes for t in tensors_of(arg)}
     return all(storage_of(t) in given for t in results)
 

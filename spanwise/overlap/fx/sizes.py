@@ -1,8 +1,8 @@
-"""sizes: sizes that a graph leaves open, as numbers while it is scheduled.
+"""Numbers for symbolic sizes while a graph is scheduled.
 
-A graph with dynamic shapes, or with an exchange whose rows change from plan to plan, has symbols for sizes. Costs and
-memory want numbers, and ranks the same ones: what a rank has seen when it compiled is its own, and another rank would
-decide otherwise. So every symbol stands for one number that is given.
+A graph has symbols for sizes if it has dynamic shapes, or an exchange whose rows change from plan to plan. Costs and
+memory need numbers, and the same ones on all ranks: the sizes a rank saw when it compiled are its own, and would lead
+to other decisions elsewhere. So every symbol stands for one given number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spanwise import _torch
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import storage_of, tensors_of
 
 _ALIGNED = 16  # bytes, a multiple of every element's
@@ -22,10 +22,9 @@ _ALIGNED = 16  # bytes, a multiple of every element's
 
 @contextlib.contextmanager
 def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
-    """Within, tensors in ``meta["val"]`` of all nodes have the sizes that they have if every symbol is `size`.
+    """Inside, tensors in ``meta["val"]`` of all nodes have numeric sizes: every symbol is `size`.
 
-    Tensors that shared a storage share one. What was there before is back afterwards, in new nodes too that were given
-    a value of an old one.
+    Shared storages stay shared. Afterwards the old values are back, also in new nodes that took a value of an old one.
     """
     mode = _torch.fake_mode()
     tensors = [t for node in gm.graph.nodes for t in tensors_of(node)]
@@ -37,8 +36,8 @@ def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
     for t in tensors:
         if (storage := storage_of(t)) in storages and storage is not None:
             num_bytes[storage] = max(num_bytes.get(storage, 0), _extent(t, size))
-    made: dict[int, torch.Tensor] = {}  # by the storage that it stands for
-    before: dict[int, Any] = {}  # by the identity of what stands for it
+    made: dict[int, torch.Tensor] = {}  # by the old storage
+    before: dict[int, Any] = {}  # old values by the identity of the new ones
 
     def replace(value: Any) -> Any:
         storage = storage_of(value) if isinstance(value, torch.Tensor) else None
@@ -71,13 +70,13 @@ def _is_static(tensor: torch.Tensor) -> bool:
 
 
 def _layout(tensor: torch.Tensor, size: int) -> tuple[list[int], list[int], int]:
-    """Shape, strides and offset, in elements; sizes that come out negative are 0."""
+    """Shape, strides and offset in elements; a negative size becomes 0."""
     numbers = [max(0, _torch.assume_symbols(n, size)) for n in (*tensor.shape, *tensor.stride())]
     return numbers[: tensor.ndim], numbers[tensor.ndim :], _torch.assume_symbols(tensor.storage_offset(), size)
 
 
 def _extent(tensor: torch.Tensor, size: int) -> int:
-    """Bytes of its storage; at least as many as the tensor reaches."""
+    """Bytes of its storage, at least as many as the tensor reaches."""
     shape, strides, offset = _layout(tensor, size)
     reach = offset + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
     whole = _torch.assume_symbols(tensor.untyped_storage().nbytes(), size)

@@ -1,11 +1,11 @@
-"""Dag: what a step has to run, as plain data: work on the compute stream, collectives on the streams of their groups.
+"""Dag: a step as plain data: work on the compute stream, and collectives on the streams of their process groups.
 
-Made by `graph` from an fx graph, or by hand. `simulate` runs an order of it, `bounds` says what no order can beat,
-`schedule` looks for a good one. Nodes are numbers, in an order that respects all dependencies (the graph's own).
+`fx.graph` makes one from an fx graph; tests make one by hand. `simulate` runs an order of it, `bounds` bounds every
+order from below, and `search.schedule` looks for a good one. Nodes are numbered in an order that respects all
+dependencies: the graph's own.
 
-What is modelled: one in-order compute stream; one in-order stream for each process group; a start hands a collective
-over when the compute stream reaches it and costs that stream nothing; a wait keeps the compute stream until the
-collective has ended.
+The model: one in-order compute stream, and one in-order stream for each process group. A start launches its collective
+when the compute stream reaches it, and takes no time there. A wait blocks the compute stream until the collective ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spanwise.overlap.ir.memory import Lifetimes, Storage
+from spanwise.overlap.ir.order import positions
+
 
 class Kind(enum.IntEnum):
-    """What a node occupies.
+    """The stream that a node occupies.
 
-    COMPUTE the compute stream; START the stream of its group, for the whole collective; WAIT nothing, but the compute
-    stream goes no further before the collective has ended.
+    COMPUTE occupies the compute stream. START occupies the stream of its group for the whole collective. WAIT occupies
+    none, but blocks the compute stream until the collective ends.
     """
 
     COMPUTE = 0
@@ -36,7 +39,7 @@ class GraphError(ValueError):
     """A graph that cannot be scheduled; the text names the node.
 
     Attributes:
-        node: its name.
+        node: the node's name.
     """
 
     def __init__(self, node: str, text: str) -> None:
@@ -46,14 +49,14 @@ class GraphError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node as it is given.
+    """A node of a `Dag`.
 
     Attributes:
-        kind: see `Kind`.
-        ms: milliseconds on its stream; 0 for a wait.
-        deps: nodes that must have been issued before, by number, each smaller than the node's own.
+        kind: its stream; see `Kind`.
+        ms: milliseconds on that stream; 0 for a wait.
+        deps: numbers of the nodes that must be issued before it; each is smaller than the node's own number.
         group: process group of a start.
-        start: of a wait, the start that it waits for, by number.
+        start: number of the start that a wait waits for; -1 for other nodes.
     """
 
     name: str
@@ -64,30 +67,20 @@ class Node:
     start: int = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """Memory that a node allocates.
-
-    Attributes:
-        num_bytes: its size.
-        maker: the node that allocates it.
-        users: nodes after the last of which it is free; a wait is a user of what its collective reads and writes.
-        kept: whether it outlives the graph, as an output does.
-    """
-
-    num_bytes: int
-    maker: int
-    users: tuple[int, ...] = ()
-    kept: bool = False
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dag:
     """Nodes in an order that respects their dependencies, and the memory that they allocate.
 
     Raises:
-        GraphError: a dependency on a later node (a cycle, or an order that is none), milliseconds that are negative or
-            not finite, a wait without a start or a start with several waits, a start without a group.
+        GraphError: a node depends on itself or a later node, its milliseconds are negative or not finite, a wait has
+            no start, a start has several waits or no group.
+        ValueError: the user of a storage comes before its maker, or is no node.
+
+    Examples:
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> dag = Dag((start, Node("other", Kind.COMPUTE, 3.0), wait), (Storage(8, 0, (2,)),))
+        >>> dag.compute_ms, dag.peak_bytes(), dag.wait_of
+        (3.0, 8, {0: 2})
     """
 
     nodes: tuple[Node, ...]
@@ -133,13 +126,18 @@ class Dag:
         return tuple(i for i, node in enumerate(self.nodes) if node.kind == Kind.START)
 
     @functools.cached_property
+    def wait_of(self) -> dict[int, int]:
+        """The wait of each start that has one."""
+        return {node.start: i for i, node in enumerate(self.nodes) if node.kind == Kind.WAIT}
+
+    @functools.cached_property
     def groups(self) -> tuple[str, ...]:
         """Process groups in the order in which they appear."""
         return tuple(dict.fromkeys(self.nodes[i].group for i in self.starts))
 
     @functools.cached_property
     def unique_deps(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, the nodes that it depends on, each once."""
+        """Of each node, its dependencies, each once."""
         return tuple(n.deps if len(n.deps) < 2 else tuple(dict.fromkeys(n.deps)) for n in self.nodes)
 
     @functools.cached_property
@@ -153,53 +151,40 @@ class Dag:
 
     @functools.cached_property
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Dependencies: what comes first, and what follows it."""
+        """All dependencies: the node that comes first, and the node that follows it."""
         following = np.repeat(np.arange(len(self)), [len(deps) for deps in self.unique_deps])
         return np.array([dep for deps in self.unique_deps for dep in deps], np.int64), following
 
     @functools.cached_property
-    def _storage_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Users of all storages one after another, each one's maker first, and where each one's begin."""
-        users = [(storage.maker, *storage.users) for storage in self.storages]
-        begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
-        return np.array([user for of_one in users for user in of_one], np.int64), begins
+    def lifetimes(self) -> Lifetimes:
+        """When the storages open and close, for any order."""
+        return Lifetimes(len(self), self.storages)
 
     @functools.cached_property
     def compute_ms(self) -> float:
-        """All work of the compute stream."""
+        """Milliseconds of all work on the compute stream."""
         return float(self.ms[self.kinds == Kind.COMPUTE].sum())
 
     def check_order(self, order: Sequence[int]) -> None:
-        """``GraphError`` unless `order` has every node once, after all that it depends on."""
-        numbers = np.asarray(order, np.int64)
-        if not np.array_equal(np.sort(numbers), np.arange(len(self))):
+        """Check that `order` has every node once, each after its dependencies.
+
+        Raises:
+            ValueError: a node is missing, or there twice.
+            GraphError: a node comes before one of its dependencies.
+        """
+        if not np.array_equal(np.sort(np.asarray(order, np.int64)), np.arange(len(self))):
             raise ValueError(f"an order of {len(self)} nodes has each of them once, got {len(order)} numbers")
-        place = np.empty(len(self), np.int64)
-        place[numbers] = np.arange(len(self))
+        position = positions(order)
         deps, following = self._edges
-        wrong = np.flatnonzero(place[deps] > place[following])
+        wrong = np.flatnonzero(position[deps] > position[following])
         if len(wrong):
             node, dep = self.nodes[following[wrong[0]]], self.nodes[deps[wrong[0]]]
             raise GraphError(node.name, f"it comes before {dep.name!r}, on which it depends")
 
     def peak_bytes(self, order: Sequence[int] | None = None) -> int:
-        """Most bytes of the storages alive at once, in the given order or the graph's own."""
-        return int(self.alive_bytes(order).max(initial=0))
+        """Most bytes alive at once, in the given order or the graph's own; see `memory.Lifetimes`."""
+        return self.lifetimes.peak(order)
 
     def alive_bytes(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """Bytes of the storages alive while each node runs, by its place in the order; int64 ``[n]``.
-
-        What a node allocates is there beside what it frees. Storages without a user are free at once, kept ones never.
-        """
-        if not self.storages:
-            return np.zeros(len(self), np.int64)
-        place = np.arange(len(self))
-        if order is not None:
-            place[np.asarray(order, np.int64)] = np.arange(len(order))
-        users, begins = self._storage_users
-        num_bytes = np.array([storage.num_bytes for storage in self.storages], np.int64)
-        freed = np.array([not storage.kept for storage in self.storages])
-        change = np.zeros(len(self) + 1, np.int64)
-        np.add.at(change, place[users[begins]], num_bytes)
-        np.subtract.at(change, np.maximum.reduceat(place[users], begins)[freed] + 1, num_bytes[freed])
-        return change[:-1].cumsum()
+        """Bytes alive while each node runs, by its position in the order; int64 ``[n]``."""
+        return self.lifetimes.profile(order)

@@ -1,190 +1,305 @@
-"""Guard of a limit on memory while an order is made node by node.
+"""Memory along an order of nodes: lifetimes of storages, the bytes alive, and a limit that no order may exceed.
 
-The state that is kept safe: if all nodes that are left ran in one order that is known to hold the limit (the graph's
-own, as a rule) from here, it would hold. That order holds it from the start, or the limit is refused; its next node can
-always run and leaves the state safe; so whatever else is run in between, the order that results never exceeds the
-limit. (E. W. Dijkstra's banker's algorithm, with a known order as the way out.) Pure.
+    storages ─► Lifetimes ─► profile of a whole order       (from scratch, numpy)
+                         └─► ResourceLimit, node by node    (incremental, on a Profile)
 
-What is limited need not be memory: whatever one node takes and the last of some others gives back will do, as
-collectives under way.
+Both forms rest on one definition of events, `Lifetimes.spans`: a storage opens at its maker and closes after the last
+of its users. A limit need not be one of memory. Anything that one node takes and the last of some others gives back
+will do, such as collectives in flight.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spanwise.overlap.ir.dag import Dag, Storage
+from spanwise.overlap.ir.order import positions
 
-_GONE = int(np.iinfo(np.int64).min) // 4  # added to what has run: below whatever is added later
-_FEW = 32  # changes of a profile that are sooner made one by one
+_ISSUED = int(np.iinfo(np.int64).min) // 4  # added to the row of a node that has run: no later sum comes near zero
+_FEW = 32  # changes of a profile up to which slices are quicker than one cumulative sum; not measured apart
 
 
-class Guard:
-    """Memory of a partly issued `dag`, and whether a node may be issued next.
-
-    Args:
-        budget: bytes of the storages at most.
-        order: the way out; default: the graph's own order.
-        storages: what is limited; default: those of the graph.
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Memory that a node allocates.
 
     Attributes:
-        alive: bytes of the storages that are alive; peak: the most so far.
-        takes: of each node, the bytes that it allocates.
-
-    Raises:
-        ValueError: the way out needs more than the budget.
+        num_bytes: its size.
+        maker: the node that allocates it.
+        users: nodes that read or write it; it is freed after the last of them. A wait uses all that its collective
+            reads and writes.
+        kept: whether it outlives the graph, as an output does.
     """
 
-    def __init__(
-        self, dag: Dag, budget: int, *, order: Sequence[int] | None = None, storages: Sequence[Storage] | None = None
-    ) -> None:
-        count = len(dag)
-        storages = dag.storages if storages is None else storages
-        self._dag, self._storages = dag, storages
-        self.budget, self.alive, self.peak = budget, 0, 0
-        self._order = range(count) if order is None else order
-        place = list(self._order)  # of each node in the way out
-        for at, node in enumerate(self._order):
-            place[node] = at
-        self._place = place
-        self._bytes = [storage.num_bytes for storage in storages]
-        self._kept = [storage.kept for storage in storages]
-        self.takes = [0] * count
-        self._used: list[list[int]] = [[] for _ in range(count)]
-        self._users: list[list[int]] = []  # of each storage, their places, ascending; the maker's, too
-        for s, storage in enumerate(storages):
-            self.takes[storage.maker] += storage.num_bytes
-            users = {storage.maker, *storage.users}
-            for user in users:
-                self._used[user].append(s)
-            self._users.append(sorted(place[user] for user in users))
-        self._last = [len(users) - 1 for users in self._users]  # which of them is the last that has not run
-        # Memory is at its most where a node allocates: only these places are looked at.
-        takes = [self.takes[node] > 0 for node in self._order]
-        self._row = np.concatenate([[0], np.cumsum(takes, dtype=np.int64)]).tolist()  # of each place, rows before it
-        change = np.zeros(self._row[-1] + 1, np.int64)
-        for storage, users_at in zip(storages, self._users, strict=True):
-            if storage.num_bytes:
-                change[self._row[users_at[0]]] += storage.num_bytes
-                if not storage.kept:
-                    change[self._row[users_at[-1] + 1]] -= storage.num_bytes
-        # Memory at each node that is left, were these to run next in their own order.
-        self._profile = change[:-1].cumsum()
-        self._pending: list[tuple[int, int, int]] = []  # what is to be added to it: from a row, to another one, bytes
-        self._highest = int(self._profile.max(initial=0))  # at least what any node that is left needs
-        self._has_run = bytearray(count)  # by place
-        self._next = 0
-        if self._highest > budget:
-            raise ValueError(
-                f"the order that is there needs {self._highest:,} bytes at its peak, more than the budget of "
-                f"{budget:,}: allow as many"
-            )
+    num_bytes: int
+    maker: int
+    users: tuple[int, ...] = ()
+    kept: bool = False
 
-    def copy(self, budget: int | None = None) -> Guard:
-        """A guard in the same state; what is issued to one is nothing to the other.
+
+def interval_sums(
+    size: int, first: NDArray[np.int64], end: NDArray[np.int64], values: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Sum of the values whose interval ``[first, end)`` covers each position; int64 ``[size]``.
+
+    Examples:
+        >>> interval_sums(4, np.array([0, 1]), np.array([2, 4]), np.array([10, 1])).tolist()
+        [10, 11, 1, 1]
+    """
+    change = np.zeros(size + 1, np.int64)
+    np.add.at(change, first, values)
+    np.subtract.at(change, end, values)
+    return change[:-1].cumsum()
+
+
+class Lifetimes:
+    """Storages of a graph of `num_nodes` nodes, and when each opens and closes in an order.
+
+    Attributes:
+        num_bytes: of each storage, int64.
+        kept: of each storage, whether it is never freed.
+
+    Examples:
+        >>> lifetimes = Lifetimes(3, (Storage(8, 0, (1,)), Storage(2, 1, kept=True)))
+        >>> lifetimes.profile().tolist(), lifetimes.peak([0, 2, 1])
+        ([8, 10, 2], 10)
+    """
+
+    def __init__(self, num_nodes: int, storages: Sequence[Storage]) -> None:
+        self.num_nodes, self.storages = num_nodes, storages
+        self.num_bytes = np.array([storage.num_bytes for storage in storages], np.int64)
+        self.kept = np.array([storage.kept for storage in storages], bool)
+
+    @functools.cached_property
+    def users(self) -> list[tuple[int, ...]]:
+        """Of each storage, its maker and its users, each once, the maker first."""
+        return [tuple(dict.fromkeys((storage.maker, *storage.users))) for storage in self.storages]
+
+    @functools.cached_property
+    def used(self) -> list[list[int]]:
+        """Of each node, the storages that it makes or uses."""
+        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for number, users in enumerate(self.users):
+            for user in users:
+                found[user].append(number)
+        return found
+
+    @functools.cached_property
+    def allocated(self) -> list[int]:
+        """Of each node, the bytes that it allocates."""
+        found = [0] * self.num_nodes
+        for storage in self.storages:
+            found[storage.maker] += storage.num_bytes
+        return found
+
+    @functools.cached_property
+    def _flat_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`users` of all storages one after another, and where those of each begin."""
+        users = [(storage.maker, *storage.users) for storage in self.storages]
+        begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
+        return np.array([user for of_one in users for user in of_one], np.int64), begins
+
+    def spans(self, position: NDArray[np.int64] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions at which each storage opens, and from which it is closed; that of a kept one is `num_nodes`.
 
         Args:
-            budget: another one, at least what the way out needs.
+            position: of each node, in the order (`positions`); default: its own number.
+        """
+        users, begins = self._flat_users
+        if not len(begins):
+            return begins, begins
+        at = users if position is None else position[users]
+        return at[begins], np.where(self.kept, self.num_nodes, np.maximum.reduceat(at, begins) + 1)
+
+    def profile(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """Bytes alive while each node runs, by its position in the order; int64 ``[n]``.
+
+        A node's results count together with the arguments that it frees. A storage without users is freed at once.
+        """
+        opens, closes = self.spans(None if order is None else positions(order))
+        return interval_sums(self.num_nodes, opens, closes, self.num_bytes)
+
+    def peak(self, order: Sequence[int] | None = None) -> int:
+        """Most bytes alive at once, in the given order or by the nodes' own numbers."""
+        return int(self.profile(order).max(initial=0))
+
+
+class Profile:
+    """Bytes by position, changed interval by interval; changes are summed only when somebody asks.
+
+    Attributes:
+        pending: changes to come: first position, end, bytes. Callers in an inner loop append to it.
+    """
+
+    def __init__(self, num_bytes: NDArray[np.int64]) -> None:
+        self._bytes = num_bytes
+        self.pending: list[tuple[int, int, int]] = []
+
+    def copy(self) -> Profile:
+        other = Profile(self._bytes.copy())
+        other.pending = self.pending.copy()
+        return other
+
+    def peak(self, first: int, end: int | None = None) -> int:
+        """Most bytes at positions from `first` to before `end`; 0 if there are no such positions."""
+        if self.pending:
+            self._apply()
+        return int(self._bytes[first:end].max(initial=0))
+
+    def _apply(self) -> None:
+        if len(self.pending) < _FEW:
+            for first, end, num_bytes in self.pending:
+                self._bytes[first:end] += num_bytes
+        else:
+            self._bytes += interval_sums(len(self._bytes), *np.array(self.pending, np.int64).T)
+        self.pending.clear()
+
+
+class ResourceLimit:
+    """Bytes of a partly issued graph, and whether a node may be issued next without a later dead end.
+
+    The banker's algorithm (E. W. Dijkstra, EWD 623), with a known order as the safe sequence. A state is safe if all
+    nodes left, run in the known order from here, stay within the budget. The known order does so from the start; its
+    next node may always run, and leaves a safe state.
+
+    Args:
+        lifetimes: of the limited storages.
+        budget: most bytes.
+        order: the known order; default: the nodes' own numbers.
+
+    Attributes:
+        alive: bytes alive now.
+        peak: most bytes so far.
+        allocated: of each node, the bytes that it allocates.
+
+    Raises:
+        ValueError: the known order needs more than the budget.
+    """
+
+    def __init__(self, lifetimes: Lifetimes, budget: int, order: Sequence[int] | None = None) -> None:
+        count = lifetimes.num_nodes
+        self._lifetimes, self.budget, self.alive, self.peak = lifetimes, budget, 0, 0
+        self._order = range(count) if order is None else order
+        self.allocated, self._used = lifetimes.allocated, lifetimes.used
+        self._num_bytes, self._kept = lifetimes.num_bytes.tolist(), lifetimes.kept.tolist()
+        at = positions(self._order)
+        self._position = position = at.tolist()
+        # Of each storage, the positions of its users, ascending; the last that has not run, as index and as position.
+        self._users = [sorted([position[user] for user in users]) for users in lifetimes.users]
+        self._last = [len(users) - 1 for users in self._users]
+        self._last_position = [users[-1] for users in self._users]
+        # Memory peaks where a node allocates, so that the profile has rows for these nodes only.
+        rows = np.zeros(count + 1, np.int64)
+        allocated = self.allocated
+        np.cumsum([allocated[node] > 0 for node in self._order], out=rows[1:])
+        self._row = rows.tolist()  # of each position, the rows before it
+        opens, closes = lifetimes.spans(at)
+        # Bytes at each node that is left, if these ran next in the known order.
+        self._profile = Profile(interval_sums(self._row[-1], rows[opens], rows[closes], lifetimes.num_bytes))
+        self._bound = self._profile.peak(0)  # at least the bytes that any node left needs
+        self._has_run = bytearray(count)  # by position
+        self._next = 0
+        if self._bound > budget:
+            raise ValueError(
+                f"the known order needs {self._bound:,} bytes at its peak, more than the budget of {budget:,}: "
+                f"allow at least {self._bound:,}"
+            )
+
+    def copy(self, budget: int | None = None) -> ResourceLimit:
+        """An independent limit in the same state.
+
+        Args:
+            budget: another budget, at least the known order's peak.
         """
         other = copy.copy(self)
         other.budget = self.budget if budget is None else budget
-        other._last, other._profile, other._pending = self._last.copy(), self._profile.copy(), self._pending.copy()
-        other._has_run = self._has_run.copy()
+        other._last, other._last_position = self._last.copy(), self._last_position.copy()
+        other._has_run, other._profile = self._has_run.copy(), self._profile.copy()
         return other
 
-    def along(self, order: Sequence[int], budget: int) -> Guard:
-        """A guard of the same from the beginning, with another way out and budget.
+    def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
+        """A limit on the same storages, from the beginning, with another known order and budget.
 
         Raises:
-            ValueError: the way out needs more than the budget.
+            ValueError: the known order needs more than the budget.
         """
-        return Guard(self._dag, budget, order=order, storages=self._storages)
+        return ResourceLimit(self._lifetimes, budget, order)
 
     @property
     def next_in_order(self) -> int:
-        """The first node of the way out that is left, which is always safe."""
+        """The first node of the known order that is left; it is always safe."""
         return self._order[self._next]
 
     def is_safe(self, node: int) -> bool:
-        """Whether `node`, all of whose dependencies have run, may be issued now."""
-        new = self.takes[node]
+        """Whether `node`, whose dependencies have all run, may be issued now."""
+        new = self.allocated[node]
         if new == 0:
             return True
-        place = self._place[node]
-        if place == self._next:
+        position = self._position[node]
+        if position == self._next:
             return True
         if self.alive + new > self.budget:
             return False
-        if self._highest + new <= self.budget:
+        if self._bound + new <= self.budget:
             return True
         first = self._row[self._next]
-        self._settle()
-        self._highest = int(self._profile[first:].max(initial=0))
-        # What it frees by running early is not counted in its favour.
-        return int(self._profile[first : self._row[place]].max(initial=0)) + new <= self.budget
+        self._bound = self._profile.peak(first)
+        # Storages that the node frees by running early are ignored: the test is on the safe side.
+        return self._profile.peak(first, self._row[position]) + new <= self.budget
 
     def run(self, node: int) -> None:
         """Issue `node`."""
-        place, first, row, has_run = self._place[node], self._next, self._row, self._has_run
-        has_run[place] = True
-        at = row[place]
-        new = self.takes[node]
+        position, first, rows, has_run = self._position[node], self._next, self._row, self._has_run
+        pending, last_position = self._profile.pending, self._last_position
+        has_run[position] = True
+        row = rows[position]
+        new = self.allocated[node]
         if new:
             self.alive += new
             if self.alive > self.peak:
                 self.peak = self.alive
-            if row[first] < at:
-                self._pending.append((row[first], at, new))
-                self._highest += new
-            self._pending.append((at, at + 1, _GONE))
-        for s in self._used[node]:
-            users, last = self._users[s], self._last[s]
-            if users[last] != place:
+            if rows[first] < row:
+                pending.append((rows[first], row, new))
+                self._bound += new
+            pending.append((row, row + 1, _ISSUED))
+        for number in self._used[node]:
+            if last_position[number] != position:
                 continue
+            users, last = self._users[number], self._last[number]
             while last >= 0 and has_run[users[last]]:
                 last -= 1
-            self._last[s] = last
-            if self._kept[s]:
+            self._last[number] = last
+            last_position[number] = users[last] if last >= 0 else -1
+            if self._kept[number]:
                 continue
             if last < 0:
-                self.alive -= self._bytes[s]
-                after = row[first]
+                self.alive -= self._num_bytes[number]
+                closed = rows[first]
             else:
-                after = row[max(users[last] + 1, first)]
-            if after < at:
-                self._pending.append((after, at, -self._bytes[s]))
+                closed = rows[max(users[last] + 1, first)]
+            if closed < row:
+                pending.append((closed, row, -self._num_bytes[number]))
         while first < len(has_run) and has_run[first]:
             first += 1
         self._next = first
 
-    def _settle(self) -> None:
-        """Add what is pending to the profile."""
-        if len(self._pending) < _FEW:
-            for first, end, num_bytes in self._pending:
-                self._profile[first:end] += num_bytes
-        else:
-            firsts, ends, added = np.array(self._pending, np.int64).T
-            change = np.zeros(len(self._profile) + 1, np.int64)
-            np.add.at(change, firsts, added)
-            np.subtract.at(change, ends, added)
-            self._profile += change[:-1].cumsum()
-        self._pending.clear()
 
+class AllLimits:
+    """Several limits with the same known order, as one."""
 
-class AllOf:
-    """Several guards with the same way out, as one."""
-
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self._guards = tuple(guards)
+    def __init__(self, limits: Sequence[ResourceLimit]) -> None:
+        self._limits = tuple(limits)
 
     def is_safe(self, node: int) -> bool:
-        """Whether all of them let `node` be issued now."""
-        return all(guard.is_safe(node) for guard in self._guards)
+        """Whether every limit lets `node` be issued now."""
+        return all(limit.is_safe(node) for limit in self._limits)
 
     def run(self, node: int) -> None:
-        """Issue `node` to all."""
-        for guard in self._guards:
-            guard.run(node)
+        """Issue `node` to every limit."""
+        for limit in self._limits:
+            limit.run(node)

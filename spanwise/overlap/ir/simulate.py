@@ -1,101 +1,68 @@
-"""Timeline of a `Dag` in a given order: when each node runs, and how long each collective keeps compute waiting.
+"""Timeline of a `Dag` in a given order: when each node runs, and how long compute waits for each collective.
 
-A discrete-event simulation of what `dag` describes, linear in nodes and dependencies. Pure.
+A discrete-event simulation of the model in `dag`, linear in nodes and dependencies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.timeline import Intervals
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Timeline:
-    """When the nodes of `dag` run if they are issued in `order`.
+class Timeline(Intervals):
+    """When the nodes of a `Dag` run in a given order; `Intervals` lists its attributes.
 
-    Attributes:
-        order: nodes as they are issued, int64 ``[n]``.
-        begin, end: milliseconds, float64 ``[n]``, by node: of compute on its stream, of a collective (its start) on the
-            stream of its group; a wait begins when the compute stream reaches it and ends when it goes on.
-        issued: when the compute stream reaches each node, float64 ``[n]``.
+    Example:
+        >>> from spanwise.overlap.ir.dag import Node
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+        >>> timeline.makespan, timeline.exposed_ms, timeline.counts()
+        (4.0, 1.0, {'hidden': 0, 'partly': 1, 'exposed': 0})
     """
 
-    dag: Dag
-    order: NDArray[np.int64]
-    begin: NDArray[np.float64]
-    end: NDArray[np.float64]
-    issued: NDArray[np.float64]
-
-    @functools.cached_property
-    def makespan(self) -> float:
-        """Milliseconds until the last node has ended, collectives that nobody waits for included."""
-        return float(self.end.max(initial=0.0))
-
-    @functools.cached_property
-    def exposed(self) -> dict[int, float]:
-        """Milliseconds for which the compute stream stood still at the wait of each collective, by its start."""
-        found = dict.fromkeys(self.dag.starts, 0.0)
-        for i, node in enumerate(self.dag.nodes):
-            if node.kind == Kind.WAIT:
-                found[node.start] = float(self.end[i] - self.begin[i])
-        return found
-
-    @functools.cached_property
-    def exposed_ms(self) -> float:
-        """All that compute waits for collectives."""
-        return math.fsum(self.exposed.values())
-
-    @functools.cached_property
-    def peak_bytes(self) -> int:
-        """Most bytes alive at once."""
-        return self.dag.peak_bytes(self.order.tolist())
-
     def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write it as Chrome's trace events, to look at in Perfetto; see `trace`."""
+        """Write Chrome trace events for Perfetto (ui.perfetto.dev); see `explain.trace`."""
         from spanwise.overlap.explain.trace import save_chrome_trace
 
         save_chrome_trace(path, {"step": self})
-
-    def counts(self) -> dict[str, int]:
-        """Collectives that are "hidden" wholly, "partly", or "exposed" for all of their time.
-
-        Those that take no time are hidden.
-        """
-        found = {"hidden": 0, "partly": 0, "exposed": 0}
-        for start, ms in self.exposed.items():
-            cost = self.dag.nodes[start].ms
-            tiny = 1e-9 * max(1.0, self.makespan)
-            found["hidden" if ms <= tiny else "partly" if ms < cost - tiny else "exposed"] += 1
-        return found
 
 
 def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float = 1.0) -> Timeline:
     """Run `dag` in the given order, or in its own.
 
     Args:
-        contention: how much longer compute takes while a collective is under way, at least 1. A node of compute is
-            stretched over the time in which any stream of a group is busy, as it is known when the node is issued.
+        order: every node once, each after its dependencies; see `Dag.check_order`.
+        contention: factor by which compute takes longer while a collective runs, at least 1. It applies for as long as
+            any group's stream is known to be busy when the node is issued.
 
     Raises:
-        GraphError, ValueError: `order` is no order of these nodes.
+        GraphError: a node of `order` comes before one of its dependencies.
+        ValueError: `order` misses a node or repeats one, or `contention` is below 1.
+
+    Examples:
+        >>> from spanwise.overlap.ir.dag import Node
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+        >>> timeline.makespan, timeline.exposed
+        (4.0, {0: 1.0})
     """
     if not (math.isfinite(contention) and contention >= 1):
         raise ValueError(f"contention must be at least 1, got {contention}")
     if order is not None:
         dag.check_order(order)
-    places = list(range(len(dag)) if order is None else map(int, order))
+    nodes = list(range(len(dag)) if order is None else map(int, order))
     begin, end, issued = ([0.0] * len(dag) for _ in range(3))
     now = 0.0
     free = dict.fromkeys(dag.groups, 0.0)
-    for i in places:
+    for i in nodes:
         node = dag.nodes[i]
         issued[i] = begin[i] = now
         if node.kind == Kind.START:
@@ -109,11 +76,11 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
         else:
             now += _stretched(node.ms, max(free.values(), default=0.0) - now, contention)
         end[i] = now
-    return Timeline(dag, np.array(places, np.int64), *map(np.array, (begin, end, issued)))
+    return Timeline(dag, np.array(nodes, np.int64), *map(np.array, (begin, end, issued)))
 
 
 def _stretched(ms: float, busy: float, contention: float) -> float:
-    """How long `ms` of compute take that begin while streams are busy for `busy` more milliseconds."""
+    """Milliseconds that `ms` of compute take if streams are busy for the first `busy` of them."""
     if busy <= 0:
         return ms
     return ms * contention if ms * contention <= busy else busy + ms - busy / contention

@@ -1,322 +1,284 @@
-"""List schedules of a `Dag` within limits, by due dates; what `schedule` tries.
+"""List schedules of a `Dag` within limits, by priorities.
 
 A list scheduler (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17,
-1969) on the model of `simulate`: whenever a stream is free, the ready node that is due first (`due`) takes it. Costs
-are guesses, so collectives are handed over before their stream stands still, and waited for no sooner than their turn
-comes. Pure and deterministic.
+1969) on the model of `simulate`: whenever a stream is free, the ready node of the smallest priority takes it. Costs are
+estimates, so collectives are started before their stream is idle, and waited for no sooner than their turn comes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from spanwise.overlap.ir.memory import AllOf
-from spanwise.overlap.search.priorities import Listed, Problem
+from spanwise.overlap.ir.memory import AllLimits
+from spanwise.overlap.ir.order import positions
+from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 
-# How many ready nodes are looked at when the first ones do not fit the limits.
-_LOOK = 8
-# By how much less what takes memory may run ahead when memory gets scarce.
-_CROWDED = 8.0
+_LOOKAHEAD = 8  # ready nodes tried when the first ones do not fit the limits; not measured apart
+_SCARCE = 8.0  # divides `ahead` while memory is scarce; not measured apart
 
 
-def forward(
-    problem: Problem,
-    due: list[float],
-    ahead: float,
-    patience: float = 0.0,
-    *,
-    queue: float = 0.0,
-    budget: int | None = None,
-) -> Listed:
-    """A schedule from the beginning on: of what may run, what is due first does, within all limits.
+@dataclasses.dataclass(frozen=True)
+class ListOptions:
+    """Rules of a list schedule.
 
-    A collective is started when the stream of its group has less than `queue` milliseconds left to do; a wait is taken
-    when its collective has ended and its turn has come, or when nothing else is ready. What takes memory and is due
-    more than `ahead` milliseconds later than anything that is left is put off, for it only fills memory. Where the node
-    that is due first does not fit the limits, one of the next few may; where nothing fits, the known order goes on,
-    which always does.
+    Attributes:
+        ahead: milliseconds by which a node that takes memory may be ahead of the smallest priority left. It is deferred
+            until then, because early results only fill memory.
+        patience: share of a node's milliseconds for which compute rather waits, if the wait that ends then comes before
+            the node.
+        queue: milliseconds of work below which a stream gets its next collective. It leaves no gap where collectives
+            take less time, or compute takes more, than estimated.
+        budget: bytes of memory; default: that of the problem's limit.
+    """
+
+    ahead: float
+    patience: float = 0.0
+    queue: float = 0.0
+    budget: int | None = None
+
+
+def list_schedule(problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> ListSchedule:
+    """Make a schedule from the beginning: the ready node of the smallest priority first, within all limits.
+
+    A wait is taken when its collective has ended and its turn has come, or when nothing else is ready. If the first
+    node does not fit the limits, one of the next few may. If none fits, the known order goes on, which always fits.
 
     Args:
-        patience: the share of a node's milliseconds for which compute rather stands still, where the wait that ends
-            then is due before the node.
-        queue: collectives that are handed over before their stream needs them leave no gap where others take less time,
-            and compute more, than was thought.
-        budget: bytes of memory, instead of what the guards say.
+        priorities: milliseconds by node; see `priorities`.
     """
-    ms, machine, users, start_of, free_of_charge = (
-        problem.ms, problem.machine, problem.users, problem.start_of, problem.free
-    )  # fmt: skip
-    count, streams = len(ms), range(1, problem.streams)
-    memory = problem.guards[0].copy(budget)
-    guards = [memory, *(guard.copy() for guard in problem.guards[1:])]
-    takes, scarce = memory.takes, problem.scarce
-    by_due = sorted(problem.order, key=due.__getitem__)
-    rank = [0] * count  # by which the heaps go
-    for at, i in enumerate(by_due):
-        rank[i] = at
-    missing = [len(deps) for deps in problem.deps]
-    has_run = bytearray(count)
-    order: list[int] = []
-    begin, end = [0.0] * count, [0.0] * count
-    free = [0.0] * problem.streams
-    ready: list[list[int]] = [[] for _ in range(problem.streams)]
-    early: list[int] = []  # ready, and put off
-    waits: list[tuple[float, int]] = []  # by the end of the collective
-    ended: list[int] = []  # waits of collectives that have
-    now, front, reach = 0.0, 0, -math.inf
+    return _ListScheduler(problem, priorities, options).run()
 
-    safe, ran = memory.is_safe, memory.run
-    if len(guards) > 1:
-        all_guards = AllOf(guards)
-        safe, ran = all_guards.is_safe, all_guards.run
 
-    def issue(i: int) -> None:
-        """Issue a node, and what is ready by it and free of charge."""
-        nonlocal now
+class _ListScheduler:
+    """State of one list schedule. Heaps hold ranks, the positions of nodes by priority.
+
+    Attributes:
+        ready: of each stream, the nodes that it may run.
+        deferred: ready nodes that take memory and come too early.
+        waits: waits of collectives that run, by the time at which these end.
+        ended: waits of collectives that have ended.
+        horizon: the largest priority that a node that takes memory may have now.
+    """
+
+    def __init__(self, problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> None:
+        self.problem, self.priorities, self.options = problem, priorities, options
+        self.ms, self.stream, self.users = problem.ms, problem.stream, problem.users
+        self.start_of, self.is_instant = problem.start_of, problem.is_instant
+        count = len(problem.ms)
+        self.memory = memory = problem.limits[0].copy(options.budget)
+        self.is_safe, self.limit_run = memory.is_safe, memory.run
+        if len(problem.limits) > 1:
+            limits = AllLimits([memory, *(limit.copy() for limit in problem.limits[1:])])
+            self.is_safe, self.limit_run = limits.is_safe, limits.run
+        self.by_priority = sorted(problem.order, key=priorities.__getitem__)
+        self.rank = positions(self.by_priority).tolist()
+        self.missing = [len(deps) for deps in problem.deps]
+        self.has_run = bytearray(count)
+        self.order: list[int] = []
+        self.begin, self.end = [0.0] * count, [0.0] * count
+        self.free = [0.0] * problem.num_streams  # when each group's stream is
+        self.ready: list[list[int]] = [[] for _ in range(problem.num_streams)]
+        self.deferred: list[int] = []
+        self.waits: list[tuple[float, int]] = []
+        self.ended: list[int] = []
+        self.now, self.first_left, self.horizon = 0.0, 0, -math.inf
+
+    def run(self) -> ListSchedule:
+        problem, has_run, waits = self.problem, self.has_run, self.waits
+        for i in problem.order:
+            if not self.missing[i] and not has_run[i]:
+                self.issue(i) if problem.is_instant[i] else self.add_ready(i)
+        count = len(has_run)
+        while len(self.order) < count:
+            if self.ended or (waits and (waits[0][0] <= self.now or has_run[waits[0][1]])):
+                self.wait_in_turn()
+                if len(self.order) == count:
+                    break
+            is_scarce = self.memory.alive > problem.scarce
+            if is_scarce and self.ended and self.wait_for_ended():
+                continue
+            self.admit_deferred(is_scarce)
+            chosen = self.choose_compute()
+            started = self.start_collectives(chosen)
+            if chosen >= 0:
+                # A collective may have taken the memory, or the known order may have run the node.
+                if self.is_safe(chosen):
+                    self.issue(chosen)
+                    continue
+                heappush(self.ready[0], self.rank[chosen])
+            if not started:
+                wait = self.choose_wait()
+                self.issue(wait if wait >= 0 and self.is_safe(wait) else self.memory.next_in_order)
+        return ListSchedule(self.order, self.begin, max([self.now, *self.free]), self.memory.peak)
+
+    def issue(self, i: int) -> None:
+        """Issue a node, and the instant nodes that become ready by it."""
+        missing, begin = self.missing, self.begin
         stack = [i]
         while stack:
             i = stack.pop()
-            ran(i)
-            has_run[i] = True
-            order.append(i)
-            stream = machine[i]
+            self.limit_run(i)
+            self.has_run[i] = True
+            self.order.append(i)
+            stream = self.stream[i]
+            begin[i] = now = self.now
             if stream == 0:
-                begin[i] = now
-                now += ms[i]
+                self.now = now + self.ms[i]
             elif stream > 0:
-                begin[i] = free[stream] if free[stream] > now else now
-                end[i] = free[stream] = begin[i] + ms[i]
+                if self.free[stream] > now:
+                    begin[i] = self.free[stream]
+                self.end[i] = self.free[stream] = begin[i] + self.ms[i]
             else:
-                begin[i] = now
-                now = max(now, end[start_of[i]])
-            for user in users[i]:
+                self.now = max(now, self.end[self.start_of[i]])
+            for user in self.users[i]:
                 missing[user] -= 1
                 if not missing[user]:
-                    if free_of_charge[user]:
+                    if self.is_instant[user]:
                         stack.append(user)
                     else:
-                        is_ready(user)
+                        self.add_ready(user)
 
-    def is_ready(i: int) -> None:
-        if machine[i] < 0:
-            heappush(waits, (end[start_of[i]], i))
-        elif takes[i] and due[i] > reach:
-            heappush(early, rank[i])
+    def add_ready(self, i: int) -> None:
+        """Put a node whose dependencies have all run into its heap."""
+        stream = self.stream[i]
+        if stream < 0:
+            heappush(self.waits, (self.end[self.start_of[i]], i))
+        elif self.memory.allocated[i] and self.priorities[i] > self.horizon:
+            heappush(self.deferred, self.rank[i])
         else:
-            heappush(ready[machine[i]], rank[i])
+            heappush(self.ready[stream], self.rank[i])
 
-    def take(heap: list[int]) -> int:
-        """Remove and return the first node of a heap that fits the limits; -1 for none."""
-        kept: list[int] = []
+    def wait_in_turn(self) -> None:
+        """Wait for collectives that have ended and whose turn has come; others may end later than estimated."""
+        waits, ended, compute, has_run, by_priority = (
+            self.waits,
+            self.ended,
+            self.ready[0],
+            self.has_run,
+            self.by_priority,
+        )
+        while waits and (waits[0][0] <= self.now or has_run[waits[0][1]]):
+            wait = heappop(waits)[1]
+            if not has_run[wait]:
+                heappush(ended, self.rank[wait])
+        while compute and has_run[by_priority[compute[0]]]:
+            heappop(compute)
+        while ended and compute and ended[0] < compute[0]:
+            wait = by_priority[ended[0]]
+            if not has_run[wait]:
+                if not self.is_safe(wait):
+                    break
+                self.issue(wait)
+            heappop(ended)
+        while ended and has_run[by_priority[ended[0]]]:
+            heappop(ended)
+
+    def wait_for_ended(self) -> bool:
+        """Wait for all collectives that have ended, which frees memory; whether there was one."""
+        found = False
+        while self.ended:
+            i = self.by_priority[self.ended[0]]
+            if not self.has_run[i]:
+                if not self.is_safe(i):
+                    break
+                self.issue(i)
+                found = True
+            heappop(self.ended)
+        return found
+
+    def admit_deferred(self, is_scarce: bool) -> None:
+        """Move the horizon, and make the deferred nodes before it ready."""
+        by_priority, priorities, deferred, ahead = self.by_priority, self.priorities, self.deferred, self.options.ahead
+        while self.has_run[by_priority[self.first_left]]:
+            self.first_left += 1
+        first = priorities[by_priority[self.first_left]]
+        self.horizon = max(self.horizon, first + (ahead / _SCARCE if is_scarce else ahead))
+        while deferred and priorities[by_priority[deferred[0]]] <= self.horizon:
+            at = heappop(deferred)
+            heappush(self.ready[self.stream[by_priority[at]]], at)
+
+    def choose_compute(self) -> int:
+        """Take the next compute off its heap; -1 if there is none, or if waiting is better."""
+        chosen = self.take(self.ready[0])
+        if chosen >= 0 and self.options.patience and self.waits:
+            until, wait = self.waits[0]
+            patience, priorities = self.options.patience * self.ms[chosen], self.priorities
+            if until - self.now < patience and priorities[wait] < priorities[chosen]:
+                heappush(self.ready[0], self.rank[chosen])
+                return -1
+        return chosen
+
+    def start_collectives(self, chosen: int) -> bool:
+        """Start collectives of streams that would be idle before the compute `chosen` ends; whether anything ran."""
+        until = self.now + self.ms[chosen] if chosen >= 0 else self.now
+        started = False
+        until += self.options.queue
+        for stream in range(1, len(self.ready)):
+            heap = self.ready[stream]
+            while heap and self.free[stream] <= until:
+                start = self.take(heap)
+                if start < 0:
+                    started = (heap and self.wait_for_ended()) or started
+                    break
+                self.issue(start)
+                started = True
+                if chosen < 0:
+                    break
+        return started
+
+    def take(self, heap: list[int]) -> int:
+        """Remove and return the first node of a heap that fits the limits; -1 if none does."""
+        too_large: list[int] = []
         found = -1
-        while heap and len(kept) < _LOOK:
+        while heap and len(too_large) < _LOOKAHEAD:
             at = heappop(heap)
-            i = by_due[at]
-            if has_run[i]:
+            i = self.by_priority[at]
+            if self.has_run[i]:
                 continue
-            if safe(i):
+            if self.is_safe(i):
                 found = i
                 break
-            kept.append(at)
-        for at in kept:
+            too_large.append(at)
+        for at in too_large:
             heappush(heap, at)
         return found
 
-    def unlocked(i: int) -> float:
-        """Milliseconds of compute that may run when a node has."""
-        found = 0.0
-        lacks: dict[int, int] = {}
-        stack = [i]
-        while stack:
-            for user in users[stack.pop()]:
-                lacks[user] = lacks.get(user, missing[user]) - 1
-                if not lacks[user]:
-                    if free_of_charge[user]:
-                        stack.append(user)
-                    else:
-                        found += ms[user]
-        return found
+    def choose_wait(self) -> int:
+        """The wait at which compute should be idle; -1 if there is none.
 
-    def what_to_wait_for() -> int:
-        """The wait for which compute stands still; -1 for none.
-
-        Of the next collectives to end, that whose work is due first; or one that ends before it, and whose work fills
-        a good part of the time until then. Others are left alone: they may end later than was thought.
+        Of the next collectives to end, choose the one of the smallest priority, or one that ends before it and unlocks
+        enough work to fill a quarter of the time until then. Others are left: they may end later than estimated.
         """
-        next_ended = [heappop(ended) for _ in range(min(_LOOK, len(ended)))]
-        next_waits = [heappop(waits) for _ in range(min(_LOOK, len(waits)))]
+        next_ended = [heappop(self.ended) for _ in range(min(_LOOKAHEAD, len(self.ended)))]
+        next_waits = [heappop(self.waits) for _ in range(min(_LOOKAHEAD, len(self.waits)))]
         for at in next_ended:
-            heappush(ended, at)
+            heappush(self.ended, at)
         for entry in next_waits:
-            heappush(waits, entry)
-        looked = [*(by_due[at] for at in next_ended), *(i for _, i in next_waits)]
-        gains = [(end[start_of[i]], rank[i], i, unlocked(i)) for i in looked if not has_run[i]]
+            heappush(self.waits, entry)
+        candidates = [*(self.by_priority[at] for at in next_ended), *(i for _, i in next_waits)]
+        end = {i: self.end[self.start_of[i]] for i in candidates if not self.has_run[i]}
+        gains = [(end[i], self.rank[i], i, self.unlocked_ms(i)) for i in end]
         if not gains:
             return -1
         target = min([gain for gain in gains if gain[3] > 0.0] or gains, key=lambda gain: gain[1])
         for until, _, i, work in sorted(gains):
-            if i == target[2] or work >= (target[0] - max(until, now)) / 4 > 0.0:
+            if i == target[2] or work >= (target[0] - max(until, self.now)) / 4 > 0.0:
                 return i
         return target[2]
 
-    def wait_for_all() -> bool:
-        """Wait for what has ended, which gives back what it took; whether there was any."""
-        found = False
-        while ended:
-            i = by_due[ended[0]]
-            if not has_run[i]:
-                if not safe(i):
-                    break
-                issue(i)
-                found = True
-            heappop(ended)
+    def unlocked_ms(self, i: int) -> float:
+        """Milliseconds of compute that become ready when a node has run."""
+        found = 0.0
+        lacks: dict[int, int] = {}
+        stack = [i]
+        while stack:
+            for user in self.users[stack.pop()]:
+                lacks[user] = lacks.get(user, self.missing[user]) - 1
+                if not lacks[user]:
+                    if self.is_instant[user]:
+                        stack.append(user)
+                    else:
+                        found += self.ms[user]
         return found
-
-    for i in problem.order:
-        if not missing[i] and not has_run[i]:
-            issue(i) if free_of_charge[i] else is_ready(i)
-    compute = ready[0]
-    while len(order) < count:
-        while waits and (waits[0][0] <= now or has_run[waits[0][1]]):
-            wait = heappop(waits)[1]
-            if not has_run[wait]:
-                heappush(ended, rank[wait])
-        # Of collectives that have ended, those whose turn it is are waited for: others may end later than was thought.
-        while compute and has_run[by_due[compute[0]]]:
-            heappop(compute)
-        while ended and compute and ended[0] < compute[0]:
-            wait = by_due[ended[0]]
-            if not has_run[wait]:
-                if not safe(wait):
-                    break
-                issue(wait)
-            heappop(ended)
-        while ended and has_run[by_due[ended[0]]]:
-            heappop(ended)
-        if len(order) == count:
-            break
-        crowded = memory.alive > scarce
-        if crowded and ended and wait_for_all():
-            continue
-        while has_run[by_due[front]]:
-            front += 1
-        reach = max(reach, due[by_due[front]] + (ahead / _CROWDED if crowded else ahead))
-        while early and due[by_due[early[0]]] <= reach:
-            at = heappop(early)
-            heappush(ready[machine[by_due[at]]], at)
-        chosen = take(compute)
-        if chosen >= 0 and patience and waits:
-            until, wait = waits[0]
-            if until - now < patience * ms[chosen] and due[wait] < due[chosen]:
-                heappush(compute, rank[chosen])
-                chosen = -1
-        until = now + ms[chosen] if chosen >= 0 else now
-        started = False
-        for stream in streams:
-            heap = ready[stream]
-            while heap and free[stream] <= until + queue:
-                start = take(heap)
-                if start < 0:
-                    started = (heap and wait_for_all()) or started
-                    break
-                issue(start)
-                started = True
-                if chosen < 0:
-                    break
-        if chosen >= 0:
-            # What was started may have taken the room that there was, or let the known order run it.
-            if safe(chosen):
-                issue(chosen)
-                continue
-            heappush(compute, rank[chosen])
-        if not started:
-            wait = what_to_wait_for()
-            issue(wait if wait >= 0 and safe(wait) else memory.next_in_order)
-    return Listed(order, begin, max([now, *free]), memory.peak)
-
-
-def sunk(problem: Problem, order: Sequence[int], late: Sequence[bool]) -> list[int]:
-    """The same order, but what is `late`, by node, comes right before whoever needs it first."""
-    deps = problem.deps
-    has_run = bytearray(len(order))
-    found: list[int] = []
-
-    def run(i: int) -> None:
-        has_run[i] = True
-        found.append(i)
-
-    for i in order:
-        if not late[i]:
-            _with_deps(i, deps, has_run, run)
-    for i in order:
-        _with_deps(i, deps, has_run, run)
-    return found
-
-
-def _with_deps(i: int, deps: Sequence[Sequence[int]], has_run: bytearray, run: Callable[[int], None]) -> None:
-    """Run a node after all that it still needs; `run` marks what `has_run`."""
-    stack = [i]
-    while stack:
-        i = stack[-1]
-        before = [dep for dep in deps[i] if not has_run[dep]]
-        if before:
-            stack += before
-            continue
-        stack.pop()
-        if not has_run[i]:
-            run(i)
-
-
-def loosened(problem: Problem) -> list[int]:
-    """The known order, but all is started as soon, and waited for as late, as dependencies and limits let it be.
-
-    Compute keeps its order, and so does every stream. A start that comes earlier among compute and a wait that comes
-    later delay nothing, whatever the costs: at no cost does the new order take longer than the old one, and where a
-    collective or compute before it takes longer than was thought, there is more time until somebody needs it.
-    """
-    order, machine, deps, users = problem.order, problem.machine, problem.deps, problem.users
-    limits = AllOf([guard.copy() for guard in problem.guards])
-    streams: list[list[int]] = [[] for _ in range(problem.streams)]  # starts, the next one last
-    for i in reversed(order):
-        if machine[i] > 0:
-            streams[machine[i]].append(i)
-    missing = [len(before) for before in deps]
-    has_run = bytearray(len(order))
-    found: list[int] = []
-    late: dict[int, None] = {}  # passed by; in the order of their turn
-
-    def run(i: int) -> None:
-        limits.run(i)
-        has_run[i] = True
-        late.pop(i, None)
-        found.append(i)
-        for user in users[i]:
-            missing[user] -= 1
-
-    def issue(i: int) -> None:
-        _with_deps(i, deps, has_run, run)
-
-    def start_all() -> None:
-        for starts in streams:
-            while starts and (has_run[starts[-1]] or (not missing[starts[-1]] and limits.is_safe(starts[-1]))):
-                issue(starts.pop())
-
-    for i in order:
-        if has_run[i]:
-            continue
-        is_late = machine[i] < 0 or (problem.free[i] and any(dep in late for dep in deps[i]))
-        if is_late and users[i]:
-            late[i] = None
-            continue
-        for dep in deps[i]:
-            issue(dep)
-        if not limits.is_safe(i):  # nobody has passed by: the way out goes on
-            for wait in list(late):
-                issue(wait)
-        issue(i)
-        start_all()
-    for i in list(late):
-        issue(i)
-    return found

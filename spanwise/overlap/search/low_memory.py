@@ -1,9 +1,9 @@
-"""An order of a `Dag` that takes less memory than the graph's own: for budgets that the own order exceeds.
+"""An order of a `Dag` with a lower peak than the graph's own: for budgets that the own order exceeds.
 
-    dag, budget ─► lean ─► a known order, as which `schedule` goes on
+    dag, budget ─► low_memory_order ─► the known order of `schedule`
 
-Orders with ever lower peaks, each the way out for those that are made next. To find the least is NP-hard (R. Sethi,
-"Complete register allocation problems", SIAM Journal on Computing 4, 1975), and not claimed. Pure and deterministic.
+Each order found is the known order of the limits under which the next ones are made. An optimal order is NP-hard to
+find (R. Sethi, "Complete register allocation problems", SIAM Journal on Computing 4, 1975), and not promised.
 """
 
 from __future__ import annotations
@@ -11,24 +11,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.memory import Guard
-from spanwise.overlap.search.list_scheduler import forward, sunk
-from spanwise.overlap.search.priorities import Problem, paced
+from spanwise.overlap.ir.memory import ResourceLimit
+from spanwise.overlap.ir.order import positions
+from spanwise.overlap.search.justify import as_late_as_possible
+from spanwise.overlap.search.list_scheduler import ListOptions, list_schedule
+from spanwise.overlap.search.priorities import SchedulingProblem, order_priorities
 
-_LEADS = (0.0, 1 / 64, 1 / 16, math.inf)  # of due dates that keep to the known order, shares of the longest path
+_LEADS = (0.0, 1 / 64, 1 / 16, math.inf)  # of `order_priorities`, as shares of the longest path; not measured apart
 
 
-def within(dag: Dag, budget: int) -> list[int]:
-    """An order whose peak is `budget` bytes at most: the graph's own, or one that is found.
+def low_memory_order(dag: Dag, budget: int) -> list[int]:
+    """An order whose peak is at most `budget` bytes: the graph's own, or one that is found.
 
     Raises:
-        ValueError: none was found; names the least peak that was.
+        ValueError: no such order was found; names the lowest peak that was.
     """
     order = list(range(len(dag)))
     peak = dag.peak_bytes()
     while peak > budget:
-        best = min(_tried(dag, order, peak), key=dag.peak_bytes)
+        best = min(_candidates(dag, order, peak), key=dag.peak_bytes)
         lower = dag.peak_bytes(best)
         if lower >= peak:
             raise ValueError(
@@ -39,29 +43,27 @@ def within(dag: Dag, budget: int) -> list[int]:
     return order
 
 
-def _tried(dag: Dag, order: Sequence[int], peak: int) -> Iterator[list[int]]:
-    """Orders whose peaks are no higher, or that come of those by doing everything as late as it is needed."""
-    problem = Problem(dag, order, [Guard(dag, peak, order=order)])
+def _candidates(dag: Dag, order: Sequence[int], peak: int) -> Iterator[list[int]]:
+    """Orders whose peaks are no higher, and each of them with some nodes as late as possible."""
+    problem = SchedulingProblem(dag, order, [ResourceLimit(dag.lifetimes, peak, order)])
     found = [list(order)]
     for lead in _LEADS:
         for ahead in (0.0, 1 / 64):
-            found.append(forward(problem, paced(problem, lead * problem.longest), ahead * problem.longest).order)
+            priorities = order_priorities(problem, lead * problem.longest)
+            found.append(list_schedule(problem, priorities, ListOptions(ahead * problem.longest)).order)
     for one in found:
         yield one
-        for late in _late(dag, one):
-            yield sunk(problem, one, late)
+        for movable in _movable(dag, one):
+            yield as_late_as_possible(problem, one, movable)
 
 
-def _late(dag: Dag, order: Sequence[int]) -> Iterator[list[bool]]:
-    """Of each node, whether it is compute that takes memory; and whether it takes more than is free after it."""
-    place = [0] * len(dag)
-    for at, i in enumerate(order):
-        place[i] = at
-    taken, freed = [0] * len(dag), [0] * len(dag)
-    for storage in dag.storages:
-        taken[storage.maker] += storage.num_bytes
-        if not storage.kept:
-            freed[max((storage.maker, *storage.users), key=place.__getitem__)] += storage.num_bytes
-    compute = [node.kind == Kind.COMPUTE for node in dag.nodes]
-    yield [is_compute and new > 0 for is_compute, new in zip(compute, taken, strict=True)]
-    yield [is_compute and new > old for is_compute, new, old in zip(compute, taken, freed, strict=True)]
+def _movable(dag: Dag, order: Sequence[int]) -> Iterator[list[bool]]:
+    """Of each node, whether it is compute that allocates memory; then, whether it allocates more than it frees."""
+    lifetimes = dag.lifetimes
+    allocated, freed = np.array(lifetimes.allocated), np.zeros(len(dag), np.int64)
+    _, closes = lifetimes.spans(positions(order))
+    last_users = np.asarray(order, np.int64)[closes - 1]
+    np.add.at(freed, last_users[~lifetimes.kept], lifetimes.num_bytes[~lifetimes.kept])
+    is_compute = dag.kinds == Kind.COMPUTE
+    yield (is_compute & (allocated > 0)).tolist()
+    yield (is_compute & (allocated > freed)).tolist()

@@ -1,21 +1,19 @@
-"""Due dates for list schedules of a `Dag`: when each node should be issued, by what is known of the whole graph.
+"""Priorities for list schedules of a `Dag`: the time at which each node should be issued, in milliseconds.
 
-    dag ─► due ─► listed ─► schedule
+    dag ─► priorities ─► list_scheduler ─► schedule
 
-They are of two kinds:
+The smaller time goes first. There are two sources:
 
-- `paced`: the time at which a node's turn would come in a known order, were all collectives hidden; what is not on the
-  longest paths is due a little later, by `lead`. So compute that collectives need comes first, and what others are
-  hidden behind is kept in store, but no more than `lead` of it, which is what keeps memory and the streams of gradients
-  going. With a store of any size, the longest path runs ahead, and memory fills up.
-- `latest`: when nodes begin in a schedule made from the end backward, in which whatever was last in a schedule before
-  is placed first ("justification": K. Y. Li and R. J. Willis, "An iterative scheduling technique for
+- `order_priorities`: the time of a node's turn in a known order, if all collectives were hidden. Nodes off the longest
+  paths come later by up to `lead`. So the compute that collectives need comes first, and other compute is kept to hide
+  them, but no more than `lead` of it: memory and the streams of gradients keep flowing. Without that limit the longest
+  path runs ahead and memory fills up.
+- `backward_pass`: the times of a schedule made from the end backward, which places first whatever ended last in an
+  earlier schedule ("justification": K. Y. Li and R. J. Willis, "An iterative scheduling technique for
   resource-constrained project scheduling", European Journal of Operational Research 56, 1992; V. Valls, F. Ballestin
-  and S. Quintanilla, "Justification and RCPSP: a technique that pays", ibid. 165, 2005). Streams are taken one by one
-  here, so that a stream that is the bottleneck has due dates that leave room for all that it has left to run, and the
-  compute that leads to its next collective is due early enough to keep it fed.
-
-Pure and deterministic.
+  and S. Quintanilla, "Justification and RCPSP: a technique that pays", ibid. 165, 2005). Each stream runs one node at a
+  time there. So a stream that is the bottleneck gets times that leave space for all its work, and the compute that
+  leads to its next collective comes early enough to keep it busy.
 """
 
 from __future__ import annotations
@@ -26,22 +24,23 @@ import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from spanwise.overlap.ir.bounds import heads_and_rest
+from spanwise.overlap.ir.critical_path import heads, tails
 from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.memory import Guard
+from spanwise.overlap.ir.memory import ResourceLimit
+from spanwise.overlap.ir.order import positions
 
 _START, _WAIT = int(Kind.START), int(Kind.WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
-    """A schedule.
+class ListSchedule:
+    """A schedule made by one pass over the graph.
 
     Attributes:
         order: nodes as they are issued; empty for one made backward.
-        begin: of each node, milliseconds.
+        begin: milliseconds of each node.
         makespan: milliseconds.
-        peak: bytes.
+        peak: most bytes alive at once.
     """
 
     order: list[int]
@@ -50,104 +49,110 @@ class Listed:
     peak: int
 
 
-class Problem:
-    """What all schedules of `dag` go by, worked out once.
+class SchedulingProblem:
+    """Figures of `dag` that every schedule needs, computed once.
 
     Args:
-        order: a known order of the nodes, which holds all limits.
-        guards: the limits; that of memory first.
+        order: the known order, which keeps all limits.
+        limits: the limit of memory first.
 
     Attributes:
-        machine: of each node, its stream: 0 for compute, one number for each group, -1 for a wait.
+        stream: of each node: 0 for compute, a number for each group, -1 for a wait.
         longest: milliseconds of the longest path.
-        rest: of each node, the longest path from when it is issued to the end of all.
-        slack: of each node, what is missing from the longest path through it to `longest`.
-        scarce: bytes of memory from which on waits are not put off, and little runs ahead.
+        tail: of each node, the longest path from its issue to the end of the graph.
+        slack: of each node, `longest` less the longest path through it.
+        scarce: bytes alive above which waits are not deferred and little runs ahead.
+        is_instant: of each node, whether it takes neither time nor anything that is limited. It runs when it is ready.
     """
 
-    def __init__(self, dag: Dag, order: Sequence[int], guards: Sequence[Guard]) -> None:
-        self.dag, self.order, self.guards = dag, order, guards
+    def __init__(self, dag: Dag, order: Sequence[int], limits: Sequence[ResourceLimit]) -> None:
+        self.dag, self.order, self.limits = dag, order, limits
         self.ms, self.users = dag.ms.tolist(), dag.users
         self.deps = dag.unique_deps
         numbers = {group: number for number, group in enumerate(dag.groups, 1)}
-        self.streams = 1 + len(numbers)
-        self.machine = [numbers[n.group] if n.kind == _START else -(n.kind == _WAIT) for n in dag.nodes]
+        self.num_streams = 1 + len(numbers)
+        self.stream = [numbers[n.group] if n.kind == _START else -(n.kind == _WAIT) for n in dag.nodes]
         self.start_of = [node.start for node in dag.nodes]
-        heads, self.rest = heads_and_rest(dag)
-        self.longest = max((head + rest for head, rest in zip(heads, self.rest, strict=True)), default=0.0)
-        self.slack = [self.longest - head - rest for head, rest in zip(heads, self.rest, strict=True)]
+        head, self.tail = heads(dag).tolist(), tails(dag)[0].tolist()
+        self.longest = max((first + rest for first, rest in zip(head, self.tail, strict=True)), default=0.0)
+        self.slack = [self.longest - first - rest for first, rest in zip(head, self.tail, strict=True)]
         peak = dag.peak_bytes(order)
-        self.scarce = peak + (guards[0].budget - peak) // 2
-        # What takes no time and no room may as well run at once.
-        self.free = [m == 0 and ms == 0.0 for m, ms in zip(self.machine, self.ms, strict=True)]
-        for guard in guards:
-            self.free = [free and not new for free, new in zip(self.free, guard.takes, strict=True)]
+        self.scarce = peak + (limits[0].budget - peak) // 2
+        self.is_instant = [stream == 0 and ms == 0.0 for stream, ms in zip(self.stream, self.ms, strict=True)]
+        for limit in limits:
+            self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
 
-    def along(self, order: Sequence[int], budget: int) -> Problem:
-        """The same problem with another known order, which keeps the other limits, and other bytes of memory."""
+    def along(self, order: Sequence[int], budget: int) -> SchedulingProblem:
+        """The same problem with another known order and memory budget; the order must keep the other limits."""
         found = copy.copy(self)
-        memory, *others = self.guards
+        memory, *others = self.limits
         found.order = order
-        found.guards = [memory.along(order, budget), *(guard.along(order, guard.budget) for guard in others)]
+        found.limits = [memory.along(order, budget), *(limit.along(order, limit.budget) for limit in others)]
         found.scarce = budget
         return found
 
 
-def paced(problem: Problem, lead: float, margin: float = 0.0) -> list[float]:
-    """Due dates, milliseconds by node, that keep to the known order.
+def order_priorities(problem: SchedulingProblem, lead: float, margin: float = 0.0) -> list[float]:
+    """Priorities that keep close to the known order; milliseconds by node.
 
-    A node is due when all compute before it in that order has run, and by up to `lead` milliseconds, but no more than
-    its slack, later; and early enough for those that depend on it, a start and what it needs by `margin` more. With a
-    `lead` of infinity, the order does not matter: what has the longest path after it comes first.
+    A node's time is the compute before it in that order, and up to `lead` milliseconds more, but no more than its
+    slack. It is then brought forward for its users (`before_users`).
+
+    Args:
+        lead: infinity ignores the order: the node with the longest path after it comes first.
+        margin: see `before_users`.
     """
-    ms, slack, machine = problem.ms, problem.slack, problem.machine
+    ms, slack, stream = problem.ms, problem.slack, problem.stream
     if lead == math.inf:
-        return [-rest for rest in problem.rest]
-    due = [0.0] * len(ms)
+        return [-tail for tail in problem.tail]
+    times = [0.0] * len(ms)
     turn = 0.0
     for i in problem.order:
-        due[i] = turn + min(lead, slack[i])
-        if machine[i] == 0:
+        times[i] = turn + min(lead, slack[i])
+        if stream[i] == 0:
             turn += ms[i]
-    return eased(problem, due, margin)
+    return before_users(problem, times, margin)
 
 
-def eased(problem: Problem, due: Sequence[float], margin: float) -> list[float]:
-    """Due dates early enough for those that depend on a node, and of a start and what it needs by `margin` more."""
-    ms, machine, start_of = problem.ms, problem.machine, problem.start_of
-    due, early = list(due), [0.0] * len(ms)
-    for i in reversed(problem.order):
-        # Whoever depends on a start may go on when it is issued; its wait alone, when the collective has ended.
-        long = machine[i] == 0
-        for user in problem.users[i]:
-            due[i] = min(due[i], due[user] - (ms[i] if long or start_of[user] == i else 0.0))
-        # Margins do not add up over collectives one after another.
-        early[i] = due[i] - margin if machine[i] > 0 else due[i]
-        if long:
-            for user in problem.users[i]:
-                early[i] = min(early[i], early[user] - ms[i])
-    return early
+def before_users(problem: SchedulingProblem, times: Sequence[float], margin: float) -> list[float]:
+    """Priorities brought forward so that each node ends in time for its users.
 
-
-def latest(problem: Problem, schedule: Listed) -> Listed:
-    """A schedule made from the end backward: of what may come last, what ends last in `schedule` does.
-
-    Memory and other limits are left out of account, and a collective begins whenever its stream is free. Its `begin`
-    are due dates.
+    Args:
+        times: milliseconds by node.
+        margin: milliseconds by which starts, and the nodes that they depend on, come earlier still. The margins of
+            successive collectives do not add up.
     """
-    ms, machine, deps, start_of = problem.ms, problem.machine, problem.deps, problem.start_of
+    ms, stream, start_of = problem.ms, problem.stream, problem.start_of
+    times, found = list(times), [0.0] * len(ms)
+    for i in reversed(problem.order):
+        # A user of a start may go on when that is issued; only its wait must let the collective end.
+        is_compute = stream[i] == 0
+        for user in problem.users[i]:
+            times[i] = min(times[i], times[user] - (ms[i] if is_compute or start_of[user] == i else 0.0))
+        found[i] = times[i] - margin if stream[i] > 0 else times[i]
+        if is_compute:
+            for user in problem.users[i]:
+                found[i] = min(found[i], found[user] - ms[i])
+    return found
+
+
+def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSchedule:
+    """A schedule made from the end backward: of the nodes that may come last, the one that ends last in `schedule`.
+
+    Limits are ignored, and a collective begins whenever its stream is free. The result's `begin` are priorities.
+    """
+    ms, stream_of, deps, start_of = problem.ms, problem.stream, problem.deps, problem.start_of
     count = len(ms)
-    # Ranks for heaps: what ends last comes first; of equals, the later one of the known order.
-    ends = [begin + long for begin, long in zip(schedule.begin, ms, strict=True)]
+    # Heaps hold ranks: the node that ends last first; of equals, the later one in the known order.
+    ends = [begin + duration for begin, duration in zip(schedule.begin, ms, strict=True)]
     by_end = sorted(reversed(problem.order), key=ends.__getitem__, reverse=True)
-    rank = [0] * count
-    for at, i in enumerate(by_end):
-        rank[i] = at
+    rank = positions(by_end).tolist()
     left = [len(users) for users in problem.users]
-    release, until_end = [0.0] * count, [0.0] * count  # from the end of all, when a node may end, and where it begins
-    ready: list[list[int]] = [[] for _ in range(problem.streams)]
-    runs = [-1] * problem.streams
-    # Times from the end, and nodes that may be placed then; streams, as negative numbers, that have placed theirs.
+    # Times run from the end of the graph: when a node may end, and when it begins.
+    release, begin = [0.0] * count, [0.0] * count
+    ready: list[list[int]] = [[] for _ in range(problem.num_streams)]
+    running = [-1] * problem.num_streams
+    # Nodes at the time from which they may be placed; as -1 - stream, streams at the time at which they are free.
     events: list[tuple[float, int]] = [(0.0, i) for i in range(count) if not left[i]]
     now = 0.0
     while events:
@@ -158,32 +163,32 @@ def latest(problem: Problem, schedule: Listed) -> Listed:
             i = heappop(events)[1]
             if i < 0:
                 stream = -i - 1
-                placed.append(runs[stream])
-                runs[stream] = -1
+                placed.append(running[stream])
+                running[stream] = -1
                 touched.add(stream)
-            elif machine[i] < 0 or ms[i] == 0.0:
+            elif stream_of[i] < 0 or ms[i] == 0.0:
                 placed.append(i)
             else:
-                heappush(ready[machine[i]], rank[i])
-                touched.add(machine[i])
+                heappush(ready[stream_of[i]], rank[i])
+                touched.add(stream_of[i])
             while placed:
                 i = placed.pop()
-                until_end[i] = now
+                begin[i] = now
                 for dep in deps[i]:
-                    may_end = now if machine[dep] <= 0 or start_of[i] == dep else now - ms[dep]
+                    may_end = now if stream_of[dep] <= 0 or start_of[i] == dep else now - ms[dep]
                     if may_end > release[dep]:
                         release[dep] = may_end
                     left[dep] -= 1
                     if not left[dep]:
                         if release[dep] > now:
                             heappush(events, (release[dep], dep))
-                        elif machine[dep] < 0 or ms[dep] == 0.0:
+                        elif stream_of[dep] < 0 or ms[dep] == 0.0:
                             placed.append(dep)
                         else:
-                            heappush(ready[machine[dep]], rank[dep])
-                            touched.add(machine[dep])
+                            heappush(ready[stream_of[dep]], rank[dep])
+                            touched.add(stream_of[dep])
         for stream in sorted(touched):
-            if runs[stream] < 0 and ready[stream]:
-                i = runs[stream] = by_end[heappop(ready[stream])]
+            if running[stream] < 0 and ready[stream]:
+                i = running[stream] = by_end[heappop(ready[stream])]
                 heappush(events, (now + ms[i], -stream - 1))
-    return Listed([], [now - time for time in until_end], now, 0)
+    return ListSchedule([], [now - time for time in begin], now, 0)

@@ -1,9 +1,11 @@
 """Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
-Several list schedules (`listed`) are made, by due dates (`due`) that keep more or less close to the graph's own order,
-and then by due dates that are read off the best schedule so far, from its end backward. The best is kept, by its
-makespan and, where these are close, by its peak of memory, and polished; the graph's own order is among them, so that
-no schedule is worse. Pure and deterministic.
+    1. list schedules by priorities close to the graph's own order
+    2. list schedules by priorities from a backward pass over the best schedule so far
+    3. the best schedule, polished: less memory, earlier starts, later waits
+
+The best has the shortest makespan; of makespans that are close, the lowest peak memory decides. The graph's own order
+is a candidate, so the result is never worse. The same input gives the same order on every machine.
 """
 
 from __future__ import annotations
@@ -16,36 +18,41 @@ import random
 from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Dag, Kind, Storage
-from spanwise.overlap.ir.memory import Guard
+from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.in_flight import flight_sizes, flights
+from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import Timeline, simulate
-from spanwise.overlap.search.list_scheduler import forward, loosened, sunk
-from spanwise.overlap.search.low_memory import within
-from spanwise.overlap.search.priorities import Listed, Problem, eased, latest, paced
-from spanwise.overlap.search.slack import touched_bytes
+from spanwise.overlap.search.justify import as_late_as_possible, starts_early_waits_late
+from spanwise.overlap.search.list_scheduler import ListOptions, list_schedule
+from spanwise.overlap.search.low_memory import low_memory_order
+from spanwise.overlap.search.priorities import (
+    ListSchedule,
+    SchedulingProblem,
+    backward_pass,
+    before_users,
+    order_priorities,
+)
 
 GIB = 2**30
-EFFORT = 8  # orders tried of a large graph
-# Of orders about as good, the one with the lower peak: a budget that is filled counts as so much of the makespan.
-_FILLED = 0.0025
-_CLOSE = 1.001  # of a lower bound: no more is tried, where the peak is no higher than before
-_NEAR, _PATIENCE = 1.05, 3  # of a lower bound: of the first of a large graph so many on end may be no better
-# Due dates that keep to the known order, all as shares of the longest path: by how much others lag behind it; how much
-# earlier than needed collectives are started; how far ahead of what is due first a node that takes memory may run; and
-# patience (see `forward`). The best of the first few is what is improved first.
+EFFORT = 8  # orders tried of a large graph; not measured apart
+_MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; not measured apart
+_OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
+# Of the bound: within it, a large graph's first trials stop after 3 failures in a row; docs/decisions.md, "Orders".
+_NEAR, _MAX_FAILURES = 1.05, 3
+# Orders tried first. Shares of the longest path: `lead` and `margin` of `order_priorities`, `ahead` of `ListOptions`;
+# and patience. Measured together only: benchmarks/results/overlap-peers.json.
 _PACED = (
     (5 / 64, 1 / 64, 5 / 64, 0.25), (3 / 64, 1 / 64, 5 / 64, 0.0), (1 / 32, 0.0, 1 / 16, 0.25),
     (5 / 64, 1 / 64, 5 / 64, 0.0), (math.inf, 0.0, math.inf, 0.0), (1 / 8, 1 / 64, 1 / 8, 0.5),
     (1 / 4, 1 / 64, 1 / 4, 0.0), (1 / 32, 1 / 64, 1 / 32, 0.0), (1, 0.0, 1 / 4, 0.25), (1 / 64, 0.0, 1 / 64, 0.25),
     (1 / 16, 1 / 32, 3 / 32, 0.25),
 )  # fmt: skip
-_FIRST = 4
-_ROUNDS = 3
-_NARROW, _WIDE = 5 / 64, 1 / 4  # how far ahead, where due dates are read off a schedule
-# How much work is handed to the stream of a group before it needs it: other costs than were thought leave it no gap.
-_QUEUE = 1 / 32
-_MARGIN = 1 / 32  # how much earlier collectives are started in the end
-_TINY = 1e-4  # what may come right before whoever needs it
+_FIRST = 4  # of these, the best is improved first; not measured apart
+_ROUNDS = 3  # backward and forward passes in a row at most; not measured apart
+_NARROW, _WIDE = 5 / 64, 1 / 4  # `ahead` with priorities of a backward pass; not measured apart
+_QUEUE = 1 / 32  # `queue` of `ListOptions`, a share of the longest path; not measured apart
+_MARGIN = 1 / 32  # `margin` of the polished order, a share of the longest path; not measured apart
+_TINY = 1e-4  # share of the longest path below which compute is moved as late as possible; not measured apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +61,8 @@ class Schedule:
 
     Attributes:
         timeline: of that order, with the costs as they were given.
-        before: of the order that was there: the graph's own, the fallback, or one that `lean` found.
-        budget: bytes that the order was allowed.
+        before: of the order to improve on: the graph's own, the fallback, or that of `low_memory_order`.
+        budget: most bytes that the order was allowed.
     """
 
     timeline: Timeline
@@ -65,23 +72,23 @@ class Schedule:
 
     @property
     def order(self) -> list[int]:
-        """Nodes as they are to be issued."""
+        """Nodes as they should be issued."""
         return self.timeline.order.tolist()
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """What no order can beat, memory and limits in flight aside."""
+        """Lower bounds on every order, memory and limits in flight ignored."""
         return self._bounds or lower_bounds(self.timeline.dag)
 
 
 def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
-    """The peak of an order (default: the graph's own), and the larger of 1 GiB and a twentieth of it more; bytes."""
+    """Bytes: the peak of an order (default: the graph's own) plus the larger of 1 GiB and a twentieth of the peak."""
     peak = dag.peak_bytes(order)
     return peak + max(GIB, peak // 20)
 
 
 def default_effort(dag: Dag) -> int:
-    """How many orders are tried: `EFFORT` of a large graph, up to four times as many of a small one."""
+    """Number of orders to try: `EFFORT` of a large graph, up to four times as many of a small one."""
     return min(4 * EFFORT, max(EFFORT, 32_000 // max(1, len(dag))))
 
 
@@ -95,23 +102,30 @@ def schedule(
     effort: int | None = None,
     fallback: Sequence[int] | None = None,
 ) -> Schedule:
-    """Look for the order of the shortest makespan.
+    """Search for the order of the shortest makespan.
 
     Args:
-        budget: bytes of the dag's storages at most; default: `default_budget`. Where the graph's own order exceeds it,
-            one is looked for that does not (`lean`), and is the order that is there.
-        multiplier: collectives are scheduled as if they took so many times as long, for costs that are guesses.
-        in_flight: collectives of each group at most that have been started and not yet waited for. Where the order
-            that is there has more of a group, its most is that group's limit. A collective without a wait is not
-            counted.
-        in_flight_bytes: the same of the bytes of the storages that these collectives make, read or write.
-        effort: how many orders are tried at most, besides the one that is there; default: `default_effort`. From
-            `EFFORT` on, the makespan is never longer with more.
-        fallback: an order that is there instead of the graph's own. The schedule is no worse than it.
+        budget: most bytes of the dag's storages; default: `default_budget`. If the graph's own order exceeds it, the
+            search first finds an order that does not, and starts from that one (`low_memory_order`).
+        multiplier: factor on the milliseconds of collectives while scheduling, for costs that are estimates.
+        in_flight: most collectives of a group that are started and not yet waited for. If the order to start from has
+            more, its number is the limit of that group. A collective without a wait is not counted.
+        in_flight_bytes: the same limit for the bytes of the storages that these collectives make, read or write.
+        effort: most orders to try; default: `default_effort`. Above `EFFORT`, more never gives a longer makespan.
+        fallback: an order to start from instead of the graph's own. The schedule is no worse than it.
 
     Raises:
-        ValueError: no order was found within the budget, the fallback exceeds it or is no order, the multiplier is not
-            positive and finite, or a limit or the effort is too small.
+        ValueError: no order was found within the budget, the fallback exceeds it, the multiplier is not positive and
+            finite, or a limit or the effort is too small.
+        GraphError: a node of the fallback comes before one of its dependencies.
+
+    Examples:
+        >>> from spanwise.overlap.ir.dag import Node
+        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+        >>> reader, other = Node("reader", Kind.COMPUTE, 2.0, (1,)), Node("other", Kind.COMPUTE, 3.0)
+        >>> found = schedule(Dag((start, wait, reader, other)))
+        >>> found.order, found.before.makespan, found.timeline.makespan
+        ([0, 3, 1, 2], 9.0, 6.0)
     """
     if not (math.isfinite(multiplier) and multiplier > 0):
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
@@ -123,25 +137,28 @@ def schedule(
         raise ValueError(f"effort must not be negative, got {effort}")
     before = simulate(dag, fallback)
     if fallback is None and budget is not None and before.peak_bytes > budget:
-        before = simulate(dag, within(dag, budget))
+        before = simulate(dag, low_memory_order(dag, budget))
     order = before.order.tolist()
     budget = default_budget(dag, order) if budget is None else budget
-    guards = [Guard(dag, budget, order=order), *_flight_guards(dag, order, in_flight, in_flight_bytes)]
-    assumed = dag if multiplier == 1.0 else _slower(dag, multiplier)
-    problem = Problem(assumed, order, guards)
-    search = _Search(dag, problem, before, budget)
+    limits = [ResourceLimit(dag.lifetimes, budget, order), *_flight_limits(dag, order, in_flight, in_flight_bytes)]
+    assumed = dag if multiplier == 1.0 else _slower_collectives(dag, multiplier)
+    search = _ScheduleSearch(dag, SchedulingProblem(assumed, order, limits), before, budget)
     search.run(effort)
     return Schedule(search.best, before, budget, search.bounds)
 
 
-class _Search:
-    """Schedules one after another, and the best so far; a shorter search is the beginning of a longer one.
+class _ScheduleSearch:
+    """The best schedule so far. A shorter search is the beginning of a longer one.
 
     Args:
-        dag: with the costs as they were given; `problem` has them as they are assumed.
+        dag: with the costs as given; `problem` has them with the multiplier.
+
+    Attributes:
+        floor: milliseconds that no order beats.
+        scale: milliseconds of the longest path, of which constants are shares.
     """
 
-    def __init__(self, dag: Dag, problem: Problem, before: Timeline, budget: int) -> None:
+    def __init__(self, dag: Dag, problem: SchedulingProblem, before: Timeline, budget: int) -> None:
         self.dag, self.problem, self.before, self.budget = dag, problem, before, budget
         self.same_costs = problem.dag is dag
         busiest = max(_stream_ms(dag).values())
@@ -151,42 +168,42 @@ class _Search:
         self.bounds: Bounds | None = None
 
     def _score(self, makespan: float, peak: int) -> float:
-        """Smaller is better: milliseconds, and something for memory."""
-        return makespan * (1.0 + _FILLED * peak / max(1, self.budget))
+        """Milliseconds, and a little for memory; smaller is better."""
+        return makespan * (1.0 + _MEMORY_WEIGHT * peak / max(1, self.budget))
 
     def _simulated(self, order: list[int]) -> float:
         return simulate(self.dag, order).makespan
 
     def run(self, effort: int) -> None:
-        """Try `effort` orders, or fewer where the best cannot get better.
+        """Try `effort` orders, or fewer if the best cannot get better.
 
-        Each that is better is polished, but of the first of a large graph only the best: to polish an order takes as
-        long as to try three.
+        Every better order is polished. Of the first orders of a large graph only the best is, because polishing takes
+        as long as trying three.
         """
         if effort > 1 and not self.done:
             self.bounds = lower_bounds(self.dag)  # takes as long as two tries, and often saves more
             self.floor = self.bounds.makespan
-        moves = self._moves()
+        candidates = self._candidates()
         is_large = default_effort(self.dag) == EFFORT
         first = EFFORT if is_large else 1
-        self._try(moves, min(effort, first))
+        self._try(candidates, min(effort, first))
         for _ in range(first, effort):
             if self.done:
                 break
-            self._try(moves, 1)
+            self._try(candidates, 1)
 
-    def _try(self, moves: Iterator[Listed], most: int) -> None:
-        """Keep the best of so many orders, polished; fewer if near the bound and `_PATIENCE` on end are no better."""
+    def _try(self, candidates: Iterator[ListSchedule], most: int) -> None:
+        """Keep the best of `most` orders, polished; stop early near the bound after `_MAX_FAILURES` without a gain."""
         better: list[int] | None = None
-        no_better = 0
+        failures = 0
         for _ in range(most):
-            if self.done or (no_better >= _PATIENCE and self.makespan <= _NEAR * self.floor):
+            if self.done or (failures >= _MAX_FAILURES and self.makespan <= _NEAR * self.floor):
                 break
-            found = next(moves)
+            found = next(candidates)
             makespan = found.makespan if self.same_costs else self._simulated(found.order)
-            no_better += 1
+            failures += 1
             if makespan <= self.makespan and self._score(makespan, found.peak) < self._score(self.makespan, self.peak):
-                better, self.makespan, self.peak, no_better = found.order, makespan, found.peak, 0
+                better, self.makespan, self.peak, failures = found.order, makespan, found.peak, 0
         if better is None:
             return
         self.best = simulate(self.dag, self._polished(better, self.makespan, self.peak))
@@ -196,38 +213,40 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        """Whether the best is as short as it can be and takes no more memory than what was there."""
-        return self.makespan <= _CLOSE * self.floor and self.peak <= self.before.peak_bytes
+        """Whether the best is as short as the bound and takes no more memory than the order to improve on."""
+        return self.makespan <= _OPTIMAL * self.floor and self.peak <= self.before.peak_bytes
 
     def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
-        """An order with less memory, or with more time before collectives are needed, that takes no longer."""
+        """An order that takes no longer, with less memory or more time before collectives are needed."""
         problem, scale = self.problem, self.scale
-        takes = problem.guards[0].takes
-        cheap = [m == 0 and takes[i] > 0 and problem.ms[i] <= _TINY * scale for i, m in enumerate(problem.machine)]
-        late = sunk(problem, order, cheap)
+        allocated, ms = problem.limits[0].allocated, problem.ms
+        cheap = [s == 0 and allocated[i] > 0 and ms[i] <= _TINY * scale for i, s in enumerate(problem.stream)]
+        late = as_late_as_possible(problem, order, cheap)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
             order, makespan, peak = late, late_span, late_peak
-        # Costs are guesses: collectives are started earlier, as far as memory that the order takes anyway has room.
-        way = problem.along(order, peak)
-        due = eased(way, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
-        found = forward(way, due, _WIDE * scale, queue=_QUEUE * scale)
+        # Costs are estimates: collectives are started earlier, as far as the order's own peak allows.
+        known = problem.along(order, peak)
+        priorities = before_users(known, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
+        found = list_schedule(known, priorities, ListOptions(_WIDE * scale, queue=_QUEUE * scale))
         if (found.makespan if self.same_costs else self._simulated(found.order)) <= makespan:
-            way = problem.along(found.order, found.peak)
-        return loosened(way)
+            known = problem.along(found.order, found.peak)
+        return starts_early_waits_late(known)
 
-    def _moves(self) -> Iterator[Listed]:
+    def _candidates(self) -> Iterator[ListSchedule]:
         """Schedules without end."""
         problem, scale = self.problem, self.scale
 
-        def value(found: Listed) -> float:
+        def value(found: ListSchedule) -> float:
             return self._score(found.makespan, found.peak)
 
-        def run(due: list[float], ahead: float, patience: float = 0.0, budget: int | None = None) -> Listed:
-            return forward(problem, due, ahead * scale, patience, queue=_QUEUE * scale, budget=budget)
+        def run(
+            priorities: list[float], ahead: float, patience: float = 0.0, budget: int | None = None
+        ) -> ListSchedule:
+            return list_schedule(problem, priorities, ListOptions(ahead * scale, patience, _QUEUE * scale, budget))
 
-        def start(number: int) -> Listed:
+        def start(number: int) -> ListSchedule:
             lead, margin, ahead, patience = _PACED[number]
-            return run(paced(problem, lead * scale, margin * scale), ahead, patience)
+            return run(order_priorities(problem, lead * scale, margin * scale), ahead, patience)
 
         first = []
         for number in range(_FIRST):
@@ -236,13 +255,13 @@ class _Search:
         best, widest = min(first, key=value), _WIDE
         draw = random.Random(0)
         for number in itertools.count(_FIRST):
-            # From the end backward, and forward again, as long as that helps.
+            # Backward and forward again, as long as that helps.
             current = best
             for _ in range(_ROUNDS):
-                due = latest(problem, current).begin
+                priorities = backward_pass(problem, current).begin
                 tried = []
                 for ahead in (_NARROW, widest):
-                    tried.append(run(due, ahead))
+                    tried.append(run(priorities, ahead))
                     yield tried[-1]
                 better = min(tried, key=value)
                 gained = better.makespan < current.makespan
@@ -251,8 +270,8 @@ class _Search:
                     break
             best = min(current, best, key=value)
             least = self.before.peak_bytes
-            if best.peak > least:  # the same in half of the room
-                yield run(due, _NARROW, budget=(least + best.peak) // 2)
+            if best.peak > least:  # the same with half of the extra memory
+                yield run(priorities, _NARROW, budget=(least + best.peak) // 2)
             if number < len(_PACED):
                 widest = max(_WIDE, _PACED[number][2])
                 best = start(number)
@@ -261,29 +280,26 @@ class _Search:
             yield best
 
 
-def _slower(dag: Dag, multiplier: float) -> Dag:
+def _slower_collectives(dag: Dag, multiplier: float) -> Dag:
     nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
     return Dag(tuple(nodes), dag.storages)
 
 
 def _stream_ms(dag: Dag) -> dict[str, float]:
-    """All work of each stream, the same on every machine: added in order; compute is ""."""
+    """Milliseconds of all work of each stream; compute is "". Added in order, so that every machine gets the same."""
     found = dict.fromkeys(("", *dag.groups), 0.0)
     for node in dag.nodes:
         found[node.group if node.kind == Kind.START else ""] += node.ms
     return found
 
 
-def _flight_guards(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[Guard]:
-    """Guards of what is in flight: taken by a start, and given back by its wait."""
+def _flight_limits(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[ResourceLimit]:
+    """Limits on collectives in flight, by group; at least the peak of the known order."""
     if most is None and most_bytes is None:
         return
-    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == Kind.WAIT}
-    touched = touched_bytes(dag)
+    sizes = flight_sizes(dag)
     for group in dag.groups:
-        starts = [i for i in dag.starts if i in waits and dag.nodes[i].group == group]
-        for limit, takes in ((most, dict.fromkeys(starts, 1)), (most_bytes, touched)):
+        for limit, size in zip((most, most_bytes), sizes, strict=True):
             if limit is not None:
-                flights = tuple(Storage(takes[i], i, (waits[i],)) for i in starts)
-                own = Dag(dag.nodes, flights).peak_bytes(order)
-                yield Guard(dag, max(limit, own), order=order, storages=flights)
+                flown = flights(dag, group, size)
+                yield ResourceLimit(flown, max(limit, flown.peak(order)), order)

@@ -1,0 +1,334 @@
+"""Private and version-dependent names of torch for the overlap half (torch 2.11 and later).
+
+Names that both halves use are defined in `spanwise._torch` and imported here: this half has one place to look.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree
+
+from spanwise._torch import comparison_device
+from spanwise._torch import find_group as find_group
+from spanwise._torch import group_name as group_name
+from spanwise._torch import group_store as group_store
+from spanwise._torch import groups as groups
+from spanwise._torch import is_fake as is_fake
+from spanwise._torch import start_all_gather as start_all_gather
+from spanwise._torch import start_all_reduce as start_all_reduce
+from spanwise._torch import start_reduce_scatter as start_reduce_scatter
+from spanwise._torch import tree_leaves as tree_leaves
+from spanwise._torch import tree_map as tree_map
+from spanwise._torch import wait as wait
+
+functional_collectives = torch.ops._c10d_functional
+autograd_collectives = torch.ops._c10d_functional_autograd
+shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
+
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+
+
+def is_nccl(name: str, device: torch.device) -> bool:
+    """Whether NCCL carries tensors of ``device`` in a group; assumed for CUDA where this process lacks the group."""
+    if device.type != "cuda":
+        return False
+    try:
+        config = dist.get_backend_config(find_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        return True
+    return "cuda:nccl" in config or "cuda:fake" in config
+
+
+def fake_store() -> dist.Store:
+    """Register the backend "fake", whose process groups send nothing, and return a store for it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_mode() -> Any:
+    """A mode of tensors without contents; a `DeviceMesh` inside may hold real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
+    return mode.from_tensor(x, static_shapes=True)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true for code that is traced without torch.compile."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def drop_assertions(graph: torch.fx.Graph) -> None:
+    """Erase the checks of dtypes that tracing leaves behind; dtypes are fixed here."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
+def relabel(x: torch.Tensor, device: torch.device) -> None:
+    """Put a fake tensor on another device, in place; shared storages stay shared."""
+    x.fake_device = device  # type: ignore[attr-defined]
+
+
+def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Copy a graph with its order, names, metadata and calling convention."""
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    new = torch.fx.Graph(tracer_cls=graph._tracer_cls)
+    new.graph_copy(graph, copied)
+    new.set_codegen(copy.copy(graph._codegen))
+    for output in graph.find_nodes(op="output"):
+        new.node_copy(output, copied.__getitem__)
+    return new
+
+
+def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> torch.fx.GraphModule:
+    """Module of `graph` with the attributes of `root` that it names.
+
+    Its code is generated when it first runs or is read. A compiler does neither, and 17,000 nodes take seconds.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name)
+
+
+def joint_graph(
+    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
+) -> torch.fx.GraphModule:
+    """ATen graph of a function and its backward: ``primals_*`` and ``tangents_*`` to outputs and gradients."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    return aot_export_joint_simple(function, tuple(inputs), trace_joint=True)  # type: ignore[return-value]
+
+
+def partition(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Cut a joint graph in two where the least must be saved, as torch.compile does.
+
+    Nodes with ``meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE`` are recomputed in the backward.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
+
+
+def sdpa_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device_type: str) -> tuple[torch.Tensor, ...]:
+    """Causal attention by the flash operator of a device: the output, then tensors for the backward."""
+    if device_type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return out, lse, seed, offset
+
+
+def sdpa_flash_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v; `saved` is the result of `sdpa_flash_forward`."""
+    out, lse, *dropout = saved
+    if not dropout:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, True
+        )
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, *dropout
+        )
+    return grads
+
+
+def has_hidden_effects(target: Any) -> bool:
+    """Whether torch keeps calls of ``target`` in place for their effects.
+
+    Assertions, profiler ranges and operators registered as effectful; arguments mutated by schema do not count.
+    """
+    from torch._higher_order_ops.effects import _get_effect
+
+    if target in torch.fx.node._side_effectful_functions:
+        return True
+    operator = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return operator and _get_effect(target) is not None
+
+
+def decomposes(op: torch._ops.OpOverload) -> bool:
+    """Whether ``op`` is defined by other operators alone; an alias of its schema may then be a copy."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Hide operators inside from all modes entered before: no mode fakes, traces or counts them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Time after which a collective of ``group`` fails."""
+    options = getattr(group._get_backend(comparison_device(group)), "options", None)
+    return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has the backend "fake", where no rank answers."""
+    return "fake" in dist.get_backend_config(group)
+
+
+def mark_effectful(op: OpOverload) -> None:
+    """Keep calls of ``op`` in graphs though nothing uses their results."""
+    torch.fx.node.has_side_effect(op)
+
+
+def compile_aot_eager(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], schedule: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+) -> Callable[..., Any]:
+    """Compile by "aot_eager", with ``schedule`` applied to the forward and the backward graph."""
+    from torch._dynamo.backends import debugging
+
+    def compiler(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
+        # Where a checkpoint draws random numbers, the partitioner leaves nodes without "val"; Inductor also adds it.
+        if any("val" not in node.meta for node in graph.graph.nodes if node.op == "call_function"):
+            from torch._inductor.compile_fx import fake_tensor_prop
+
+            fake_tensor_prop(graph, given)
+        return debugging.boxed_nop(schedule(graph), list(given))
+
+    # The cache that aot_eager turns on does not know of the schedule.
+    with torch._functorch.config.patch(force_autograd_cache=False):
+        return debugging.aot_eager(gm, list(inputs), fw_compiler=compiler, bw_compiler=compiler)
+
+
+def compile_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    schedule: Callable[[torch.fx.GraphModule], Any],
+    fingerprint: str | None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile by "inductor", with ``schedule`` as its last change to each forward and backward graph, in place.
+
+    Args:
+        fingerprint: digest of what ``schedule`` depends on, for Inductor's caches; None keeps graphs out of them.
+        mode, options: of ``torch.compile``.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    patches |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    before = patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    earlier = list(before) if isinstance(before, (list, tuple)) else [] if before is None else [before]
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for other in earlier:
+                other(graph)
+            schedule(graph.owning_module)  # type: ignore[arg-type]
+
+        def uuid(self) -> Any:
+            known = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in earlier]
+            return None if None in (*known, fingerprint) else (*known, fingerprint)
+
+    # Other passes that reorder communication would run after this one.
+    patches |= {
+        "post_grad_custom_post_pass": Pass(),
+        "reorder_for_compute_comm_overlap": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    }
+    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
+    """Make Inductor run each of these nodes after others of the graph, by control dependencies; in place."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
+
+
+def assume_symbols(size: Any, number: int) -> int:
+    """Value of ``size`` with ``number`` for each symbol in it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
+
+
+def dump_graph(gm: torch.fx.GraphModule, keep: Sequence[str]) -> bytes:
+    """Pickle a graph with these entries of its nodes' metadata and without tensor data."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    return GraphPickler.dumps(gm, Options(ops_filter=None, node_metadata_key_filter=lambda key: key in keep))
+
+
+def load_graph(data: bytes) -> torch.fx.GraphModule:
+    """Load a graph that `dump_graph` wrote; its tensors are fake."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    found: Any = GraphPickler.loads(data, fake_mode())
+    return found
+
+
+def torch_overlap_pass(
+    gm: torch.fx.GraphModule, estimate: Callable[[torch.fx.Node, int | None], float | None], *, bucket: bool
+) -> torch.fx.GraphModule:
+    """Run PyTorch's own overlap pass on ``gm``, which it may change, at the costs of ``estimate``.
+
+    The pass also asks the local GPU for FLOP/s and bandwidth, and counts GPU memory only. So a private copy of its
+    module runs: it asks for nothing and counts all memory.
+
+    Raises:
+        NotImplementedError: this torch has no such pass, or a different one.
+    """
+    import importlib.util
+    import sys
+
+    name = "torch._inductor.fx_passes.overlap_scheduling"
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or spec.loader is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no {name}")
+    spec = importlib.util.spec_from_file_location("spanwise.overlap._torch.overlap_scheduling", spec.origin)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up while the module runs
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    try:
+        module.estimate_roofline_runtime_ms = lambda node: 0.0
+        module.MemoryTracker = functools.partial(module.MemoryTracker, device_filter=lambda device: True)
+        run = functools.partial(
+            module.schedule_overlap_bucketing,
+            custom_runtime_estimation=estimate,
+            compute_estimator="analytical",
+            collective_bucketing=bucket,
+            pre_bucketing_fsdp_collectives=False,
+        )
+        inspect.signature(module.schedule_overlap_bucketing).bind(gm, **run.keywords)
+    except (AttributeError, TypeError) as error:
+        raise NotImplementedError(f"torch {torch.__version__} has another overlap pass: {error}") from error
+    return run(gm)
