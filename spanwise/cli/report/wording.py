@@ -6,7 +6,11 @@ from spanwise.planning.plan import Plan
 
 
 def describe_way(balancer: str, exchange: str, pieces: int, inner: int = 1) -> str:
-    """How a plan cuts and moves: "local, needed in 2 pieces", "head_tail, ring, Ulysses inside 4"."""
+    """The layout and the exchange in words.
+
+    >>> describe_way("head_tail", "ring", 1, inner=4)
+    'head_tail, ring, Ulysses inside 4'
+    """
     cut = f" in {pieces} pieces" if exchange == "needed" and pieces > 1 else ""
     inside = f", Ulysses inside {inner}" if inner > 1 and exchange != "ulysses" else ""
     return f"{balancer}, {exchange}{cut}{inside}"
