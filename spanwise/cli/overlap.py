@@ -162,7 +162,14 @@ def _check(options: OverlapOptions) -> None:
 
 
 def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Ranks of groups by name, from "NAME=0,8,16", "NAME=0-7" or "NAME=0-56:8" (every eighth)."""
+    """Ranks of groups by name; "0-56:8" is every eighth.
+
+    >>> parse_groups(["1=0,8,16", "2=0-3", "3=0-56:8"])
+    {'1': (0, 8, 16), '2': (0, 1, 2, 3), '3': (0, 8, 16, 24, 32, 40, 48, 56)}
+
+    Raises:
+        ValueError: a text is of another form, or repeats a rank.
+    """
     found = {}
     for one in given:
         name, _, listed = one.partition("=")

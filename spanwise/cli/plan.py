@@ -160,7 +160,11 @@ def _make_plan(
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Ascending numbers of "2,4,8"."""
+    """Numbers of a list with commas, ascending.
+
+    >>> parse_ranks("8,2,4")
+    (2, 4, 8)
+    """
     try:
         ranks = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -171,7 +175,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_window(text: str, bidirectional: bool) -> tuple[int, int]:
-    """(LEFT, RIGHT) in tokens, of "LEFT" or "LEFT,RIGHT"."""
+    """(LEFT, RIGHT) in tokens, of "LEFT" or "LEFT,RIGHT".
+
+    >>> parse_window("4096", bidirectional=False)
+    (4096, 0)
+
+    Raises:
+        ValueError: a text of another form, or a right side for causal rows.
+    """
     try:
         left, right = (int(part) for part in (text if "," in text else f"{text},0").split(","))
     except ValueError:

@@ -231,7 +231,11 @@ class PackedSequence:
 
 
 def num_targets(cu_seqlens: np.ndarray) -> int:
-    """Tokens with a next token in the same document; a loss over the sequence is their mean."""
+    """Tokens with a next token in the same document; a loss over the sequence is their mean.
+
+    >>> num_targets(np.array([0, 3, 4]))
+    2
+    """
     lengths = np.diff(cu_seqlens)
     return int((lengths - 1).clip(min=0).sum())
 

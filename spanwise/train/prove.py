@@ -181,6 +181,10 @@ def gradient_error(gradients: Mapping[str, torch.Tensor], reference: Mapping[str
 
 
 def largest(values: Iterable[float]) -> float:
-    """The maximum; NaN if any value is NaN (`max` would depend on their order); 0 without values."""
+    """The maximum; NaN if any value is NaN (`max` would depend on their order); 0 without values.
+
+    >>> largest([1.0, float("nan"), 2.0])
+    nan
+    """
     values = list(values)
     return next((value for value in values if value != value), max(values, default=0.0))

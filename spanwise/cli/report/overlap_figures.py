@@ -107,7 +107,11 @@ class Page:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as --group takes them: "0-7", "0-56:8" or "0,2"."""
+    """Ranks as --group takes them.
+
+    >>> list_ranks(range(8)), list_ranks(range(0, 64, 8)), list_ranks((0, 2))
+    ('0-7', '0-56:8', '0,2')
+    """
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")

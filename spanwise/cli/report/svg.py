@@ -113,7 +113,11 @@ def tick_step(most: float, about: int) -> float:
 
 
 def ticks(most: float, about: int) -> list[float]:
-    """Round numbers from 0 up to `most`, at most `about` steps."""
+    """Round numbers from 0 up to `most`, at most `about` steps.
+
+    >>> ticks(10, 4)
+    [0.0, 5.0, 10.0]
+    """
     if most <= 0:
         return [0.0]
     step = tick_step(most, about)

@@ -6,7 +6,11 @@ import math
 
 
 def seconds(value: float) -> str:
-    """Three significant digits, in the unit that suits: "1.23 ms"."""
+    """Seconds with three significant digits, in the unit that suits.
+
+    >>> seconds(0.0012345)
+    '1.23 ms'
+    """
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= factor * 0.9995:
             return f"{three_digits(value / factor)} {unit}"
@@ -14,17 +18,25 @@ def seconds(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Seconds of `value` milliseconds."""
+    """As `seconds`, of a value in milliseconds."""
     return seconds(value / 1e3)
 
 
 def num_bytes(value: float) -> str:
-    """Powers of 1,000: "16.8 MB"."""
+    """Bytes in powers of 1,000.
+
+    >>> num_bytes(16_777_216)
+    '16.8 MB'
+    """
     return scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def pairs(value: float) -> str:
-    """Counts that get large: "1.07 G"."""
+    """Counts that get large.
+
+    >>> pairs(1_070_000_000)
+    '1.07 G'
+    """
     return scaled(value, ("", "k", "M", "G", "T", "P")).strip()
 
 
