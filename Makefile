@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs bench clean
+.PHONY: help setup demo test check bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,7 @@ check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+.PHONY: docs
 docs: $(STAMP)  ## build the site into site/, and check its links
 	$(BIN)/python -m pip install $(if $(CI),-qq) --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -51,5 +52,5 @@ bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/spanwise bench kernels
 
 clean:  ## remove .venv, caches and runs
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
