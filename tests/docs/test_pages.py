@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import spanwise
+from spanwise import SpanMask, overlap
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 
@@ -40,3 +43,17 @@ def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
 def test_benchmarks_are_what_the_script_writes() -> None:
     page = (DOCS / "benchmarks.md").read_text()
     assert make_benchmarks.page(page) == page
+
+
+def test_gallery_shows_every_constructor() -> None:
+    page = (DOCS / "gallery.md").read_text()
+    constructors = [name for name, value in vars(SpanMask).items() if isinstance(value, classmethod)]
+    assert [name for name in constructors if not name.startswith("_") and f"SpanMask.{name}(" not in page] == []
+
+
+def test_reference_lists_every_public_name() -> None:
+    listed = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in DOCS.glob("reference/*.md")), re.MULTILINE)
+    public = {f"spanwise.{name}" for name in spanwise.__all__}
+    public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
+    # Two functions hide the modules that define them, and are listed by their place in these.
+    assert sorted(re.sub(r"\.(optimize|backend)\.\1$", r".\1", name) for name in listed) == sorted(public)
