@@ -5,7 +5,7 @@
 
 - ``python``: runs in the page's namespace. With ``title="name.py"`` it is saved under that name instead.
 - ``bash``: runs in the folder of the saved files.
-- ``text title="output"`` (``txt`` for tables, which do not wrap): what the block above it printed.
+- ``text title="output"`` (``output`` for tables, which do not wrap): what the block above it printed.
 - Other languages are shown and not run: ``console`` for commands of other machines.
 """
 

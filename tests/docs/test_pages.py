@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import spanwise
+from spanwise import SpanMask, overlap
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 
@@ -16,11 +19,12 @@ import make_benchmarks  # noqa: E402
 import run_blocks  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if re.search(r"^```(python|bash)$", path.read_text(), re.MULTILINE))
-DRAWN = "gallery.md"  # draw_gallery runs its code
+# draw_gallery runs the code of the gallery; the tests of own exchanges and kernels run that of their pages.
+ELSEWHERE = ("gallery", "add-an-exchange", "add-a-kernel")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != DRAWN], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)
 def test_code_blocks_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     assert run_blocks.run_page(page, tmp_path) == page.read_text()
 
@@ -39,3 +43,17 @@ def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
 def test_benchmarks_are_what_the_script_writes() -> None:
     page = (DOCS / "benchmarks.md").read_text()
     assert make_benchmarks.page(page) == page
+
+
+def test_gallery_shows_every_constructor() -> None:
+    page = (DOCS / "gallery.md").read_text()
+    constructors = [name for name, value in vars(SpanMask).items() if isinstance(value, classmethod)]
+    assert [name for name in constructors if not name.startswith("_") and f"SpanMask.{name}(" not in page] == []
+
+
+def test_reference_lists_every_public_name() -> None:
+    listed = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in DOCS.glob("reference/*.md")), re.MULTILINE)
+    public = {f"spanwise.{name}" for name in spanwise.__all__}
+    public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
+    # Two functions hide the modules that define them, and are listed by their place in these.
+    assert sorted(re.sub(r"\.(optimize|backend)\.\1$", r".\1", name) for name in listed) == sorted(public)
