@@ -104,7 +104,9 @@ def test_imports_that_lead_up_are_few() -> None:
         for name, path in files.items()
         for other in imported(path, files)
         if files[other].name != "__init__.py"  # the package of an imported module
-        and name.count(".") and other.count(".") and order.index(name.split(".")[1]) > order.index(other.split(".")[1])
+        and name.count(".")
+        and other.count(".")
+        and order.index(name.split(".")[1]) > order.index(other.split(".")[1])
     ]
     assert len(up) <= 4, up
 
