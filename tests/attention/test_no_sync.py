@@ -66,7 +66,6 @@ NOT_HOT = {
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
-    "_torch.py": {"assume_symbols"},
     "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/exchange/base.py": {"moved", "most_held", "packed", "seconds", "chunk_work"},
