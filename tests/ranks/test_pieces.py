@@ -158,7 +158,7 @@ def test_stages_are_checked() -> None:
     for stages in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="stages must be a positive integer"):
             spanwise.make_plan(MASK, 2, stages=stages)
-    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one piece, got stages=2"):
+    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one chunk, got stages=2"):
         spanwise.make_plan(MASK, 2, exchange="all_gather", stages=2)
 
 
@@ -214,8 +214,8 @@ def test_an_unbatched_mask_beside_a_batched_one_is_cut_as_planned() -> None:
     shape = dict(num_q_heads=4, num_kv_heads=2, head_dim=8)
     plan = spanwise.make_plan(masks, 4, balancer="contiguous", exchange="needed", stages=4, block_size=8, **shape)
     for name in masks:
-        lists, alike = plan.lists(name)
-        tokens = chunk_tokens(lists, plan.num_chunks(name), 8)
+        alike = plan.batch_size // plan.mask(name).batch_size  # batch rows that take the same tokens
+        tokens = chunk_tokens(plan.traffic(name) // alike, plan.num_chunks(name), 8)
         assert (alike * tokens.sum(axis=0) == plan.traffic(name)).all()
         for rank in range(4):
             for i, chunk in enumerate(rank_plan.build(plan, rank).chunks[name][1:]):
