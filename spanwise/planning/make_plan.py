@@ -147,7 +147,7 @@ def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
     """The plan with every exchange and number of chunks that the caller left open, simplest first."""
     exchanges, stages = request.exchanges(), request.stages
     if plan.num_groups == 1:  # nothing travels between groups
-        named = request.ulysses if plan.inner > 1 else exchanges[0]
+        named = request.ulysses if plan.inner > 1 else request.exchange or plan.kv_exchange
         return [plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))]
     found = []
     for exchange in exchanges:

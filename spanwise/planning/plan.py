@@ -107,6 +107,18 @@ class Plan(PlanData):
 
         return tokens.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
+    def replace(self, **changes: Any) -> Plan:
+        """The plan with other fields; ``exchange`` is a name or an `Exchange`. Areas and traffic are kept if they may.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(512), num_ranks=2, exchange="needed")
+        >>> plan.replace(exchange="ring").exchange
+        'ring'
+        """
+        if "exchange" in changes:
+            changes["kv_exchange"] = requests.exchange_of(changes.pop("exchange"))
+        return super().replace(**changes)
+
     def num_pieces(self, mask: str = "default") -> int:
         """Deprecated name of `num_chunks`."""
         warnings.warn("Plan.num_pieces is now Plan.num_chunks", DeprecationWarning, stacklevel=2)

@@ -135,9 +135,14 @@ def checked(
     )  # fmt: skip
 
 
+def exchange_of(given: Any) -> Any:
+    """The exchange of a name; passes an `Exchange` through. ``ValueError`` for anything else."""
+    return table.resolve(given)
+
+
 def known_exchanges(own: Any = None) -> dict[str, Any]:
     """Exchange by name: spanwise's, and one of the caller's."""
-    return dict(table.EXCHANGES) if own is None else {**table.EXCHANGES, own.name: own}
+    return dict(table.EXCHANGES) if own is None else {**table.EXCHANGES, (own := exchange_of(own)).name: own}
 
 
 def _levels(num_ranks: Any, exchange: KVExchange | None) -> tuple[int, int]:

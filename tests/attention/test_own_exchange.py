@@ -107,7 +107,54 @@ def test_plans_with_it_are_counted_saved_and_explained(relay: Exchange, tmp_path
 def test_what_is_no_exchange_is_refused(relay: Exchange) -> None:
     with pytest.raises(ValueError, match=r"an exchange is an object, got the class Relay: pass Relay\(\)"):
         make(DOCUMENTS, 2, type(relay))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown exchange"):
-        make(DOCUMENTS, 2, object())  # type: ignore[arg-type]
+    for wrong in (object(), ["needed"], {}):
+        with pytest.raises(ValueError, match="unknown exchange"):
+            make(DOCUMENTS, 2, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got stages=3; use exchange='needed'"):
         make(DOCUMENTS, 2, relay, stages=3)
+
+
+def changed(relay: Exchange, **members: Any) -> Any:
+    return type("Changed", (type(relay),), members)()
+
+
+@pytest.mark.parametrize("name", ["", "auto", "needed", "ulysses"])
+def test_names_that_a_file_could_mistake_are_refused(relay: Exchange, name: str) -> None:
+    with pytest.raises(ValueError, match=f"the exchange Changed needs another name than '{name}'"):
+        make(DOCUMENTS, 2, changed(relay, name=name))
+
+
+def test_promises_that_planning_can_check(relay: Exchange, tmp_path: Path) -> None:
+    def started_late(self: Any, *args: Any) -> Iterator[Any]:
+        yield from type(relay).start(self, *args)
+
+    with pytest.raises(ValueError, match="start is a generator function, so nothing is in flight"):
+        make(DOCUMENTS, 2, changed(relay, start=started_late))
+    with pytest.raises(ValueError, match="must move K/V between all ranks"):
+        make(DOCUMENTS, 2, changed(relay, levels=lambda self, n: (1, n)))
+    make(DOCUMENTS, 2, relay).save(tmp_path / "plan.npz")
+    with pytest.raises(ValueError, match=r"got the class Relay: pass Relay\(\)"):
+        Plan.load(tmp_path / "plan.npz", exchange=type(relay))
+    with pytest.raises(ValueError, match="unknown exchange 'relay'"):
+        Plan.load(tmp_path / "plan.npz", exchange="relay")
+
+
+def test_replace_takes_names_and_objects(relay: Exchange) -> None:
+    plan = make(DOCUMENTS, 2, relay)
+    assert plan.replace(exchange="ring").replace(exchange=relay) == plan
+    assert plan.replace(exchange="ring") == make(DOCUMENTS, 2, "ring", keep_kv=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_chunks_that_lie_in_one_buffer_are_refetched(relay: Exchange, ranks: int) -> None:
+    """A chunk fetched alone begins at another place of its buffer than in the forward, where all came at once."""
+
+    def start(self: Any, *args: Any) -> Iterator[Any]:
+        pairs = list(type(relay).start(self, *args))
+        buffer = torch.cat([x.reshape(-1) for pair in pairs for x in pair])
+        views = iter(buffer.split([x.numel() for pair in pairs for x in pair]))
+        return iter([tuple(next(views).view(x.shape) for x in pair) for pair in pairs])
+
+    problem = make_problem(DOCUMENTS.dense())
+    plan = make(DOCUMENTS, ranks, changed(relay, name="one buffer", start=start), keep_kv=False)
+    check(problem, plan, "sdpa", ranks, {})

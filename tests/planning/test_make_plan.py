@@ -125,7 +125,8 @@ def test_what_is_given_is_kept() -> None:
     assert (plan.stages, plan.candidates, plan.reason) == (2, (), "chosen by the caller")
     one = make_plan(DOCUMENTS, 1)
     assert one.candidates == () and one.reason == "one rank computes everything"
-    assert make_plan(DOCUMENTS, 1, stages=4).stages == 1
+    alone = make_plan(DOCUMENTS, 1, stages=4)
+    assert (alone.stages, alone) == (1, make_plan(DOCUMENTS, 1))
     for bad, text in (
         (dict(hardware="h100"), "hardware must be a spanwise.Hardware"),
         (dict(keep_kv="no"), "keep_kv must be True, False or None, got 'no'"),

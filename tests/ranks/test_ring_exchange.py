@@ -80,6 +80,11 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5}
 def quiet(_: str) -> None: ...
 
 
+def unpacked(k: torch.Tensor, v: torch.Tensor) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    dims = (*k.shape[:2], k.shape[3], v.shape[3])
+    return lambda _, buffer: ring.unpack(buffer, dims)
+
+
 def step(
     rank: int, mesh: DeviceMesh, case: Case, *, keep: bool = True, watch: Callable[[str], None] = quiet
 ) -> list[torch.Tensor]:
@@ -88,7 +93,7 @@ def step(
     k, v = (x.requires_grad_() for x in case.shard(rank))
     hops = case.hops(rank)
     fetches = ring.fetches(k.detach(), v.detach(), hops, rank, ranks, name, "K/V again")
-    again = Refetch([] if keep else fetches, chained=True)
+    again = Refetch([] if keep else fetches, chained=True, saved=unpacked(k, v))
     started = ring.start(k, v, hops, rank, ranks, name, "K/V")
     parts = []
     for i in range(-1, len(hops)):
@@ -318,7 +323,8 @@ def twice(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
     totals = []
     for k, v in leaves:
         total = case.loss(rank, -1, k, v)
-        again = Refetch(ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V"), chained=True)
+        fetches = ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V")
+        again = Refetch(fetches, chained=True, saved=unpacked(k, v))
         for i, pair in enumerate(ring.start(k, v, case.hops(rank), rank, ranks, name, "K/V")):
             with again.not_saving(i, *pair):
                 part = case.loss(rank, i, *pair)

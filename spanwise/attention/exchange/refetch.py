@@ -21,8 +21,7 @@ import torch
 
 from spanwise.attention.exchange._gradients import check_first_order
 
-# Waits for a chunk and gives its keys and values, [B, H, K, D] each, contiguous; or one tensor, if in the forward both
-# lay in one storage. Only storages count: positions inside them are those of the forward.
+# Waits for a chunk and gives its keys and values, [B, H, K, D] each, contiguous; or what `saved` makes them of.
 Fetched = Callable[[], tuple[torch.Tensor, ...]]
 
 
@@ -53,13 +52,14 @@ class Refetch:
 
         Other hooks for saved tensors (offloading, checkpointing) do not see tensors that are saved within it.
         """
-        storages = [x.untyped_storage().data_ptr() for x in (k, v)]
+        held = [(x.untyped_storage().data_ptr(), x.storage_offset(), x.numel()) for x in (k, v)]
 
         def pack(x: torch.Tensor) -> Any:
-            if x.numel() == 0 or x.untyped_storage().data_ptr() not in storages:
-                return x, x._version
-            which = storages.index(x.untyped_storage().data_ptr())
-            return which, x.size(), x.stride(), x.storage_offset()
+            storage, offset = x.untyped_storage().data_ptr(), x.storage_offset()
+            for which, (of, first, count) in enumerate(held):
+                if x.numel() and storage == of and first <= offset < first + count:
+                    return which, x.size(), x.stride(), offset - first
+            return x, x._version
 
         def unpack(note: Any) -> torch.Tensor:
             if isinstance(note[0], torch.Tensor):
@@ -70,10 +70,11 @@ class Refetch:
                         f"place after the forward (version {x._version}, expected {version})"
                     )
                 return x
-            which, *geometry = note
+            which, shape, stride, offset = note
             with torch.no_grad():
                 chunk = self._take(i) if self._saved is None else self._saved(i, *self._take(i))
-            return chunk[which].as_strided(*geometry)
+            # Chunks that arrived together may lie in one storage; a chunk that is fetched alone begins elsewhere.
+            return chunk[which].as_strided(shape, stride, chunk[which].storage_offset() + offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -60,6 +60,6 @@ def _find(kernel: str | Kernel, device: torch.device) -> Kernel:
         return kernel
     if kernel == "auto":
         return KERNELS["flex" if device.type == "cuda" else "sdpa"]
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; choose one of {['auto', *KERNELS]}, or give a Kernel")
     return KERNELS[kernel]
