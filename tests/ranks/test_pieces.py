@@ -158,7 +158,7 @@ def test_stages_are_checked() -> None:
     for stages in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="stages must be a positive integer"):
             spanwise.make_plan(MASK, 2, stages=stages)
-    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one piece, got stages=2"):
+    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one chunk, got stages=2"):
         spanwise.make_plan(MASK, 2, exchange="all_gather", stages=2)
 
 

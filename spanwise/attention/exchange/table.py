@@ -22,7 +22,7 @@ def resolve(exchange: str | Exchange) -> Exchange:
     """The exchange of a name; passes an `Exchange` through.
 
     Raises:
-        ValueError: an unknown name, or an object that is no exchange.
+        ValueError: an unknown name, or an object that is not an `Exchange`.
 
     >>> resolve("needed")
     Needed()
