@@ -215,13 +215,13 @@ class ContextParallel(ParallelStyle):
         )
         if given is not None and not isinstance(given, (Plan, RankPlan)):
             raise ValueError(
-                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: a mask does not tell "
+                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: a mask does not say "
                 f"which rank holds which tokens; {remedy}"
             )
         plan = given if given is not None else self.plan
         if plan is None:
             what = "is_causal=True" if causal else "a call without a mask"
-            raise ValueError(f"{what} does not tell which rank holds which tokens; {remedy}")
+            raise ValueError(f"{what} does not say which rank holds which tokens; {remedy}")
         if causal and self.mask not in plan.causal:
             raise ValueError(f"is_causal=True goes only with a plan of the causal mask; mask {self.mask!r} is another")
         return plan
