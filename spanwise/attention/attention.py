@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise.attention.chunks import Chunk
 from spanwise.attention.exchange import failure, ulysses
+from spanwise.attention.exchange.heads import check_heads, kv_heads_held
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
-from spanwise.planning.heads import check_heads, kv_heads_held
 from spanwise.planning.plan import Plan
 
 

@@ -16,7 +16,7 @@ from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.cli.output import check_writable
 from spanwise.cli.report.terminal import console, table
-from spanwise.cli.report.units import percent
+from spanwise.cli.report.units import percent, seconds
 from spanwise.train.launch import Rank, join_ranks, launch
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -123,13 +123,13 @@ def show(result: Calibration) -> None:
 
     row("attention forward", f"{hardware.attention_flops / 1e9:,.1f} GFLOP/s")
     row("attention backward", f"{hardware.attention_backward_flops / 1e9:,.1f} GFLOP/s")
-    row("call of the attention kernel", f"{hardware.kernel_seconds * 1e3:.3f} ms")
+    row("call of the attention kernel", seconds(hardware.kernel_seconds))
     row("pairs at a query's edge", f"{hardware.edge_pairs:.0f}")
     row("matrix product", f"{hardware.matmul_flops / 1e9:,.1f} GFLOP/s")
     row("memory, read and written", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s")
     figures = list(dict.fromkeys(s.figure for s in result.samples if s.figure.startswith("link")))
     for figure, link in zip(figures, reversed(hardware.links), strict=False):
-        row(figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {link.latency * 1e3:.3f} ms")
+        row(figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {seconds(link.latency)}")
     for collective, factor in hardware.wire:
         row(f"{collective} on the wire", f"{factor:.2f} × its bytes")
     console().print(shown)

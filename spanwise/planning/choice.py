@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning import memory
 from spanwise.planning.plan import Plan
 from spanwise.planning.plan_data import Candidate
@@ -57,13 +58,15 @@ def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
     plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.baseline]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     others = [i for i in range(len(plans)) if i not in plain]
-    reason = f"{_name(plan)}: {_ms(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
+    reason = f"{_name(plan)}: {as_text(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
     if chosen in plain and others:
         other = min(others, key=lambda i: seconds[i])
-        reason += f"; no gain from the other ways, {_name(plans[other])} is the fastest of them ({_ms(seconds[other])})"
+        reason += (
+            f"; no gain from the other ways, {_name(plans[other])} is the fastest of them ({as_text(seconds[other])})"
+        )
     elif plain and chosen not in plain:
         gain = f"{seconds[usual] / seconds[chosen]:.2f} times as fast as" if seconds[chosen] else "against"
-        reason += f", {gain} {_name(plans[usual])} ({_ms(seconds[usual])})"
+        reason += f", {gain} {_name(plans[usual])} ({as_text(seconds[usual])})"
     else:
         reason += f", the least of all that was considered within {_TOLERANCE:.0%}"
     if plan.num_q_heads is None or plan.head_dim is None:
@@ -104,7 +107,3 @@ def _name(plan: Plan) -> str:
     chunks = f" in {plan.stages} chunks" if plan.stages > 1 else ""
     inside = f", Ulysses inside {plan.inner}" if plan.inner > 1 and plan.num_groups > 1 else ""
     return f"{plan.balancer} with {plan.exchange}{chunks}{inside}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import predict
 
@@ -35,12 +36,12 @@ def explain(plan: PlanData) -> str:
             f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
         )
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
-        parts = ", ".join(f"{part} {seconds * 1e3:.3f} ms" for part, seconds in predict(plan).items())
+        parts = ", ".join(f"{part} {as_text(seconds)}" for part, seconds in predict(plan).items())
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
     for tried in plan.candidates:
         lines.append(
             f"considered {tried.balancer}, {tried.exchange}, chunks {tried.stages}: imbalance "
-            f"{tried.imbalance:.3f}, receives {tried.recv_mean:,.0f} tokens, {tried.seconds['total'] * 1e3:.3f} ms"
+            f"{tried.imbalance:.3f}, receives {tried.recv_mean:,.0f} tokens, {as_text(tried.seconds['total'])}"
         )
     lines.append(f"fingerprint {plan.fingerprint}")
     return "\n".join(lines)

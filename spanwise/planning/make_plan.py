@@ -96,10 +96,10 @@ def make_plan(
             divide, padding that the dual-chunk order cannot cut, a budget that no plan meets.
 
     >>> import spanwise
-    >>> mask = spanwise.SpanMask.documents([0, 3000, 10000, 40960])
-    >>> plan = spanwise.make_plan(mask, num_ranks=4, num_q_heads=8, head_dim=64)
-    >>> plan.balancer, plan.exchange, round(plan.imbalance(), 2)
-    ('local', 'needed', 1.02)
+    >>> mask = spanwise.SpanMask.documents([0, 300, 1000, 4096])
+    >>> plan = spanwise.make_plan(mask, num_ranks=2, balancer="head_tail", exchange="needed")
+    >>> plan.layout.tokens_per_rank.tolist(), plan.recv_tokens().tolist()
+    ([2048, 2048], [2048, 24])
     """
     request = requests.checked(
         mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, quality=quality, block_size=block_size,

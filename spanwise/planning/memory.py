@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from spanwise.masks.arrays import Int64
-from spanwise.planning.heads import kv_heads_held
 from spanwise.planning.plan_data import PlanData
 
 
@@ -20,11 +19,9 @@ def kv_token_bytes(plan: PlanData) -> Int64:
 
     All heads, or under Ulysses the heads that the rank computes.
     """
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    if plan.inner == 1:
-        return np.full(plan.num_ranks, kv_heads * (qk_dim + v_dim) * plan.itemsize, np.int64)
-    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
-    return np.tile(np.array(held, np.int64) * (qk_dim + v_dim) * plan.itemsize, plan.num_groups)
+    _, kv_heads, qk_dim, v_dim = plan.attention_shape
+    heads = np.full(plan.num_ranks, kv_heads) if plan.head_exchange is None else plan.head_exchange.kv_heads(plan)
+    return heads.astype(np.int64) * (qk_dim + v_dim) * plan.itemsize
 
 
 def received(plan: PlanData, mask: str) -> Int64:

@@ -12,7 +12,6 @@ from spanwise import hardware as rates
 from spanwise.attention.exchange import table
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import heads
 from spanwise.planning.plan_data import KVExchange
 
 _QUALITIES = ("best", "fast")
@@ -169,7 +168,7 @@ def _shape(*given: Any) -> tuple[int | None, int | None, int | None, int | None]
     if num_q_heads is not None and num_kv_heads is not None:
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        heads.check_heads(num_q_heads, num_kv_heads, inner)
+        table.EXCHANGES["ulysses"].check_heads(num_q_heads, num_kv_heads, inner)
     return num_q_heads, num_kv_heads, head_dim, v_head_dim
 
 

@@ -42,7 +42,8 @@ HOT = [
     "attention/exchange/base.py",
     "attention/exchange/table.py",
     "attention/exchange/_gradients.py",
-    "attention/exchange/_heads.py",
+    "attention/exchange/head_rows.py",
+    "attention/exchange/heads.py",
     "attention/exchange/rows.py",
     "attention/exchange/refetch.py",
     "attention/tokens.py",
@@ -53,6 +54,7 @@ HOT = [
     "attention/exchange/ulysses.py",
 ]
 NOT_HOT = {
+    "attention/exchange/head_bytes.py": "numpy, when a plan is made",
     "masks/flex.py": "masks from and to torch, when a plan is made",
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
@@ -64,14 +66,13 @@ NOT_HOT = {
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
-    "_torch.py": {"assume_symbols"},
     "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/exchange/base.py": {"moved", "most_held", "packed", "seconds", "chunk_work"},
     "attention/exchange/all_gather.py": {"moved", "traffic", "most_held", "packed", "seconds", "chunks"},
     "attention/exchange/needed.py": {"_lists", "moved", "most_held", "chunks", "_receives", "_sends", "_route"},
     "attention/exchange/ring.py": {"hops", "moved", "most_held", "chunk_work", "chunks"},
-    "attention/exchange/ulysses.py": {"traded", "resident", "trade", "_traded", "_over_ranks"},
+    "attention/exchange/ulysses.py": {"kv_heads", "traded", "resident", "trade", "_over_ranks"},
     "attention/kernels/_flex_tables.py": {"from_numpy"},
     "attention/kernels/varlen.py": {"from_segments", "parts"},
 }

@@ -15,7 +15,8 @@ from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
 from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
 from spanwise.overlap.explain.report import MOST, Result, figures, summary
-from spanwise.overlap.explain.units import duration
+from spanwise.overlap.explain.units import milliseconds as duration
+from spanwise.overlap.explain.units import num_bytes
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
@@ -81,7 +82,7 @@ def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
     assert facts["bound"].endswith(said), "no word of buckets where there are none"
     assert f"{found.after.counts['partly']} partly, {found.after.counts['exposed']} exposed" in facts["hideable"]
     assert f"{len(result.timeline.dag.starts)}, were {len(result.before.dag.starts)}" in facts["launches"]
-    assert f"{result.timeline.peak_bytes / 1e6:.2f} MB" in facts["peak memory"]
+    assert num_bytes(result.timeline.peak_bytes) in facts["peak memory"]
     for why, ms in found.after.why.items():
         assert f"{why} {duration(ms)}" in facts["exposed for"]
     heads, *rows = text.split("\n\n")[1].splitlines()
@@ -113,8 +114,8 @@ def test_only_arithmetic_makes_a_collectivehideable_by() -> None:
 @pytest.mark.parametrize(
     ("ms", "text"),
     [
-        (0.0, "0"), (2e-4, "0.2 µs"), (0.0200001, "20 µs"), (0.16849, "168 µs"), (0.9995, "1 ms"), (5.906, "5.91 ms"),
-        (999.4, "999 ms"), (999.5, "1 s"), (12_345.0, "12.3 s"), (999_500.0, "1,000 s"), (4.32e6, "4,320 s"),
+        (0.0, "0"), (2e-4, "0.200 µs"), (0.0200001, "20.0 µs"), (0.16849, "168 µs"), (0.9995, "1.00 ms"),
+        (5.906, "5.91 ms"), (999.4, "999 ms"), (999.5, "1.00 s"), (12_345.0, "12.3 s"), (999_500.0, "1,000 s"), (4.32e6, "4,320 s"),
     ],
 )  # fmt: skip
 def test_durations(ms: float, text: str) -> None:

@@ -3,7 +3,7 @@
 Before attention each rank sends every other rank of the group that rank's heads of its tokens. Then each rank holds
 some heads of all tokens of the group. After attention the output goes the other way. Source: Jacobs et al. 2023,
 "DeepSpeed Ulysses" (arXiv 2309.14509). Here shards may be uneven or empty, and ranks may outnumber K/V heads
-(`spanwise.planning.heads`).
+(`heads`).
 
 Gradients take the reverse trade. As in the other exchanges a trade is two autograd functions, start and wait. So the
 transfers of q and of K/V both start before the first wait, forward and backward alike.
@@ -25,7 +25,9 @@ from spanwise import _torch
 from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import check_first_order, returned
-from spanwise.attention.exchange._heads import (
+from spanwise.attention.exchange.base import Exchange
+from spanwise.attention.exchange.head_bytes import own_bytes, traded_bytes
+from spanwise.attention.exchange.head_rows import (
     by_head,
     for_queries,
     from_queries,
@@ -34,12 +36,10 @@ from spanwise.attention.exchange._heads import (
     join_heads,
     split_heads,
 )
-from spanwise.attention.exchange.base import Exchange
+from spanwise.attention.exchange.heads import check_heads, kv_heads_held, kv_heads_of, kv_heads_read
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import positions_in
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.planning.head_bytes import own_bytes, traded_bytes
-from spanwise.planning.heads import kv_heads_of, kv_heads_read
 from spanwise.planning.plan_data import PlanData
 
 
@@ -93,7 +93,16 @@ class Ulysses(Exchange):
     def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
         return (builder.chunk_side_by_side(mask, builder.held(builder.group, builder.plan.kv_groups.batch_size)),)
 
+    def check_heads(self, num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+        check_heads(num_q_heads, num_kv_heads, num_ranks)
+
     # ---------------------------------------------------------------- bytes and seconds of the trade
+
+    def kv_heads(self, plan: PlanData) -> Int64:
+        """K/V heads that each rank computes with; int64 ``[num_ranks]``."""
+        heads, kv_heads, _, _ = plan.attention_shape
+        held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
+        return np.tile(np.array(held, np.int64), plan.num_groups)
 
     def traded(self, plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
         """Bytes that each rank gets from each other rank of its group: q, K and V on the way in, the output back.

@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from spanwise.overlap.explain.units import milliseconds, num_bytes, scaled, seconds, three_digits
 
-
-def seconds(value: float) -> str:
-    """Seconds with three significant digits, in the unit that suits.
-
-    >>> seconds(0.0012345)
-    '1.23 ms'
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= factor * 0.9995:
-            return f"{three_digits(value / factor)} {unit}"
-    return f"{three_digits(value / 1e-6)} µs" if value else "0"
-
-
-def milliseconds(value: float) -> str:
-    """As `seconds`, of a value in milliseconds."""
-    return seconds(value / 1e3)
-
-
-def num_bytes(value: float) -> str:
-    """Bytes in powers of 1,000.
-
-    >>> num_bytes(16_777_216)
-    '16.8 MB'
-    """
-    return scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"))
+__all__ = ["count", "fine_percent", "milliseconds", "num_bytes", "pairs", "percent", "seconds", "three_digits", "times"]
 
 
 def pairs(value: float) -> str:
@@ -38,23 +14,6 @@ def pairs(value: float) -> str:
     '1.07 G'
     """
     return scaled(value, ("", "k", "M", "G", "T", "P")).strip()
-
-
-def scaled(value: float, units: tuple[str, ...]) -> str:
-    """`value` over the power of 1,000 that suits, with its unit."""
-    step = 0
-    while value >= 999.5 and step < len(units) - 1:
-        value, step = value / 1000, step + 1
-    return f"{three_digits(value)} {units[step]}"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits; whole numbers below 1,000 as they are."""
-    if value == int(value) and value < 1000:
-        return str(int(value))
-    rounded = float(f"{value:.3g}")
-    digits = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
-    return f"{rounded:.{min(max(digits, 0), 6)}f}"
 
 
 def count(value: float) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
-from spanwise.overlap.explain.units import duration
+from spanwise.overlap.explain.units import milliseconds
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.ir.simulate import Timeline
@@ -58,7 +58,7 @@ class Collective:
             return ""
         # A bucket matters only where a dependency exposes it, and by more than 1 %.
         late = self.spread if Why.DEPENDENCY in self.reason.parts else 0.0
-        bucket = f"; of its {self.members}, the first was ready {duration(late)} before the last"
+        bucket = f"; of its {self.members}, the first was ready {milliseconds(late)} before the last"
         return str(self.reason) + (bucket if late > 0.01 * self.exposed else "")
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.overlap.explain.units import duration
+from spanwise.overlap.explain.units import milliseconds
 from spanwise.overlap.ir.critical_path import starts_after, waits_before
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.order import positions
@@ -65,7 +65,7 @@ class Reason:
         ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # skip parts below 1 %
         if len(ranked) == 1:
             return self.main.value
-        return ", ".join(f"{why.value} ({duration(ms)})" for why, ms in ranked)
+        return ", ".join(f"{why.value} ({milliseconds(ms)})" for why, ms in ranked)
 
 
 def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:

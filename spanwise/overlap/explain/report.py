@@ -15,7 +15,7 @@ from torch import fx
 from spanwise.overlap.explain.figures import Collective, Figures, OrderFigures, arithmetic, hideable_by, order_figures
 from spanwise.overlap.explain.reasons import Reason, hidden_counts, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
-from spanwise.overlap.explain.units import duration, num_bytes
+from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import tensors_of
 from spanwise.overlap.ir.bounds import Bounds
@@ -128,19 +128,18 @@ def summary(found: Figures) -> dict[str, str]:
     """Facts about both orders in words, by topic."""
     before, after = found.before, found.after
     bucketed = after.launches < before.launches
-    bound = (
-        f"{duration(after.bound)}, by {after.bound_by}; {duration(after.left)}{_share(after.left, after.bound)} left "
-    )
+    left = f"{milliseconds(after.left)}{_share(after.left, after.bound)}"
+    bound = f"{milliseconds(after.bound)}, by {after.bound_by}; {left} left "
     if bucketed:  # the bound holds for these buckets only
-        bound += f"to gain at most with these buckets; without buckets the bound is {duration(before.bound)}"
+        bound += f"to gain at most with these buckets; without buckets the bound is {milliseconds(before.bound)}"
     else:
         bound += "to gain at most"
     facts = {
-        "makespan": f"{duration(after.makespan)}, was {duration(before.makespan)}"
+        "makespan": f"{milliseconds(after.makespan)}, was {milliseconds(before.makespan)}"
         f"{_times(before.makespan, after.makespan)}",
         "bound": bound,
-        "compute": duration(after.compute),
-        "exposed": f"{duration(after.exposed)}, was {duration(before.exposed)}",
+        "compute": milliseconds(after.compute),
+        "exposed": f"{milliseconds(after.exposed)}, was {milliseconds(before.exposed)}",
         "hideable": f"{before.hideable:,} of {before.launches:,} collectives: {_counted(after)}; were "
         f"{_counted(before)}",
         "launches": f"{after.launches:,}, were {before.launches:,} before bucketing",
@@ -148,7 +147,7 @@ def summary(found: Figures) -> dict[str, str]:
         f"budget {num_bytes(found.budget)}",
     }
     if after.why:
-        facts["exposed for"] = ", ".join(f"{why} {duration(ms)}" for why, ms in after.why.items())
+        facts["exposed for"] = ", ".join(f"{why} {milliseconds(ms)}" for why, ms in after.why.items())
     return facts
 
 
@@ -170,7 +169,7 @@ def _exposed_rows(found: Figures) -> list[str]:
     rows = [("most exposed", "group", "size", "takes", "exposed", "why")]
     for one in found.most_exposed[:MOST]:
         size = "" if one.num_bytes is None else num_bytes(one.num_bytes)
-        rows.append((one.name, one.group, size, duration(one.ms), duration(one.exposed), one.why))
+        rows.append((one.name, one.group, size, milliseconds(one.ms), milliseconds(one.exposed), one.why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map("{:{}{}}".format, row, "<<>>><", widths)).rstrip() for row in rows]
     return ["", *lines] if len(rows) > 1 else []

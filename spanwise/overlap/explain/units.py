@@ -1,28 +1,53 @@
-"""Times and sizes as people read them."""
+"""Seconds, bytes and counts as people read them: one way for every text, page and error of the package."""
 
 from __future__ import annotations
 
+import math
 
-def duration(ms: float) -> str:
-    """Format milliseconds with three significant digits in the unit that fits.
 
-    >>> duration(0.16849), duration(5.906), duration(12_345.0)
-    ('168 µs', '5.91 ms', '12.3 s')
+def seconds(value: float) -> str:
+    """Seconds with three significant digits, in the unit that suits.
+
+    >>> seconds(0.0012345), seconds(12.345)
+    ('1.23 ms', '12.3 s')
     """
-    if ms >= 999.5:
-        return f"{ms / 1e3:.3g} s" if ms < 999.5e3 else f"{ms / 1e3:,.0f} s"
-    if ms >= 0.9995:
-        return f"{ms:.3g} ms"
-    return f"{1e3 * ms:.3g} µs" if ms else "0"
+    return milliseconds(1e3 * value)
 
 
-def num_bytes(value: int) -> str:
-    """Format bytes with two decimals in powers of 1,000.
+def milliseconds(value: float) -> str:
+    """As `seconds`, of a value in milliseconds."""
+    if value >= 999.5:
+        return f"{three_digits(value / 1e3)} s"
+    if value >= 0.9995:
+        return f"{three_digits(value)} ms"
+    return f"{three_digits(1e3 * value)} µs" if value else "0"
 
-    >>> num_bytes(512), num_bytes(16_800_000)
-    ('512 B', '16.80 MB')
+
+def num_bytes(value: float) -> str:
+    """Bytes in powers of 1,000.
+
+    >>> num_bytes(512), num_bytes(16_777_216)
+    ('512 B', '16.8 MB')
     """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.2f} {unit}"
-    return f"{value} B"
+    return scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def scaled(value: float, units: tuple[str, ...]) -> str:
+    """`value` over the power of 1,000 that suits, with its unit."""
+    step = 0
+    while value >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000, step + 1
+    return f"{three_digits(value)} {units[step]}"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits; whole numbers below 1,000 as they are.
+
+    >>> three_digits(1.2), three_digits(12)
+    ('1.20', '12')
+    """
+    if value >= 999.5 or value == int(value):
+        return f"{value:,.0f}"
+    rounded = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{rounded:.{min(max(digits, 0), 6)}f}"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spanwise.attention.exchange.heads import kv_heads_held, kv_heads_of, kv_heads_read
 from spanwise.masks.arrays import Int64
-from spanwise.planning.heads import kv_heads_held, kv_heads_of, kv_heads_read
 from spanwise.planning.plan_data import PlanData
 
 
