@@ -60,7 +60,7 @@ def make_plan(
             other ranks, under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
             object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross attention) takes
             "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
-        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), "ring"
+        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read), "ring"
             (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), an `Exchange` object,
             or "auto".
         stages: number of chunks in which "needed" brings the K/V, each computed while the next travels. None: 1, 2 or
