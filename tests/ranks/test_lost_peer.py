@@ -279,13 +279,13 @@ def names(exchange: dict[str, Any], moment: str) -> str:
         return f"all-to-all of {of}, mask 'full'"
     if exchange["exchange"] == "ring":
         forward = moment == "forward" or "K/V" in moment
-        of = "K/V" if forward else "gradients, K/V" if exchange["keep_kv"] else ".*K/V( again for.*)?"
+        of = "K/V" if forward else "gradients, K/V" if exchange["keep_kv"] else ".*K/V( refetched for.*)?"
         return f"hop [123] of 3 of {of}, mask 'full'"
     gather, scatter = ("all-gather", "reduce-scatter") if exchange["exchange"] == "all_gather" else ["all-to-all"] * 2
     if moment == "forward":
         return f"{gather} of K/V, mask 'full'"
     if not exchange.get("keep_kv", True):
-        return f"{gather} of K/V again for the backward, mask 'full'"
+        return f"{gather} of K/V refetched for the backward, mask 'full'"
     return f"{scatter} of gradients, K/V, mask 'full'"
 
 
