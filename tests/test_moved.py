@@ -50,6 +50,8 @@ def test_every_old_module_is_tried_above() -> None:
 def test_names_that_never_were_are_errors() -> None:
     with pytest.raises(AttributeError, match=r"'spanwise.cost' has no attribute 'H400'; .* spanwise.hardware"):
         importlib.import_module("spanwise.cost").H400  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'torch'"):
+        spanwise.attention.torch  # noqa: B018
     with pytest.raises(AttributeError, match="module 'spanwise' has no attribute 'costs'"):
         spanwise.costs  # noqa: B018
 

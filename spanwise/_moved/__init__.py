@@ -33,11 +33,12 @@ def forward(old: str, *new: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if not name.startswith("__"):
             for path in new:
-                module = importlib.import_module(path)
-                if hasattr(module, name):
+                found = getattr(importlib.import_module(path), name, None)
+                # Names of our own: loaders of graphs ask packages for modules such as torch.
+                if str(getattr(found, "__module__", "")).startswith("spanwise."):
                     text = f"{old}.{name} is now {path}.{name}; the old path goes with spanwise 0.3"
                     warnings.warn(text, DeprecationWarning, stacklevel=2)
-                    return getattr(module, name)
+                    return found
         raise AttributeError(f"module {old!r} has no attribute {name!r}; its names are now in {', '.join(new)}")
 
     return find
