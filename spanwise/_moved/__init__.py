@@ -1,7 +1,7 @@
-"""Module paths of version 0.1, kept for one release: each file forwards names to where they are now, and warns.
+"""Module paths of version 0.1, kept for one release: each file forwards names to their new modules and warns.
 
-`spanwise.__path__` leads here, so that ``from spanwise.cost import H100`` still finds a module. Delete this folder, and
-the lines that name it in `spanwise`, `attention` and `batch`, with version 0.3. docs/moved.md lists old and new paths.
+`spanwise.__path__` includes this folder, so that ``from spanwise.cost import H100`` still works. Version 0.3 deletes
+this folder and the lines that name it in `spanwise`, `attention` and `batch`. docs/moved.md lists old and new paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULES = (
 
 
 def forward(old: str, *new: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that finds names of the module `old` in the modules `new`, with a warning."""
+    """A ``__getattr__`` for the module `old`: finds its names in the modules `new`, with a ``DeprecationWarning``."""
 
     def find(name: str) -> Any:
         if not name.startswith("__"):

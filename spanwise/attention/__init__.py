@@ -1,4 +1,4 @@
-"""One rank's part of a plan, run: rank plans, exchanges, kernels, and the attention call itself."""
+"""Execution on one rank: rank plans, exchanges, kernels, and the attention call itself."""
 
 from spanwise._moved import forward
 

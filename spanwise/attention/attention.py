@@ -1,9 +1,9 @@
 """Attention over a sharded sequence: exchange, local kernels, merge.
 
-Every rank holds its shard of q, k and v. Under Ulysses the ranks of a group first trade heads for tokens. The exchange
-of K/V starts; while it is under way the local queries attend to the local keys, then to the others as they arrive, and
-the partial results merge exactly. All of it is a composition of differentiable pieces, so autograd, checkpointing and
-`torch.compile` see each of them, the collectives included.
+Every rank holds its shard of q, k and v. Under Ulysses the ranks of a group first trade heads for tokens. Then the
+exchange of K/V starts. Meanwhile the local queries attend to the local keys, then to each chunk of K/V as it arrives.
+The partial results merge exactly. Each step is a differentiable function, so autograd, checkpointing and
+`torch.compile` see all steps, the collectives included.
 """
 
 # B batch, H heads, T tokens of this rank, D head dim
@@ -32,7 +32,11 @@ from spanwise.planning.plan import Plan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuxRequest:
-    """What `context_parallel_attention` shall return beside the output."""
+    """Results of `context_parallel_attention` to return in addition to the output, in an `Aux`.
+
+    >>> AuxRequest(lse=True)
+    AuxRequest(lse=True, max_logit=False)
+    """
 
     lse: bool = False
     max_logit: bool = False
@@ -40,12 +44,20 @@ class AuxRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Aux:
-    """What an `AuxRequest` asked for, None where it did not.
+    """Results that an `AuxRequest` asked for; None for the others.
 
     Attributes:
         lse: ``[B, Hq, T]``, natural logarithm of the softmax denominator of this rank's queries, sinks included;
             float32 (float64 for float64). Differentiable.
-        max_logit: ``[Hq]``, largest visible score of each head over all ranks and batch rows, −inf if there is none.
+        max_logit: ``[Hq]``, largest visible score of each head over all ranks and batch rows; −inf without a score.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
+    >>> request = spanwise.AuxRequest(lse=True)
+    >>> out, aux = spanwise.context_parallel_attention(q, k, v, plan, mesh=None, return_aux=request)
+    >>> aux.lse.shape, aux.max_logit
+    (torch.Size([1, 2, 6]), None)
     """
 
     lse: torch.Tensor | None = None
@@ -74,8 +86,8 @@ def context_parallel_attention(
             replicated) on the axes of another mesh, such as "tp", is taken and returned.
         k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
         v: ``[B, Hkv, T, Dv]``.
-        plan: the `RankPlan` that `plan.local` made, or a `Plan`, which is then compared across the ranks at each call.
-            In compiled code always the former.
+        plan: the `RankPlan` that `plan.local` made, or a `Plan`, which each call then compares across the ranks.
+            Compiled code takes a `RankPlan` only.
         mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
@@ -85,24 +97,30 @@ def context_parallel_attention(
             "reference" and "flex".
         softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
             `score_mod`.
-        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss). Its
-            gradient on a rank is that of the rows and heads which the rank computes: sum it over the cp ranks, as that
-            of any parameter.
+        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss). The
+            gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp ranks, like the
+            gradient of any parameter.
         return_aux: ask for lse or max_logit.
 
     Returns:
         out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
         0, lse −inf (the sink's logit if there are sinks) and gradient 0.
 
-    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype, all
-    in eager code or all compiled, and either all of them or none with inputs that require gradients; every rank's loss
-    has to depend on its output. Second derivatives (``create_graph=True``) are refused.
+    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype. All
+    ranks run it in eager code, or all compiled. Inputs require gradients on all ranks or on no rank, and every rank's
+    loss must depend on the output. Second derivatives (``create_graph=True``) raise ``NotImplementedError``.
 
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
             a kernel or option that does not go with the device or with another option.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
-            ranks. In compiled code torch's own error surfaces.
+            ranks. Compiled code raises torch's own error.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
+    >>> q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> spanwise.context_parallel_attention(q, k, v, plan, mesh=None).shape
+    torch.Size([1, 4, 6, 8])
     """
     request = AuxRequest() if return_aux is None else return_aux
     call = _Call(plan, mesh, mask, kernel, AttentionOptions(scale, score_mod, softcap), sinks, request)
@@ -111,7 +129,7 @@ def context_parallel_attention(
 
 
 class _Call(NamedTuple):
-    """The arguments of `context_parallel_attention` beside q, k and v."""
+    """The arguments of `context_parallel_attention` after q, k and v."""
 
     plan: Plan | RankPlan
     mesh: DeviceMesh | None
@@ -148,7 +166,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
             tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
             score_mod = _for_flat_rows(score_mod, local.seq_len)
         tokens = tokens.expand(batch, -1).reshape(1, -1)
-    # No name holds the K/V: those of the last chunk would live on while the output travels.
+    # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
         kernel, q, kv_chunks(k, v, chunks, local, mesh, mask), chunks, tokens,
         AttentionOptions(call.options.scale, score_mod, call.options.softcap), max_logit=request.max_logit,
@@ -165,15 +183,15 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}")
         lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}") if request.lse else lse
     out = zero_in_padding(out, local.valid)
-    if request.lse and local.valid is not None:  # sinks would let a cotangent of padding in
+    if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[RankPlan, Kernel]:
-    """The rank plan and the kernel; raises for all that one rank can know to be wrong.
+    """The rank plan and the kernel, after all checks that one rank can make.
 
-    An error on one rank after an exchange has started would leave the others waiting.
+    All errors come first: an error on one rank after an exchange has started would leave the others waiting.
     """
     plan, options, request = call.plan, call.options, call.request
     if not isinstance(plan, (Plan, RankPlan)):
@@ -214,11 +232,12 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Out, lse and, if asked for, the largest score of each head, over all chunks as they arrive.
 
-    What a rank computes between the collectives of a call; benchmarks time it with K/V that are there already.
+    This is all the compute between the collectives of a call. Benchmarks call it with K/V that have arrived.
 
     Args:
-        q: ``[B, Hq, T, Dk]``, and `tokens`, the positions of its rows, as the kernel takes them.
-        arriving: K/V of each of the chunks, in order.
+        q: ``[B, Hq, T, Dk]``.
+        arriving: K/V of each of the `chunks`, in order.
+        tokens: positions of the rows of q, as the kernel takes them.
         options: as the kernel takes them.
     """
     queries, merging = kernel.queries(q), Merging()
@@ -233,7 +252,7 @@ def merged(
         if max_logit:
             largest = kernel.max_logit(q.detach(), kv.k.detach(), chunk, tokens, options)
             top = largest if top is None else torch.maximum(top, largest)
-        del kv  # or it would live until the one after next has arrived
+        del kv  # otherwise this chunk lives until the one after next has arrived
     return *merging.result(), top
 
 
@@ -258,7 +277,7 @@ def _as_traded(
 
 
 def zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """`x` ``[B, H, T, D]`` with zeros where a token is padding, whatever it holds there; no gradient passes either."""
+    """`x` ``[B, H, T, D]`` with zeros in padding, also where it holds NaN; no gradient passes there."""
     return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
 
 
@@ -311,7 +330,7 @@ def _check_shapes(
         raise ValueError(
             f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
             f"{given}; {shapes}. make_plan takes those of one rank's tensors, under tensor parallelism its share of "
-            f"the heads; without them the plan serves any, and ranks whose heads differ are not told apart"
+            f"the heads; without them the plan serves any shape, and cannot check that ranks have equal heads"
         )
     if local.tokens.device != q.device:
         raise ValueError(
@@ -328,7 +347,7 @@ def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, A
     if plain:
         raise ValueError(f"q, k and v must all be DTensors or all plain tensors; {plain} are plain")
     placements = q.placements
-    # Which slice of the heads this rank has: mesh axes count like digits, the first one highest.
+    # This rank's slice of the heads: mesh axes count like digits, the first one highest.
     num_slices, head_slice = 1, 0
     for axis, placement in enumerate(placements):
         if placement == Shard(1):

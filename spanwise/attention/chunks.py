@@ -1,7 +1,7 @@
-"""Chunks of K/V and the builder of one rank's: its own keys, then those that arrive, each with its mask.
+"""Chunk: part of a rank's K/V with the mask of its queries over it; and the builder of chunks.
 
-`rank_plan` asks the plan's exchange for them, mask by mask. Everything follows from the plan: index tensors say which
-rows travel, and sizes become the shapes of empty tensors.
+For each mask `rank_plan` calls ``exchange.chunks(builder, mask)``: the rank's own keys first, then those that arrive.
+Everything follows from the plan. Index tensors hold the rows that travel; shapes of empty tensors carry sizes.
 """
 
 # B layout rows (1, or the batch), T tokens of this rank (its group under Ulysses), n spans of a row
@@ -33,9 +33,9 @@ class Chunk:
         start, end: int32 ``[B or 1, n, T]``, spans as indices into the chunk.
         kv_pos: int32 ``[B or 1, keys]``, global position of each key of the chunk.
         tables: tables of the kernel that the rank plan was built for, or None.
-        route: how the exchange brings the keys; None for the rank's own.
-        rows: batch rows that have a mask or layout of their own; 1 serves any batch.
-        flat: whether these rows follow one another on one axis, queries and keys alike.
+        route: tensors with which the exchange brings the keys; None for the rank's own.
+        rows: batch rows with different masks or layouts; 1 serves any batch.
+        flat: whether these rows are concatenated along one dim, queries and keys alike.
     """
 
     start: torch.Tensor
@@ -54,7 +54,7 @@ class ChunkBuilder:
     """Builds the chunks of one group of a plan, for an exchange to combine.
 
     Args:
-        kernel: the kernel that will attend: its tables are built, and chunks get the sizes that it asks for.
+        kernel: the kernel that will attend; decides tables and rounded sizes of the chunks.
     """
 
     def __init__(self, plan: PlanData, group: int, device: torch.device, kernel: Kernel) -> None:
@@ -75,13 +75,13 @@ class ChunkBuilder:
         return [layout.runs(group, row_of(layout, row)) for row in range(rows)]
 
     def own(self, mask: str) -> Chunk:
-        """The chunk of the keys that the group holds itself, rows one after the other."""
+        """The chunk of the keys that the group holds, batch rows concatenated."""
         return self.chunk(mask, self.held(self.group, self.rows(mask)))
 
     def chunk(self, mask: str, keys: Sequence[Int64], route: Any = None, *, spare: int = 0) -> Chunk:
-        """The chunk of the key runs of each batch row, the rows one after the other on one axis.
+        """The chunk of the key runs of each batch row, the rows concatenated along one dim.
 
-        Received keys differ in number from row to row, so side by side they would not be rectangular.
+        Rows receive different numbers of keys, so stacked rows would not be rectangular.
 
         Args:
             keys: for each of `rows(mask)` batch rows, runs int64 ``[n, 2]``.
@@ -100,9 +100,9 @@ class ChunkBuilder:
         return Chunk(**tensors, route=route, rows=rows, flat=rows > 1)
 
     def chunk_side_by_side(self, mask: str, keys: Sequence[Int64], route: Any = None, *, spare: int = 0) -> Chunk:
-        """The chunk of equally many keys of each layout row, batch rows side by side.
+        """The chunk of equally many keys of each layout row, batch rows stacked.
 
-        Spare keys repeat a real token, so that they hold numbers.
+        Spare keys repeat a real token, so that they are finite.
         """
         of, rows = self.plan.mask(mask), len(keys)
         queries = [self.plan.groups.runs(self.group, row) for row in range(rows)]
@@ -125,7 +125,7 @@ class ChunkBuilder:
         return self.kernel.pads_keys
 
     def _tensors(self, mask: SpanMask, num_spans: int, key_tokens: np.ndarray) -> dict[str, Any]:
-        # All chunks get the same number of spans, and never one that alone would be a constant to torch.compile.
+        # All chunks get the same number of spans, never 1: see `Kernel.num_spans`.
         width, num_keys = self.kernel.num_spans(num_spans), key_tokens.shape[1]
         if mask.kv_len != num_keys:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
@@ -141,7 +141,7 @@ class ChunkBuilder:
 
 
 def _one_after_another(masks: list[SpanMask]) -> SpanMask:
-    """One mask whose queries and keys are those of the given ones, concatenated."""
+    """One mask with the queries and keys of the given masks, concatenated."""
     if len(masks) == 1:
         return masks[0]
     width = max(m.num_spans for m in masks)
@@ -157,13 +157,13 @@ def _one_after_another(masks: list[SpanMask]) -> SpanMask:
 
 
 def size(rows: int, device: torch.device) -> torch.Tensor:
-    """A number as a shape ``[rows, 0]``. Unbacked: a graph traced for 0 or 1 row must serve any number."""
+    """A tensor ``[rows, 0]`` that carries a number. Unbacked: a graph traced for 0 or 1 row must serve any number."""
     return _torch.mark_unbacked(torch.empty(rows, 0, device=device), 0)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on the device; to an accelerator through pinned memory, so that the host need not wait."""
+    """The array as a tensor on the device; through pinned memory to CUDA, so that the host does not wait."""
     x = torch.from_numpy(array)
-    if array.size <= 1:  # numpy gives these any stride, and torch.compile would compile again for another one
+    if array.size <= 1:  # numpy gives these any stride, and torch.compile would recompile for another one
         x = x.clone(memory_format=torch.contiguous_format)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -2,10 +2,9 @@
 
     parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": ContextParallel(attention_type="flex")})
 
-The wrapped module is one whose forward is an attention call. The style replaces that forward by
-`context_parallel_attention`; the plan arrives as the call's mask argument, so that activation checkpointing recomputes
-with the plan of the batch it recomputes. What the module would have done differently from plain attention (a scale, a
-score_mod inside it) would be lost silently, so a small one-rank problem is run through both when the style is applied.
+The forward of the wrapped module is an attention call. The style replaces it by `context_parallel_attention`. The plan
+is the call's mask argument, so that activation checkpointing recomputes a batch with its plan. A scale or score_mod
+inside the module would be lost silently. So applying the style runs a small one-rank problem through both and compares.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
-# The argument that holds the plan.
+# Attention type: the argument that holds the plan.
 ATTENTION_TYPES = {"flex": "block_mask", "sdpa": "attn_mask", "varlen": "cu_seq_q"}
 _TENSORS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}
 _MASKS = ("block_mask", "attn_mask", "mask", "plan", "cu_seq_q", "cu_seq_k")
@@ -44,7 +43,7 @@ _IGNORABLE: dict[str, tuple[Any, ...]] = {
     "return_lse": (False,),
     "return_aux": (None,),
     "kernel_options": (None,),
-    # Of varlen_attn. What is visible is the plan's mask, and a window beside it might be another.
+    # Of varlen_attn. The plan's mask alone decides what is visible, so that a window could contradict it.
     "window_size": (None, (-1, -1)),
     "seqused_k": (None,),
     "block_table": (None,),
@@ -56,24 +55,32 @@ _SIZES = ("max_q", "max_k")  # the plan knows them
 class ContextParallel(ParallelStyle):
     """Context parallelism for a module whose forward is an attention call on shards.
 
-    The module is called as before, with the plan in place of the mask: ``(q, k, v, block_mask=plan)`` for
-    ``attention_type="flex"``, ``(q, k, v, attn_mask=plan)`` for ``"sdpa"``, both on ``[B, H, T, D]``; and on packed
-    ``[T, H, D]``, in place of both offsets of `torch.nn.attention.varlen.varlen_attn`, ``(q, k, v, plan, plan)`` for
-    ``"varlen"``, whose ``max_q`` and ``max_k`` are not read then. Tensors may be positional or keywords, named as in
-    the module's own forward. The plan decides which mesh `parallelize_module` is to get: the 1-D cp axis,
-    ``mesh["cp"]``, for every exchange, Ulysses included; for a plan of two levels, ``num_ranks=(outer, inner)``, both
-    axes, ``mesh["cp_outer", "cp_inner"]``.
+    Calls pass the plan in place of the mask:
+
+    - "flex": ``(q, k, v, block_mask=plan)`` on ``[B, H, T, D]``
+    - "sdpa": ``(q, k, v, attn_mask=plan)`` on ``[B, H, T, D]``
+    - "varlen": ``(q, k, v, plan, plan)`` on packed ``[T, H, D]``, in place of both offsets of
+      `torch.nn.attention.varlen.varlen_attn`; its ``max_q`` and ``max_k`` are not read.
+
+    Tensors may be positional or keywords, named as in the module's own forward. `parallelize_module` gets the 1-D cp
+    axis, ``mesh["cp"]``, with every exchange, Ulysses included. For a plan of two levels, ``num_ranks=(outer, inner)``,
+    it gets both axes, ``mesh["cp_outer", "cp_inner"]``.
 
     Args:
-        seq_dim: where the sequence is; 2 for ``[B, H, T, D]``, 1 for ``[B, T, H, D]``. Not for "varlen".
-        attention_type: what the module wraps: "flex", "sdpa" or "varlen". It names the mask argument; the kernel that
-            runs is `kernel`.
-        plan: serves calls that name no mask. ``is_causal=True`` is accepted then, if the plan is the causal one.
+        seq_dim: the sequence dim: 2 for ``[B, H, T, D]``, 1 for ``[B, T, H, D]``. Not for "varlen".
+        attention_type: the call that the module wraps: "flex", "sdpa" or "varlen". It names the mask argument; `kernel`
+            decides the kernel.
+        plan: serves calls without a mask. Then ``is_causal=True`` is accepted, if the plan's mask is the causal one.
         mask: which of the plan's masks this module uses.
         kernel: as in `context_parallel_attention`.
-        scale, score_mod: what the module applies inside; a call that passes its own overrides them.
+        scale, score_mod: those that the module applies inside; arguments of a call override them.
         probe: ``(num_q_heads, num_kv_heads, head_dim)`` of the small problem that checks the module when the style is
             applied: causal, one sequence; two causal sequences for "varlen", in bfloat16 on a GPU.
+
+    >>> import spanwise
+    >>> style = spanwise.ContextParallel(attention_type="sdpa", kernel="sdpa")
+    >>> style.attention_type, style.seq_dim
+    ('sdpa', 2)
     """
 
     def __init__(
@@ -112,8 +119,8 @@ class ContextParallel(ParallelStyle):
         owned = [name for name, _ in module.named_parameters()]
         if owned:
             raise ValueError(
-                f"the module has parameters, {owned}, which the style would leave without use or gradient; wrap a "
-                f"module whose forward is the attention call alone"
+                f"the module has parameters, {owned}, and the style would not use them; wrap a module whose forward is "
+                f"the attention call alone"
             )
         was_training = module.training
         for training in (True, False):
@@ -208,13 +215,13 @@ class ContextParallel(ParallelStyle):
         )
         if given is not None and not isinstance(given, (Plan, RankPlan)):
             raise ValueError(
-                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: how the tokens were "
-                f"dealt out to the ranks cannot be guessed from a mask; {remedy}"
+                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: a mask does not say "
+                f"which rank holds which tokens; {remedy}"
             )
         plan = given if given is not None else self.plan
         if plan is None:
             what = "is_causal=True" if causal else "a call without a mask"
-            raise ValueError(f"{what} does not say how the tokens were dealt out to the ranks; {remedy}")
+            raise ValueError(f"{what} does not say which rank holds which tokens; {remedy}")
         if causal and self.mask not in plan.causal:
             raise ValueError(f"is_causal=True goes only with a plan of the causal mask; mask {self.mask!r} is another")
         return plan
@@ -226,7 +233,7 @@ class ContextParallel(ParallelStyle):
         offsets, length = [0, 12, 32] if packed else [0, 32], 32
         plan = make_plan(Packing(offsets).mask(), 1, block_size=length, balancer="contiguous")
         generator = torch.Generator("cpu").manual_seed(0)
-        # varlen_attn takes nothing else on a GPU.
+        # On a GPU, varlen_attn takes 16-bit dtypes only.
         dtype = torch.bfloat16 if packed and device == "cuda" else torch.get_default_dtype()
         # Large scores, so that a scale or a cap inside the module shows.
         q, k, v = (
@@ -242,7 +249,7 @@ class ContextParallel(ParallelStyle):
             expected = expected[0].transpose(0, 1)
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                # FlexAttention warns that it runs uncompiled, which is what a probe of 32 tokens wants.
+                # FlexAttention warns that it runs uncompiled; for a probe of 32 tokens that is right.
                 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
                 got = inner(*call, **self._probe_mask(signature, offsets, num_q != num_kv, device))
         except Exception as error:
@@ -287,5 +294,5 @@ class ContextParallel(ParallelStyle):
         if "is_causal" in parameters:
             return kwargs | {"is_causal": True}
         raise ValueError(
-            f"the module's forward takes {list(parameters)}, none of which is a mask ({', '.join(_MASKS)}) or is_causal"
+            f"the module's forward takes {list(parameters)}, and neither a mask ({', '.join(_MASKS)}) nor is_causal"
         )

@@ -1,6 +1,6 @@
-"""K/V of each chunk as one rank's attention takes them: its own at once, others as they arrive.
+"""K/V of each chunk, in order: the rank's own at once, others as they arrive.
 
-Stands between the exchange, which moves K/V, and `attention`, which computes with them.
+`attention` iterates over them; the exchange moves them.
 """
 
 # B batch, H heads, T tokens of this rank, K keys of a chunk, D head dim
@@ -28,7 +28,7 @@ class ChunkKV:
 
     Attributes:
         k, v: ``[B, Hkv, K, D]``.
-        index: of the chunk among those from elsewhere; -1 for the rank's own.
+        index: of the chunk among those that arrive; -1 for the rank's own.
         refetch: fetches the chunks again in the backward; None if they are kept.
     """
 
@@ -38,7 +38,7 @@ class ChunkKV:
     refetch: Refetch | None = None
 
     def attended(self, attend: Callable[[torch.Tensor, torch.Tensor], Part]) -> Part:
-        """``attend(k, v)``, the kernel's part, without keeping a chunk that is fetched again."""
+        """The kernel's part ``attend(k, v)``; autograd does not save a chunk that is refetched."""
         if self.refetch is None:
             return attend(self.k, self.v)
         hooks: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -65,7 +65,7 @@ def kv_chunks(
 
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
-        ValueError: chunks are to be fetched again, and this is compiled code.
+        ValueError: the plan refetches chunks, and this is compiled code.
     """
     if len(chunks) == 1:
         yield ChunkKV(k, v)
@@ -84,6 +84,6 @@ def kv_chunks(
     for i in range(len(remote)):
         pair = next(arriving)
         if refetch is not None:
-            pair = (pair[0].contiguous(), pair[1].contiguous())  # or a kernel that wants them so would keep copies
+            pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
         yield ChunkKV(*pair, i, refetch)
-        del pair  # or this chunk would live until the next one has arrived
+        del pair  # otherwise this chunk lives until the next one has arrived

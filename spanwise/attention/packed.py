@@ -1,7 +1,7 @@
 """packed_attention: context parallel attention on packed tensors, ``[tokens, heads, dim]``.
 
-The layout that TransformerEngine calls THD. Stands above `attention`, which it calls with the packed tokens as one
-batch row; where sequences lie, and which rows are padding, is the plan's affair (`Packing`).
+TransformerEngine calls this layout THD. It calls `attention` with the packed tokens as one batch row. The plan's
+`Packing` knows where sequences lie and which rows are padding.
 """
 
 # T tokens of this rank, H heads, D head dim
@@ -40,19 +40,25 @@ def packed_attention(
 
     Args:
         q: ``[T, Hq, Dk]``, this rank's tokens, as ``spanwise.shard(plan, mesh, x, dim=0)`` cuts them.
-        k: ``[T_kv, Hkv, Dk]``, ``Hq % Hkv == 0``; T_kv is T but for cross attention (``side="kv"`` when sharding).
+        k: ``[T_kv, Hkv, Dk]``, ``Hq % Hkv == 0``; T_kv is T, except in cross attention (``side="kv"`` when sharding).
         v: ``[T_kv, Hkv, Dv]``.
         plan: of one batch row. If it was made with a `Packing` that has padding, rows of q, k, v in padding may hold
             anything, NaN included.
-        mesh, mask, scale, kernel, score_mod, softcap, sinks, return_aux: as of `context_parallel_attention`.
+        mesh, mask, scale, kernel, score_mod, softcap, sinks, return_aux: as in `context_parallel_attention`.
 
     Returns:
         out ``[T, Hq, Dv]``, or ``(out, Aux)`` with lse ``[Hq, T]`` and max_logit ``[Hq]``. A row in padding, or without
         a key, gives out 0 and lse −inf; in padding the gradients of q, k and v are exactly 0, and no cotangent enters.
 
     Raises:
-        ValueError: tensors that are not ``[tokens, heads, head_dim]``, a plan of several batch rows, and whatever
-            `context_parallel_attention` raises.
+        ValueError: tensors that are not ``[tokens, heads, head_dim]``, a plan of several batch rows, and the cases of
+            `context_parallel_attention`.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 4, 10]), num_ranks=1)
+    >>> q, k, v = torch.randn(3, 10, 2, 8).unbind()
+    >>> spanwise.packed_attention(q, k, v, plan, mesh=None).shape
+    torch.Size([10, 2, 8])
     """
     tensors = {"q": q, "k": k, "v": v}
     for name, x in tensors.items():
@@ -72,7 +78,8 @@ def packed_attention(
     if (q.shape[0], k.shape[0]) != held:
         raise ValueError(
             f"rank {rank} holds {held[0]} tokens and {held[1]} keys of this plan, got q {tuple(q.shape)}, k "
-            f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), keys of their own with side='kv'"
+            f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), the keys of cross attention with "
+            f"side='kv'"
         )
     rows = plan.batch_size if isinstance(plan, Plan) else max(chunks[0].rows for chunks in plan.chunks.values())
     if rows > 1:

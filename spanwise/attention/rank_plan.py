@@ -1,9 +1,8 @@
 """RankPlan: one rank's part of a plan as tensors on its device.
 
 A `RankPlan` is a frozen dataclass registered as a pytree, so that it passes through `torch.compile`, checkpointing
-and FSDP2 as an argument. Everything that changes from batch to batch is tensor contents or a tensor's shape (sizes are
-carried by empty tensors); nothing else may differ between the plans of one rank, or a compiled graph would be
-specialised to one plan.
+and FSDP2 as an argument. Everything that changes from batch to batch is the contents or the shape of a tensor; empty
+tensors carry sizes. Other fields are equal in all plans of one rank, or a compiled graph would serve one plan only.
 """
 
 # B layout rows (1, or the batch), T tokens of this rank, S tokens of its group
@@ -34,23 +33,28 @@ class RankPlan:
 
     Attributes:
         tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
-        kv_tokens: int64 ``[B, T of K/V]``, positions of the rank's keys; None where they are those of `tokens`.
+        kv_tokens: int64 ``[B, T of K/V]``, positions of the rank's keys; None where they equal `tokens`.
         group_tokens: int64 ``[B, S]``, positions of the tokens of the rank's group; None without Ulysses.
         restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards of all ranks, ordered
             ``[rank, row, token]`` and flattened.
-        padded: ``[padded shard length, 0]``; only its shape means something.
+        padded: ``[padded shard length, 0]``; carries a size in its shape.
         kv_extent: ``[kv_len, 0]``, as many rows as there are keys.
         valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
-        trade, kv_trade: how the group trades heads for tokens; None without Ulysses, `kv_trade` also where it is
-            `trade`.
-        chunks: for each mask the rank's own chunk, then those that arrive, if anything comes from elsewhere.
+        trade, kv_trade: how the group trades heads for tokens; None without Ulysses. `kv_trade` is also None where it
+            equals `trade`.
+        chunks: for each mask the rank's own chunk, then the chunks that arrive from other ranks.
         exchange: brings the chunks that arrive.
         rank, num_ranks, inner: plain numbers; see `PlanData`.
-        batched: whether every batch row has a layout of its own.
-        keep_kv: whether received K/V are kept for the backward, or fetched again.
+        batched: whether batch rows have different layouts.
+        keep_kv: whether received K/V are kept for the backward; otherwise they are refetched.
         causal: names of the masks that are the plain causal mask.
         packed: whether the plan has a packing.
-        attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None for those that the plan was not told.
+        attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None where `make_plan` was called without it.
+
+    >>> import spanwise
+    >>> local = spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1).local(mesh=None, device="cpu")
+    >>> local.tokens.shape, len(local.chunks["default"])
+    (torch.Size([1, 8]), 1)
     """
 
     tokens: torch.Tensor
@@ -76,14 +80,17 @@ class RankPlan:
 
     @property
     def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
         return self.restore.shape[1]
 
     @property
     def kv_len(self) -> int:
+        """Keys of the whole sequence; `seq_len`, except in cross attention."""
         return self.kv_extent.shape[0]
 
     @property
     def num_groups(self) -> int:
+        """Groups of `inner` ranks."""
         return self.num_ranks // self.inner
 
     @property
@@ -109,14 +116,14 @@ _torch.register_pytree_dataclass(
 
 
 def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kernel: Kernel | None = None) -> RankPlan:
-    """The tensors of ``rank`` on ``device``; pure, no process group.
+    """The tensors of ``rank`` on ``device``; pure, without a process group.
 
     Args:
         kernel: the kernel that will use the plan; None for any that needs no tables.
     """
     device, kernel = torch.device(device), kernel or Kernel()
     if kernel.needs_tokens and plan.layout.tokens_per_rank.min() == 0:
-        # Every rank knows, so that every rank raises; the kernel would on the empty rank alone.
+        # Checked for all ranks, so that every rank raises; the kernel would raise on the empty rank alone.
         raise ValueError(
             f"kernel {kernel.name!r} needs at least one token on every rank, got "
             f"{plan.layout.tokens_per_rank.tolist()}; use fewer ranks, smaller blocks or another balancer"
@@ -169,17 +176,21 @@ def local_plan(
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
-    A collective call: every rank of the mesh makes it, outside compiled code. It compares at each call, by one eager
-    gather of 16 bytes; the tensors are built once for each plan object.
+    A collective call: every rank of the mesh makes it, outside compiled code. Each call compares plans by one eager
+    gather of 16 bytes. The tensors are built once for each plan object.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
         device: where the tensors live; default: the mesh's device type.
-        kernel: the kernel that will use them, as in `context_parallel_attention`; some need tables of their own.
+        kernel: the kernel that will use them, as in `context_parallel_attention`; some need tables in the plan.
 
     Raises:
         ValueError: mesh of another size, an unknown kernel, or ranks that hold different plans (all fingerprints are
             in the text).
+
+    >>> import spanwise
+    >>> local_plan(spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1), mesh=None).rank
+    0
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -228,7 +239,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
 
 
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
-    """``ValueError`` unless `local` is the part of this very rank of ``mesh``."""
+    """``ValueError`` unless `local` belongs to this rank of ``mesh``."""
     rank = rank_on(mesh, local.num_ranks, local.inner)
     if rank != local.rank:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
@@ -245,10 +256,10 @@ def inner_group(mesh: DeviceMesh) -> str:
 
 
 def compare_fingerprints(fingerprint: str, mesh: DeviceMesh) -> None:
-    """Raise ``ValueError`` on every rank of ``mesh`` if their fingerprints differ, naming them all. A collective."""
+    """Raise ``ValueError`` with all fingerprints on every rank of ``mesh`` if they differ. A collective."""
     what = "all-gather of plan fingerprints"
     everyone = None
-    for axis in reversed(range(mesh.ndim)):  # the last axis first: so the result is in the order of ranks
+    for axis in reversed(range(mesh.ndim)):  # the last axis first, so that the result is in the order of ranks
         group = mesh.get_group(axis)
         device = _torch.comparison_device(group)
         if everyone is None:

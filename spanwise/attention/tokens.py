@@ -1,6 +1,6 @@
-"""A rank's tokens cut out of whole tensors, and whole tensors gathered from all ranks' tokens.
+"""A rank's tokens taken from whole tensors, and whole tensors gathered from all ranks' tokens.
 
-Under `batch`, which adds pytrees, labels and losses, and under `verify`.
+`batch` and `verify` build on it; `batch` adds pytrees, labels and losses.
 """
 
 # B batch rows (1 where one layout serves all), T tokens of this rank, S tokens of the sequence, F features, R rows
@@ -30,7 +30,7 @@ def check_side(side: Side) -> None:
 def shard_for_rank(
     plan: PlanData, rank: int, x: Any, *, dim: int = 1, batch_dim: int | None = 0, side: Side = "q"
 ) -> Any:
-    """`rank`'s tokens of `x`; what `shard` does, for any rank and without a mesh."""
+    """`rank`'s tokens of `x`, for any rank and without a mesh; see `spanwise.shard`."""
     check_side(side)
     layout = plan.layout if side == "q" else plan.kv_layout
     if not 0 <= rank < plan.num_ranks:
@@ -68,7 +68,7 @@ def take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_d
 
 def to_device_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`index` on the device of `x`."""
-    # On the way to an accelerator the host need not wait; what comes from one may be read at once.
+    # To an accelerator the host does not wait; from one it does, because the host may read the copy at once.
     return index.to(x.device, non_blocking=x.device.type != "cpu")
 
 
@@ -127,7 +127,7 @@ def _gather_rows(
     """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
     label, batch = "shards (unshard, roll)", x_BTF.shape[0]
     rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
-    for axis in reversed(range(mesh.ndim)):  # the last axis first: so ranks come in the order of their numbers
+    for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
         name, size = _torch.group_name(mesh.get_group(axis)), mesh.size(axis)
         if x_BTF.is_floating_point():
             rows_RF = all_gather.wait(all_gather.start(rows_RF, size, name, label), size, name, label)

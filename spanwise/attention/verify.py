@@ -1,8 +1,7 @@
-"""Proof that users run on their own model: parity with one device, and a probe for leaks.
+"""verify: a check that users run on their own model: parity with one device, and a probe for leaks.
 
 Parity compares outputs and gradients of a sharded call with the same computation on one device. The leak probe changes
-one token's input and looks at which outputs change: exactly those that the mask lets see it, or something is wrong.
-Every rank returns the same report.
+one token's input. Exactly the rows that the mask lets see the token must change. Every rank returns the same report.
 """
 
 from __future__ import annotations
@@ -34,15 +33,22 @@ _DENSE_LIMIT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found; the same on every rank.
+    """Result of `verify`; the same on every rank. True if everything held.
 
     Attributes:
         errors: largest relative error over all ranks, ``max |x - ref| / max |ref|``, of "out" and of each gradient:
             "dq", "dk", "dv", or "dinputs[i]" and "dparameters" of a model.
-        tolerance: what the errors must not exceed.
+        tolerance: upper limit of the errors.
         probed: tokens whose input was changed.
         leaks: (row, token) pairs: the row's output changed although the mask hides the token from it.
         blind: (row, token) pairs: the row's output did not change although the mask shows it the token.
+
+    >>> print(VerifyReport(errors={"out": 1e-7}, tolerance=2e-5, probed=(0, 5), leaks=((2, 5),), blind=()))
+    FAILED
+      out: relative error 1.00e-07 (tolerance 2e-05) ok
+      gradients were not checked: no floating-point input and no plain parameter
+      leak probe on 2 tokens: 1 leaks, 0 blind rows
+        leak: row 2, token 5
     """
 
     errors: dict[str, float]
@@ -53,6 +59,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """No leak, no blind row, and no error above the tolerance."""
         return not self.leaks and not self.blind and all(e <= self.tolerance for e in self.errors.values())
 
     def __bool__(self) -> bool:
@@ -95,10 +102,12 @@ def verify(
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
     Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
-    ``fn(q, k, v, plan, mesh)`` or a `ContextParallel` module; it is compared with dense float64 attention under the
-    plan's mask. Padding of the plan's packing must give zeros, and is not probed; in cross attention the tokens that
-    are probed are keys. With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``; it is
-    compared with itself under a plan of one rank, and a token may reach a row over several layers.
+    ``fn(q, k, v, plan, mesh)``, or a `ContextParallel` module. It is compared with dense float64 attention under the
+    plan's mask. Padding of the plan's packing must give zeros, and is not probed. In cross attention the probed tokens
+    are keys.
+
+    With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``. It is compared with itself
+    under a plan of one rank, and a token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
@@ -106,17 +115,23 @@ def verify(
         inputs: whole tensors, equal on all ranks; floating ones get gradients.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
         mask: which of the plan's masks the call uses.
-        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or as many more as
-            Ulysses can deal out).
+        dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or the next number that
+            Ulysses can divide).
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
 
-    Parameters are not touched. Those of a plain `nn.Module` are compared too, as "dparameters": the sum over ranks of
-    what each rank's tokens give. Parameters that are DTensors, as FSDP2 makes them, are not.
+    Parameters do not change. Gradients of a plain `nn.Module`'s parameters, summed over ranks, are compared too, as
+    "dparameters"; those of DTensor parameters, as FSDP2 makes them, are not.
 
     Raises:
-        ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model that is longer than the
-            reach of its mask can be computed for, or under a plan of cross attention.
+        ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model with more than 4,096
+            tokens, or under a plan of cross attention.
+
+    >>> import spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), num_ranks=1)
+    >>> report = spanwise.verify(spanwise.context_parallel_attention, plan, mesh=None)
+    >>> report.ok, sorted(report.errors)
+    (True, ['dk', 'dq', 'dv', 'out'])
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
@@ -126,8 +141,8 @@ def verify(
     cross = plan.kv_layout != plan.layout
     if cross and not attention:
         raise ValueError(
-            f"a plan of cross attention, {plan.seq_len} queries and {plan.kv_len} keys, does not say which inputs of a "
-            f"model are which; verify the attention call alone, without inputs"
+            f"under a plan of cross attention, {plan.seq_len} queries and {plan.kv_len} keys, verify cannot tell which "
+            f"inputs belong to the keys; verify the attention call alone, without inputs"
         )
     tokens = _probe_tokens(plan, num_probes)
     must, may = _reach(plan, mask, tokens, attention)
@@ -210,7 +225,7 @@ def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     plan, where = problem.plan, inputs[0].device
     if not problem.attention:
         return _call(problem.fn, inputs, _one_rank(plan, where), problem.mesh)
-    # Dense while it fits; beyond, the CPU kernel in float64, which is tested against the dense one.
+    # Dense for short sequences; otherwise the CPU kernel in float64, which is tested against the dense one.
     kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
     q, k, v = inputs
     return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=problem.mask, kernel=kernel)
@@ -220,7 +235,7 @@ Cells = tuple[tuple[int, int], ...]
 
 
 def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarray) -> tuple[Cells, Cells]:
-    """(row, token) pairs that change though the mask forbids it, and that do not change though it demands it."""
+    """(row, token) pairs that change although the mask forbids it, and that do not although it demands it."""
     cross = problem.plan.kv_layout != problem.plan.layout
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
@@ -287,7 +302,7 @@ def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local
 def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
     scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
     worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
-    # A nan must not disappear in the maximum over ranks.
+    # A maximum over ranks may drop nan; inf stays.
     worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
     if mesh is not None:
         worst = failure.all_reduce(worst, "max", mesh, "an error")
@@ -295,14 +310,14 @@ def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: 
 
 
 def _probe_tokens(plan: Plan, count: int) -> list[int]:
-    """Keys at both ends of the ranks' runs, then evenly spread ones, none of them padding; at most `count`."""
+    """Keys at both ends of the ranks' runs, then evenly spread keys, without padding; at most `count`."""
     layout = plan.kv_layout
     valid = np.arange(plan.kv_len) if plan.packing is None else np.flatnonzero(plan.packing.valid_kv)
     if not len(valid):
-        raise ValueError("the plan's packing has no token that could be probed: all of it is padding")
+        raise ValueError("the plan's packing has no token to probe: all of it is padding")
     runs = np.concatenate([layout.runs(rank) for rank in range(plan.num_ranks)])
     first, last = np.searchsorted(valid, runs[:, 0]), np.searchsorted(valid, runs[:, 1]) - 1
-    some = first <= last  # runs that are not padding alone
+    some = first <= last  # runs with a token that is not padding
     edges = np.unique(valid[np.concatenate([first[some], last[some]])]).tolist()
     spread = valid[np.linspace(0, len(valid) - 1, num=min(count, len(valid))).round().astype(int)].tolist()
     picked = edges if len(edges) <= count // 2 else [edges[i * len(edges) // (count // 2)] for i in range(count // 2)]
@@ -341,7 +356,7 @@ def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> tuple[n
             f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_CLOSURE_LIMIT}, got "
             f"{m.q_len}; verify a shorter sequence, or the attention call alone"
         )
-    # How many layers there are is unknown, so a row may see whatever the mask reaches in any number of steps.
+    # The number of layers is unknown, so a row may see all tokens that the mask reaches in any number of steps.
     dense = m.dense().astype(np.float32)
     may = direct
     while True:

@@ -1,7 +1,7 @@
 """Documents of a packed sequence, token by token: shifts inside them, and positions where they may begin.
 
-`batch` builds labels and rolls from these arrays; a `Packing` gives each token its document id. A document id is any
-number >= 0 that neighbouring documents do not share; -1 marks padding.
+`sharding` builds labels and rolls from these arrays. A `Packing` gives each token its document id: a number >= 0 that
+neighbouring documents do not share, or -1 in padding.
 """
 
 from __future__ import annotations

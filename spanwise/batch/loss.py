@@ -1,7 +1,7 @@
 """The loss of a sharded batch: one mean over the valid tokens of all ranks.
 
-A mean of the ranks' means would weight tokens by the rank they are on, so the sum is divided by the number of valid
-tokens of all ranks.
+A mean of the ranks' means would weight the tokens of different ranks differently. So the sum over all ranks is divided
+by their number of valid tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IGNORE_INDEX = -100
 
 
 class _GlobalMean(torch.autograd.Function):
-    """Sum over ranks divided by `count`; the backward scales by the mesh size, which an averaging reducer undoes."""
+    """Sum over ranks divided by `count`; the backward scales by the mesh size, because reducers average gradients."""
 
     @staticmethod
     def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -41,12 +41,20 @@ def cross_entropy(
     Args:
         logits: ``[…, vocab]``, any floating dtype; computed in float32 at least.
         labels: int64 ``[…]``; −100 is ignored.
-        mesh: every axis over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
+        mesh: all axes over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
         num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
             micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
 
     Returns:
-        A scalar; 0 with gradient 0 if no rank has a valid token.
+        A scalar, float32 at least; 0 with gradient 0 if no rank has a valid token.
+
+    Raises:
+        ValueError: shapes that do not match, or a `num_valid` that is not a number of tokens.
+        spanwise.ExchangeError: a rank is gone or too late.
+
+    >>> import torch, spanwise
+    >>> spanwise.cross_entropy(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]), mesh=None)
+    tensor(2.0794)
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -63,6 +71,6 @@ def cross_entropy(
     else:
         if not (math.isfinite(num_valid) and num_valid >= 0):
             raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
-        # Written where it is needed: to copy it there, as `as_tensor` does, would make the host wait.
+        # `full` writes on the device; `as_tensor` would copy, and the host would wait.
         count = torch.full((), num_valid, device=logits.device)
     return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)

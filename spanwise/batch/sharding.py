@@ -1,6 +1,6 @@
 """Batches of a sharded sequence: shard, unshard, roll, and labels shifted before the cut.
 
-Labels shifted after the cut would lose one token a shard, so they are shifted while the sequence is whole.
+A shift after the cut would lose one label a run of tokens, so labels are shifted while the sequence is whole.
 """
 
 from __future__ import annotations
@@ -39,12 +39,20 @@ def shard(
         mesh: the cp mesh; None for a plan of one rank.
         x: a tensor with the whole sequence along `dim`, or a pytree of such tensors.
         dim: the sequence dim.
-        batch_dim: where the batch rows are; read only when the plan lays out every batch row differently. None says
-            that `x` has no batch dim (a RoPE table, say): the result then gets one, in front.
-        side: "q", or "kv" for what belongs to the keys of cross attention.
+        batch_dim: the batch dim; read only when batch rows have different layouts. None: `x` has no batch dim, for
+            example a RoPE table; the result then gets one, in front.
+        side: "q", or "kv" for tensors of the keys of cross attention.
 
     Returns:
         `x` with ``T`` tokens along `dim`; same dtype and device.
+
+    Raises:
+        ValueError: `x` is not a tensor with the sequence along `dim`, or the mesh does not fit the plan.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4), num_ranks=1)
+    >>> spanwise.shard(plan, None, {"input_ids": torch.tensor([[5, 6, 7, 8]])})
+    {'input_ids': tensor([[5, 6, 7, 8]])}
     """
     check_side(side)
     if isinstance(plan, RankPlan):
@@ -65,16 +73,24 @@ def unshard(
 ) -> torch.Tensor:
     """The whole sequence from all ranks' shards, on every rank. An all-gather.
 
-    The backward is the exact adjoint: every rank gets the sum over all ranks of their gradients of its tokens (in
-    float32 at least). For one loss that all ranks compute alike, scale that loss by ``1 / mesh.size()``.
+    The backward is the exact adjoint: the gradient of a rank's tokens is summed over all ranks, in float32 at least. If
+    all ranks compute the same loss from it, scale that loss by ``1 / mesh.size()``.
 
     Args:
-        plan, mesh, dim, batch_dim, side: as in `shard`; `batch_dim` must exist when every batch row has its own layout.
-            ``side="kv"`` of cross attention takes the `Plan`: a `RankPlan` knows its own keys alone.
+        plan, mesh, dim, batch_dim, side: as in `shard`; `batch_dim` must exist when batch rows have different layouts.
+            ``side="kv"`` of cross attention takes the `Plan`: a `RankPlan` knows the keys of its rank only.
         x: this rank's shard, ``T`` tokens along `dim`.
 
     Returns:
         `x` with all tokens along `dim`, in their original order.
+
+    Raises:
+        ValueError: a shape that is not this rank's shard, a complex tensor, or a mesh that does not fit the plan.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4), num_ranks=1)
+    >>> spanwise.unshard(plan, None, torch.tensor([[5, 6, 7, 8]]))
+    tensor([[5, 6, 7, 8]])
     """
     check_side(side)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
@@ -95,19 +111,23 @@ def roll(
 ) -> torch.Tensor:
     """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
 
-    Unlike `torch.roll` nothing wraps around: where a document has no token ``i - shifts``, and in the padding of packed
-    sequences, the result is `fill_value`.
-    ``shifts=-1`` brings each token its successor, as multi-token prediction needs. Differentiable; gathers
-    the sequence.
+    Unlike `torch.roll` it does not wrap around. Where a document has no token ``i - shifts``, and in the padding of
+    packed sequences, the result is `fill_value`. ``shifts=-1`` brings each token its successor, as multi-token
+    prediction needs. Differentiable; gathers the sequence.
 
     Args:
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
-            with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
+            `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
             With ``side="kv"`` they are offsets of keys.
 
     Raises:
-        ValueError: also if neither tells where documents start, unless the mask cannot hold several.
+        ValueError: bad offsets, or none given although the mask may hold several documents.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
+    >>> spanwise.roll(torch.tensor([[1, 2, 3, 4, 5]]), -1, plan, None, fill_value=-100)
+    tensor([[   2, -100,    4,    5, -100]])
     """
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
@@ -146,15 +166,16 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
-    """Where the documents of every batch row lie (one serves all): as the plan's packing or `cu_seqlens` say, else the
-    plan's offsets, else one document where the mask rules out that there are several."""
+    """The documents of every batch row (one entry serves all), with their padding.
+
+    From the plan's packing, or `cu_seqlens`, or the plan's offsets. Otherwise one document, if the mask cannot hold
+    several.
+    """
     if isinstance(plan, RankPlan) and plan.packed:
         raise ValueError("a RankPlan does not know where its packed sequences and their padding lie; pass the Plan")
     if isinstance(plan, Plan) and plan.packing is not None:
         if cu_seqlens is not None:
-            raise ValueError(
-                "the plan has a packing, which tells where documents and padding lie; leave cu_seqlens out"
-            )
+            raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
         return [plan.packing]
     length = plan.seq_len if side == "q" else plan.kv_len
     if cu_seqlens is not None:
@@ -199,14 +220,14 @@ def shard_batch(
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document, and −100 in padding in any case. ``"position_ids"`` is added if missing.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those the plan was made
-            with. ``[0, seq_len]`` is one document. A plan with a packing knows its documents, and takes no others.
-        shift_labels: False where the loader already shifted.
+            each document. Padding always gets −100. ``"position_ids"`` is added if missing.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
+            `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
+        shift_labels: False if the loader already shifted.
         dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
-        kv: names of the tensors ``[B, kv_len, …]`` (``[kv_len, …]``) that belong to the keys of cross attention, the
-            encoder's states say: they are cut as ``shard(…, side="kv")`` does. Positions of packed keys to be cut with
-            them: ``torch.from_numpy(packing.positions("kv"))``.
+        kv: names of the tensors ``[B, kv_len, …]`` (``[kv_len, …]``) of the keys of cross attention, such as the
+            encoder's states; cut like ``shard(…, side="kv")``. For positions of packed keys, add
+            ``torch.from_numpy(packing.positions("kv"))`` to the batch.
 
     Returns:
         The same keys and ``"position_ids"`` int64 ``[B, T]`` (``[T]`` with ``dim=0``), counted from the start of each
@@ -215,6 +236,13 @@ def shard_batch(
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
             names in `kv` that the batch lacks, or that belong to the queries.
+
+    >>> import torch, spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
+    >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
+    >>> batch = spanwise.shard_batch({"input_ids": ids, "labels": ids}, plan, mesh=None)
+    >>> batch["labels"].tolist(), batch["position_ids"].tolist()
+    ([[2, -100, 4, 5, -100]], [[0, 1, 0, 1, 2]])
     """
     if not batch:
         raise ValueError("shard_batch got an empty batch")
@@ -239,9 +267,9 @@ def shard_batch(
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
     first = next(iter(queries.values()))
-    # Without labels to shift and positions to count, nobody asks where documents start.
-    asked = "labels" in batch or "position_ids" not in batch or cu_seqlens is not None
-    packings = _packings(plan, cu_seqlens) if asked else [Packing([0, plan.seq_len])]
+    # Labels to shift and positions to count need the documents; other tensors do not.
+    needs_documents = "labels" in batch or "position_ids" not in batch or cu_seqlens is not None
+    packings = _packings(plan, cu_seqlens) if needs_documents else [Packing([0, plan.seq_len])]
     if len(packings) not in (1, first.shape[0] if dim else 1):
         raise ValueError(
             f"cu_seqlens has {len(packings)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}"

@@ -1,1 +1,1 @@
-"""What follows from mask and layout for every rank, and what "auto" chooses. Pure: no process group is read."""
+"""Plans: needs, traffic, memory and predicted time of every rank, from masks and a layout. Reads no process group."""

@@ -1,4 +1,4 @@
-"""The choice among plans that "auto" considers: by a memory budget, then by predicted seconds, with the reason."""
+"""The choice among the plans that "auto" makes: by memory budget, then by predicted seconds, with the reason."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from spanwise.planning import memory
 from spanwise.planning.plan import Plan
 from spanwise.planning.plan_data import Candidate
 
-_TOLERANCE = 0.05  # predictions are not finer
-_SAVED = 0.7  # a baseline is no simpler where as fast a plan receives at most this share of its tokens
+_TOLERANCE = 0.05  # predictions are not more exact
+_SAVED = 0.7  # skip a baseline if a plan as fast receives at most this share of its tokens
 _EXPOSED = 0.5  # an exchange that takes more than this share of a balanced forward's compute bounds the step
-# "auto" prices with this shape where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
+# Shape that "auto" assumes where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
 _NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
 
 
@@ -23,14 +23,14 @@ def within_budget(plans: list[Plan], budget: int) -> list[Plan]:
     if not fitting:
         least = min(range(len(plans)), key=lambda i: held[i])
         raise ValueError(
-            f"no plan of those considered holds at most memory_budget={budget:,} bytes for its exchange; the least is "
+            f"every plan considered holds more than memory_budget={budget:,} bytes for its exchange; the least is "
             f"{_name(plans[least])} with {held[least]:,} bytes: allow more, use more ranks, or keep_kv=False"
         )
     return fitting
 
 
 def exchange_bound(plans: list[Plan]) -> bool:
-    """Whether little can be hidden: a layout of hardly any traffic, contiguous, still exchanges for too long."""
+    """Whether compute cannot hide the exchange, even in a contiguous layout, which has little traffic."""
     least = next((plan for plan in plans if plan.kv_exchange.exact), None)
     if least is None:
         return False
@@ -40,11 +40,11 @@ def exchange_bound(plans: list[Plan]) -> bool:
 
 
 def fastest(plans: list[Plan]) -> Plan:
-    """The simplest plan within the tolerance of the fastest, with the reason; plans are in order of simplicity."""
+    """The simplest plan within the tolerance of the fastest, with the reason; `plans` are sorted, simplest first."""
     candidates = [_priced(plan) for plan in plans]
     seconds = [candidate.seconds["total"] for candidate in candidates]
     fast = [i for i, value in enumerate(seconds) if value <= min(seconds) * (1 + _TOLERANCE)]
-    # As fast, but far more bytes to hold and to send, is not simpler.
+    # A baseline that sends and holds far more bytes than another fast plan does not count as simpler.
     limit = min(candidates[i].recv_mean for i in fast) / _SAVED
     simple = (i for i in fast if not plans[i].kv_exchange.baseline or candidates[i].recv_mean < limit)
     chosen = next(simple, fast[0])
@@ -53,7 +53,7 @@ def fastest(plans: list[Plan]) -> Plan:
 
 
 def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
-    """Why `chosen`, compared with the best of the plain plans: those that a user would have without a search."""
+    """The reason of `chosen`, with the best of the plain plans: a baseline exchange and no searched layout."""
     plan = plans[chosen]
     plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.baseline]
     usual = min(plain, key=lambda i: seconds[i], default=0)
@@ -77,7 +77,7 @@ def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
 
 
 def _nominal_shape(inner: int) -> dict[str, int]:
-    """The shape to price with where none is given: the assumed one, or the next that `inner` ranks can share."""
+    """The assumed attention shape, with more K/V heads if `inner` ranks cannot share it."""
     kv_heads, dim = _NOMINAL_KV_HEADS, _NOMINAL_DIM
     if 4 * kv_heads % inner:
         kv_heads = -(-kv_heads // inner) * inner

@@ -1,9 +1,8 @@
-"""How the K/V that ranks need of one another are cut into chunks. Pure arrays.
+"""Cut of the K/V that ranks need of one another into chunks, for exchange "needed". Pure arrays.
 
-A sender and a receiver both know, from the plan, the list of tokens that goes from one to the other. Each list is cut
-into parts of whole blocks, as equal as possible; a chunk is one part of every list. So every chunk has nearly the
-proportions of the whole traffic, and no rank becomes its bottleneck. The first part rotates from pair to pair, so that
-lists of fewer blocks than chunks fill all chunks alike.
+Sender and receiver both know, from the plan, the list of tokens that goes from one to the other. Each list is cut into
+parts of whole blocks, as equal as possible. A chunk holds one part of every list, so it has nearly the proportions of
+the whole traffic. The first part rotates from pair to pair, so that short lists fill all chunks alike.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
 
 
 def num_chunks(traffic: Int64, stages: int, block_size: int) -> int:
-    """`stages` if some pair has a block for each; else one piece, or none if nothing travels.
+    """`stages` if some pair has that many blocks; else 1, or 0 if nothing travels.
 
-    Few possible numbers, for each of them is a graph of its own to torch.compile.
+    Few numbers are possible, because torch.compile makes one graph for each.
     """
     blocks = -(-int(traffic.max(initial=0)) // block_size)
     return stages if blocks >= stages else min(blocks, 1)
@@ -60,7 +59,7 @@ def chunks_received(sender: Int64, rank: int, num_chunks: int, block_size: int) 
     """The chunk in which each token comes to `rank`; each sender's tokens are in the order in which it sends them.
 
     Args:
-        sender: int64 ``[n]``, who sends each token.
+        sender: int64 ``[n]``, the rank that sends each token.
     """
     by_sender = np.argsort(sender, kind="stable")
     count = np.bincount(sender)

@@ -1,4 +1,4 @@
-"""A plan in words: work, traffic, predicted time and the reason of the choice."""
+"""Text of `Plan.explain`: work, traffic, predicted time and the reason of the choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe_exchange(plan: PlanData) -> str:
 
 
 def explain(plan: PlanData) -> str:
-    """See `Plan.explain`."""
+    """The text of `Plan.explain`."""
     tokens = plan.layout.tokens_per_rank
     lines = [
         f"{plan.seq_len:,} tokens on {plan.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",

@@ -1,7 +1,7 @@
 """Plans as files: numpy's npz, arrays and one JSON header, no pickled code. Behind `Plan.save` and `Plan.load`.
 
-Two digests tell whether a file is what was written: one of the header's text, and the plan's fingerprint, which covers
-the arrays. Neither keeps out a forger, who can compute both.
+Two digests detect a changed file: one of the header's text, and the plan's fingerprint, which covers the arrays. They
+do not detect forgery, because a forger can compute both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import Candidate, PlanData
 
 FORMAT = 4
-Of = TypeVar("Of", bound=PlanData)
+PlanT = TypeVar("PlanT", bound=PlanData)
 
 
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
@@ -54,7 +54,7 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
         np.savez_compressed(file, allow_pickle=False, **first, **arrays)
 
 
-def load(cls: type[Of], path: str | os.PathLike[str], exchanges: Mapping[str, Any]) -> Of:
+def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str, Any]) -> PlanT:
     """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not a plan, or was altered.
 
     Args:
@@ -68,7 +68,7 @@ def load(cls: type[Of], path: str | os.PathLike[str], exchanges: Mapping[str, An
             if header["format"] != FORMAT:
                 raise ValueError(f"it has plan format {header['format']}, this version reads {FORMAT}")
             if str(data["header_digest"]) != _digest(text):
-                raise ValueError("it was altered or damaged, as its header's digest tells")
+                raise ValueError("it was altered or damaged: the digest of its header differs")
             masks = {
                 name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
                 for i, name in enumerate(header["masks"])
@@ -95,7 +95,7 @@ def load(cls: type[Of], path: str | os.PathLike[str], exchanges: Mapping[str, An
         plan = cls(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
     except FileNotFoundError:
         raise
-    except Exception as error:  # zipfile, its decompressors and numpy raise errors of no fixed set for damaged bytes
+    except Exception as error:  # for damaged bytes zipfile, its decompressors and numpy raise errors of many types
         cause = error if isinstance(error, (OSError, ValueError)) else repr(error)
         raise ValueError(f"{os.fspath(path)} is not a plan written by Plan.save: {cause}") from error
     if plan.fingerprint != header["fingerprint"]:

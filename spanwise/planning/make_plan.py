@@ -1,8 +1,8 @@
-"""make_plan: from a mask and a number of ranks to a plan, and what "auto" chooses.
+"""make_plan: from a mask and a number of ranks to a plan.
 
-Pure, like all of planning: it runs in a data-loader worker and gives the same plan everywhere. "auto" decides by
-predicted seconds (`predict`): a few layouts, the exchanges and the numbers of chunks are priced, and the simplest
-within 5 % of the fastest is taken (a baseline such as all_gather only where less traffic would not do as well).
+Pure, like all of planning: it runs in a data-loader worker and gives the same plan everywhere. "auto" predicts the
+seconds of a few layouts, of the exchanges and of several numbers of chunks. It takes the simplest within 5 % of the
+fastest; all_gather only where no plan with far less traffic is as fast (`choice`).
 
     mask -> balancer -> layout -> Plan
 """
@@ -24,7 +24,7 @@ from spanwise.planning.plan import Plan
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
-# Bound of the imbalance to try where the exchange is what a step waits for; see docs/decisions.md, "A looser bound".
+# Bound of the imbalance to try where a step waits for the exchange; see docs/decisions.md, "A looser bound".
 _LOOSE = 2.0
 
 
@@ -49,51 +49,51 @@ def make_plan(
     cu_seqlens: Any = None,
     packing: Packing | None = None,
 ) -> Plan:
-    """Plan context parallelism of one sequence length over ``num_ranks`` ranks. Pure: no process group is read.
+    """Plan context parallelism of one sequence length over ``num_ranks`` ranks. Pure: reads no process group.
 
     Args:
         mask: a :class:`SpanMask`, a FlexAttention ``BlockMask``, or masks by name that share one layout.
         num_ranks: size of the cp axis; or ``(outer, inner)``, the shape of a 2-D cp mesh: the ranks of each inner axis
             trade heads for tokens (Ulysses), and `exchange` works along the outer axis.
-        weights: layers that use each named mask (default 1 each); what the layout balances.
-        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V to read
-            elsewhere under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
+        weights: layers that use each named mask (default 1 each); the layout balances their weighted sum.
+        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V of
+            other ranks, under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
             object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross attention) takes
-            "contiguous", "dual_chunk" or "auto" (the former).
-        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets what its queries read), "ring"
+            "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
+        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read), "ring"
             (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), an `Exchange` object,
             or "auto".
-        stages: chunks in which "needed" brings the K/V, each computed while the next travels; None: 1, 2 or 4, by
-            predicted time. Other exchanges have no choice.
-        keep_kv: keep received K/V for the backward; False: drop them after the forward and fetch them again. Default:
+        stages: number of chunks in which "needed" brings the K/V, each computed while the next travels. None: 1, 2 or
+            4, by predicted time. Other exchanges have no choice.
+        keep_kv: keep received K/V for the backward; False: drop them after the forward and refetch them. Default:
             False for "ring", else True.
         quality: of the "local" search, "best" or "fast" (a quarter of the time).
         block_size: tile in tokens that block-wise balancers assign.
-        num_q_heads, num_kv_heads, head_dim, v_head_dim: shape of the attention of one rank, under tensor parallelism
-            its share of the heads, to speak of bytes and seconds (``num_kv_heads`` defaults to ``num_q_heads``,
-            ``v_head_dim`` to ``head_dim``); tensors of another shape are refused. Where they are missing, "auto" prices
-            with 32 query and 8 K/V heads of 128 (more, where ranks cannot share these), and says so.
+        num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape of one rank; under tensor parallelism its
+            share of the heads. Bytes and seconds follow from it, and attention refuses tensors of another shape.
+            ``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``. Without them "auto" assumes 32
+            query and 8 K/V heads of 128 (more, where ranks cannot share these); `Plan.reason` mentions it.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
-        hardware: what "auto" and :meth:`Plan.predict` price with. If it has hosts, as :data:`spanwise.H100` has, the
-            "local" search prefers traffic inside them. Default: H100s that are all joined by NVLink, since nothing is
-            known of hosts.
-        memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), and
-            what one layer holds beside that (`Plan.resident_bytes`). "auto" leaves out what exceeds it.
+        hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. If it has hosts, as
+            :data:`spanwise.H100` has, the "local" search prefers traffic inside them. Default: H100s that are all
+            joined by NVLink.
+        memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), plus
+            the rest of `Plan.resident_bytes` of one layer. "auto" leaves out plans that exceed it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
             "per_document_head_tail", and the default of :func:`spanwise.shard_batch`.
         packing: where packed sequences lie in storage, if they are padded or have other keys than queries; in place of
             `cu_seqlens`. The masks are over storage, as :meth:`Packing.mask` makes them.
 
-    "auto" compares the predicted seconds of a step: contiguous, head_tail and local layouts (longest-first instead of
-    local where all_gather is asked for, and locality buys nothing); all_gather, needed in 1, 2 or 4 chunks, Ulysses
-    where the number of heads is given and divides, and under a `memory_budget` the ring, which is never the fastest.
-    The simplest way within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` tell what was compared.
-    Each exchange and number of chunks is a graph of its own to `torch.compile`: name `exchange` and `stages` where
-    every batch has a plan of its own.
+    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local; lpt instead of local
+    where the caller asks for all_gather, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2
+    or 4 chunks; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which is never
+    the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
+    comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
+    where plans change from batch to batch.
 
     Raises:
         ValueError: masks that differ in length or batch size, unknown names, bad numbers, heads that Ulysses cannot
-            divide, padding that the dual-chunk order cannot cut, a budget that nothing meets.
+            divide, padding that the dual-chunk order cannot cut, a budget that no plan meets.
 
     >>> import spanwise
     >>> mask = spanwise.SpanMask.documents([0, 300, 1000, 4096])
@@ -132,10 +132,10 @@ def make_plan(
         plans = [plan for name in _BALANCERS_BASELINE for plan in variants(name)]
     else:
         plans = [plan for name in _BALANCERS for plan in variants(name)]
-        if problem.num_blocks >= outer:  # a search over whole blocks would leave ranks without tokens
+        if problem.num_blocks >= outer:  # with fewer blocks, the search would leave ranks without tokens
             bound = choice.exchange_bound(plans)
             plans += variants("local")
-            if bound:  # less balance may be worth it
+            if bound:  # less balance may pay off
                 plans += variants(problem.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
     plans += _traded(request, balancer, plans[0].balancer, assigned)
     if memory_budget is not None:
@@ -156,7 +156,7 @@ def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
             plan.count()  # once for all variants
         chosen = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange))
         variants = [chosen.replace(stages=count) for count in counts]
-        # A plan whose K/V are not cut into so many chunks after all is no other variant.
+        # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
         found += [x for x in variants if x.stages in (1, stages) or x.stages in map(x.num_chunks, x.masks)]
     return found
 
@@ -164,7 +164,7 @@ def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
 def _traded(
     request: requests.Request, balancer: str | LoadBalancer, label: str, assigned: Callable[..., Plan]
 ) -> list[Plan]:
-    """Ulysses over all ranks, where "auto" may choose it: the heads divide, and nothing asked for names K/V."""
+    """Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out."""
     outer, inner = request.levels
     free = request.exchange is None and request.stages is None and request.keep_kv is not False and inner == 1 < outer
     if not free or request.num_q_heads is None or request.num_q_heads % outer:

@@ -1,7 +1,7 @@
-"""Bytes of a plan: what each rank receives, holds and saves in a layer's forward. Exact; pure.
+"""Bytes that each rank receives, holds and saves in a layer's forward. Exact; pure.
 
-Two parts add up: K/V that travel between groups of ranks (the plan's `kv_exchange`), and the trade of heads for tokens
-inside groups (its `head_exchange`).
+Each is a sum of two parts: K/V that travel between groups of ranks (the plan's `kv_exchange`), and the trade of heads
+for tokens inside groups (its `head_exchange`).
 """
 
 # G groups
@@ -15,9 +15,9 @@ from spanwise.planning.plan_data import PlanData
 
 
 def kv_token_bytes(plan: PlanData) -> Int64:
-    """Bytes of K and V of a token, as each rank computes with them and as they travel between groups; ``[num_ranks]``.
+    """Bytes of K and V of one token, in compute and between groups; int64 ``[num_ranks]``.
 
-    All heads, or under Ulysses those of the rank.
+    All heads, or under Ulysses the heads that the rank computes.
     """
     _, kv_heads, qk_dim, v_dim = plan.attention_shape
     heads = np.full(plan.num_ranks, kv_heads) if plan.head_exchange is None else plan.head_exchange.kv_heads(plan)
@@ -25,7 +25,7 @@ def kv_token_bytes(plan: PlanData) -> Int64:
 
 
 def received(plan: PlanData, mask: str) -> Int64:
-    """See `Plan.recv_bytes`."""
+    """The bytes of `Plan.recv_bytes`."""
     plan.mask(mask)
     plan.require_shape("recv_bytes()")
     tokens = plan.kv_exchange.moved(plan, mask).sum(axis=(0, 2))
@@ -34,7 +34,7 @@ def received(plan: PlanData, mask: str) -> Int64:
 
 
 def resident(plan: PlanData, mask: str) -> Int64:
-    """See `Plan.resident_bytes`."""
+    """The bytes of `Plan.resident_bytes`."""
     plan.mask(mask)
     plan.require_shape("resident_bytes()")
     token_bytes, kept = kv_token_bytes(plan), _kept_tokens(plan, mask)
@@ -44,7 +44,7 @@ def resident(plan: PlanData, mask: str) -> Int64:
 
 
 def saved(plan: PlanData, mask: str) -> Int64:
-    """See `Plan.saved_bytes`."""
+    """The bytes of `Plan.saved_bytes`."""
     plan.mask(mask)
     plan.require_shape("saved_bytes()")
     kept = np.repeat(_kept_tokens(plan, mask), plan.inner) * kv_token_bytes(plan)
@@ -57,7 +57,7 @@ def _kept_tokens(plan: PlanData, mask: str) -> Int64:
 
 
 def held(plan: PlanData) -> int:
-    """Bytes that the busiest rank holds for exchanges: saved by all layers, and held by one in addition."""
+    """Bytes that the busiest rank holds for exchanges: saved by all layers, plus the transient bytes of one."""
     saved_bytes = {name: saved(plan, name) for name in plan.masks}
     kept = sum(weight * saved_bytes[name] for name, weight in plan.weights.items())
     transient = np.max([resident(plan, name) - saved_bytes[name] for name in plan.masks], axis=0)

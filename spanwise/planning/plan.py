@@ -1,7 +1,7 @@
-"""Plan: the data of a plan, and one-line methods for what is computed from it where users look for it.
+"""Plan: the data of a plan, with one-line methods where users look for them.
 
-`make_plan` makes plans. The methods lead to `memory`, `predict`, `explain`, `files`, and up to `attention.rank_plan`
-and `attention.tokens`; nothing is computed here.
+`make_plan` makes plans. The methods call functions of `memory`, `predict`, `explain` and `files`, and of two modules
+above this folder: `attention.rank_plan` and `attention.tokens`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanData):
-    """The part of every rank: who holds, computes and receives what. Made by `make_plan`.
+    """The part of every rank: the tokens it holds, its work and its traffic. Made by `make_plan`.
 
     Immutable, picklable, equal when fingerprints are equal. The fields are those of `PlanData`.
 
@@ -40,48 +40,90 @@ class Plan(PlanData):
         """Bytes that each rank receives in one forward, int64: K and V, and under Ulysses q and the output too.
 
         Padding that travels is included. Needs ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
+
+        >>> import spanwise
+        >>> mask = spanwise.SpanMask.sliding_window(1024, 100)
+        >>> plan = spanwise.make_plan(
+        ...     mask, 2, balancer="contiguous", exchange="needed", num_q_heads=8, num_kv_heads=2, head_dim=64
+        ... )
+        >>> plan.recv_bytes().tolist()  # 100 keys; K and V, 2 heads of 64, 2 bytes each
+        [0, 51200]
         """
         return memory.received(self, mask)
 
     def resident_bytes(self, mask: str = "default") -> Int64:
-        """Bytes that each rank holds at most for the exchange in a layer's forward, in addition to its shards; int64.
+        """Most bytes that each rank holds for the exchange in a layer's forward, in addition to its shards; int64.
 
-        K/V of others, as they come and in order, and buffers packed to leave; under Ulysses q and the output too. This
-        is what eager code needs with kernel "sdpa", for a batch of `batch_size` rows, to the byte. Not included:
-        results of kernels and of their merge, zeros put in padding, spare keys of "flex", and the copies that batch
-        rows with masks of their own take where k and v are not ``[B, T, H, D]`` in memory.
+        Counts K/V of other ranks, as received and in order, and send buffers; under Ulysses q and the output too. Exact
+        to the byte for eager code with kernel "sdpa" and a batch of `batch_size` rows. Not included: results of
+        kernels and of their merge, zeros put in padding, spare keys of "flex", and the copies that batch rows with
+        different masks take where k and v are not ``[B, T, H, D]`` in memory.
 
-        Needs what `recv_bytes` needs.
+        Needs the same arguments of `make_plan` as `recv_bytes`.
+
+        >>> import spanwise
+        >>> mask = spanwise.SpanMask.causal(1024)
+        >>> plan = spanwise.make_plan(mask, 2, balancer="contiguous", exchange="needed", num_q_heads=8, head_dim=64)
+        >>> (plan.resident_bytes() / plan.recv_bytes().max()).tolist(), plan.saved_bytes().tolist()
+        ([2.0, 2.0], [0, 1048576])
         """
         return memory.resident(self, mask)
 
     def saved_bytes(self, mask: str = "default") -> Int64:
-        """The part of `resident_bytes` that a layer keeps for its backward, int64."""
+        """Bytes of `resident_bytes` that a layer keeps for its backward, int64."""
         return memory.saved(self, mask)
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of attention in one step (forward and backward), all masks by weight, on `hardware`.
 
         Returns:
-            ``compute_forward``, ``compute_backward``: of the busiest rank. ``exchange_forward``, ``exchange_backward``:
-            of the collectives. ``exposed_forward``, ``exposed_backward``: time of a pass beyond the compute of the
-            busiest rank. ``total``: of both passes, as simulated by :meth:`timeline`.
+            ``compute_forward``, ``compute_backward``: compute of the busiest rank. ``exchange_forward``,
+            ``exchange_backward``: the collectives. ``exposed_forward``, ``exposed_backward``: time of a pass beyond the
+            compute of the busiest rank. ``total``: both passes, simulated by :meth:`timeline`.
 
         Raises:
             ValueError: the plan was made without ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4096), 2, num_q_heads=8, head_dim=64)
+        >>> seconds = plan.predict()
+        >>> 0 < seconds["compute_forward"] < seconds["compute_backward"] < seconds["total"]
+        True
         """
         return predict.predict(self)
 
     def timeline(self, mask: str = "default") -> Timeline:
-        """When each rank computes and K/V travel in one layer that uses ``mask``, as predicted; needs as `predict`."""
+        """Predicted times of compute and collectives of each rank in one layer that uses ``mask``.
+
+        Needs the same arguments of `make_plan` as `predict`.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4096), 2, num_q_heads=8, head_dim=64)
+        >>> plan.timeline().forward.names
+        ('pack', 'local attention', 'attention, chunk 1')
+        """
         return predict.simulate(self, mask)
 
     def explain(self) -> str:
-        """Work, traffic, predicted time and the reason of the choice, as text for a person."""
+        """Work, traffic, predicted time and the reason of the choice, as text for a person.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(1000), num_ranks=2, balancer="contiguous")
+        >>> print(plan.explain().splitlines()[0])
+        1,000 tokens on 2 ranks: 500 to 500 tokens a rank
+        """
         return explain.explain(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` (numpy's npz; no pickled code)."""
+        """Write the plan to ``path`` (numpy's npz; no pickled code).
+
+        >>> import os, tempfile, spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(1000), num_ranks=2)
+        >>> path = os.path.join(tempfile.mkdtemp(), "plan.npz")
+        >>> plan.save(path)
+        >>> spanwise.Plan.load(path) == plan
+        True
+        """
         files.save(self, path)
 
     @classmethod
@@ -89,20 +131,31 @@ class Plan(PlanData):
         """Read a plan that :meth:`save` wrote; ``ValueError`` if the file is not a plan, or was altered.
 
         Args:
-            exchange: the exchange object, for a plan made with one that is not spanwise's.
+            exchange: the exchange object, if the plan was made with an exchange of the caller.
         """
         return files.load(cls, path, requests.known_exchanges(exchange))
 
     def local(
         self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: Any = "auto"
     ) -> RankPlan:
-        """This rank's tensors, as a frozen pytree; see :func:`spanwise.attention.rank_plan.local_plan`."""
+        """This rank's tensors, as a frozen pytree; see :func:`spanwise.attention.rank_plan.local_plan`.
+
+        >>> import spanwise
+        >>> spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1).local(mesh=None).tokens.tolist()
+        [[0, 1, 2, 3, 4, 5, 6, 7]]
+        """
         from spanwise.attention import rank_plan
 
         return rank_plan.local_plan(self, mesh, device, kernel=kernel)
 
     def shard(self, x: Any, rank: int, dim: int = 1, *, batch_dim: int | None = 0, side: Side = "q") -> Any:
-        """``rank``'s shard of ``x``, a tensor or a pytree of tensors, without a mesh; see :func:`spanwise.shard`."""
+        """``rank``'s shard of ``x``, a tensor or a pytree of tensors, without a mesh; see :func:`spanwise.shard`.
+
+        >>> import torch, spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="head_tail", block_size=1)
+        >>> plan.shard(torch.arange(8)[None], rank=0).tolist()
+        [[0, 1, 6, 7]]
+        """
         from spanwise.attention import tokens
 
         return tokens.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim, side=side)

@@ -1,12 +1,12 @@
-"""PlanData: masks, a layout and how K/V travel, and what follows for every rank. Data; no rank reads anything here.
+"""PlanData: masks, a layout and an exchange, with the work and traffic of every rank. Frozen data.
 
-`Plan` adds the methods that users call. What computes from a plan stands in functions that take it: `memory` (bytes),
-`predict` (seconds), `explain` (text), `files`, and `attention.rank_plan` (one rank's tensors).
+`Plan` adds the methods that users call. Functions take a plan and compute the rest: `memory` (bytes), `predict`
+(seconds), `explain` (text), `files`, and `attention.rank_plan` (one rank's tensors).
 
     mask -> balancer -> layout -> Plan -> plan.local(mesh, device) -> exchange, kernels
 """
 
-# G groups: the ranks that trade heads among themselves (Ulysses); single ranks without it
+# G groups: ranks that trade heads among themselves (Ulysses); without it each rank is a group
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import traffic
 
-Of = TypeVar("Of", bound="PlanData")
+PlanT = TypeVar("PlanT", bound="PlanData")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Candidate:
 
     Attributes:
         balancer, exchange, stages: as the plan's.
-        imbalance: busiest over mean work, all masks by weight.
-        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight.
-        held: bytes that the busiest rank holds for exchanges, as `make_plan` compares them with a memory budget.
+        imbalance: work of the busiest rank over the mean work, all masks by weight.
+        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight; mean and most.
+        held: bytes that the busiest rank holds for exchanges; `make_plan` compares them with a memory budget.
         seconds: result of `Plan.predict`.
     """
 
@@ -52,7 +52,7 @@ class Candidate:
 
 
 class KVExchange(Protocol):
-    """What planning asks of an exchange; `attention.exchange.base.Exchange` documents each member."""
+    """Members of an exchange that planning uses; `attention.exchange.base.Exchange` documents each."""
 
     name: ClassVar[str]
     arrival: ClassVar[str]
@@ -77,7 +77,7 @@ class KVExchange(Protocol):
 
 
 class HeadExchange(Protocol):
-    """What planning asks of the trade of heads for tokens; see `attention.exchange.ulysses.Ulysses`."""
+    """Members of the trade of heads for tokens that planning uses; see `attention.exchange.ulysses.Ulysses`."""
 
     receives: ClassVar[str]
 
@@ -105,8 +105,8 @@ class PlanData:
         balancer: name of the balancer.
         kv_exchange: moves K/V between groups.
         head_exchange: trades heads for tokens inside groups; None where `inner` is 1.
-        stages: chunks in which the K/V of other ranks shall arrive; `num_chunks` gives the number for each mask.
-        keep_kv: whether received K/V are kept for the backward; otherwise they are fetched again.
+        stages: requested number of chunks of the received K/V; `num_chunks` gives the number for each mask.
+        keep_kv: whether received K/V are kept for the backward; otherwise the backward refetches them.
         weights: layers that use each mask.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape, or None if not given.
         dtype: name of the K/V dtype.
@@ -115,7 +115,7 @@ class PlanData:
         cu_seqlens: document offsets of each batch row, or None.
         packing: where packed sequences lie in storage, or None.
         reason: why this layout and this exchange were chosen.
-        candidates: choices that "auto" compared; empty if nothing was left to it.
+        candidates: choices that "auto" compared; empty if it had no choice.
     """
 
     masks: dict[str, SpanMask]
@@ -159,11 +159,11 @@ class PlanData:
 
     @property
     def batch_size(self) -> int:
-        """Batch rows that the masks distinguish; 1 serves any batch. The layout has as many, or one for all."""
+        """Batch rows with different masks; 1 serves any batch. The layout has as many rows, or one for all."""
         return max(mask.batch_size for mask in self.masks.values())
 
     def mask(self, name: str = "default") -> SpanMask:
-        """The mask called ``name``; ``ValueError`` lists the names there are."""
+        """The mask called ``name``; an unknown name is a ``ValueError`` that lists the known ones."""
         if name not in self.masks:
             raise ValueError(f"the plan has no mask named {name!r}; it has {sorted(self.masks)}")
         return self.masks[name]
@@ -225,12 +225,22 @@ class PlanData:
         return {name: traffic.area(mask, self.groups, self.batch_size) for name, mask in self.masks.items()}
 
     def imbalance(self, mask: str = "default") -> float:
-        """Largest over mean work of the ranks; 1.0 is perfect, and the value for an empty mask."""
+        """Work of the busiest rank over the mean work. 1.0 is perfect; an empty mask gives 1.0.
+
+        >>> import spanwise
+        >>> spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="head_tail", block_size=1).imbalance()
+        1.0
+        """
         work = self.work(mask)
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     def needs(self, rank: int, mask: str = "default", row: int = 0) -> Int64:
-        """K/V runs that ``rank`` reads and its group does not own, int64 ``[n, 2]``, ascending, disjoint."""
+        """K/V runs that ``rank`` reads and its group does not own, int64 ``[n, 2]``, ascending, disjoint.
+
+        >>> import spanwise
+        >>> spanwise.make_plan(spanwise.SpanMask.sliding_window(8, 2), 2, block_size=1, balancer="contiguous").needs(1)
+        array([[2, 4]])
+        """
         self.mask(mask)
         return self._needs[mask][row][rank // self.inner]
 
@@ -257,11 +267,17 @@ class PlanData:
         return {name: traffic.local_area(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
 
     def traffic(self, mask: str = "default") -> Int64:
-        """K/V tokens that each rank gets from each other one in a forward; int64 ``[receivers, senders]``.
+        """K/V tokens that each rank receives from each other rank in a forward; int64 ``[receivers, senders]``.
 
         Summed over batch rows. The exchange decides: all tokens of the others, whole shards from the rank that passes
-        them on, or only tokens that the receiver reads. Under Ulysses a token comes for the receiver's heads only:
-        those of the other ranks of its group, and from each other group through the rank of the same place in it.
+        them on, or only tokens that the receiver reads. Under Ulysses a token comes with the receiver's heads only.
+        The other ranks of the group send theirs; each other group sends through its rank at the receiver's place.
+
+        >>> import spanwise
+        >>> mask = spanwise.SpanMask.causal(8)
+        >>> spanwise.make_plan(mask, 2, balancer="contiguous", exchange="needed", block_size=1).traffic()
+        array([[0, 0],
+               [4, 0]])
         """
         self.mask(mask)
         groups = self.kv_exchange.traffic(self, mask)
@@ -273,7 +289,7 @@ class PlanData:
         return between + inside * self.batch_size * self.kv_layout.tokens_per_rank
 
     def needed_traffic(self, mask: str = "default") -> Int64:
-        """K/V tokens that each group reads of each other one; int64 ``[G receivers, G senders]``."""
+        """K/V tokens of each other group that a group reads; int64 ``[G receivers, G senders]``."""
         self.mask(mask)
         return self._needed_traffic[mask]
 
@@ -282,7 +298,12 @@ class PlanData:
         return {name: traffic.needed_traffic(rows, self.kv_groups) for name, rows in self._needs.items()}
 
     def num_chunks(self, mask: str = "default") -> int:
-        """Chunks in which the K/V of other groups arrive; 0 where nothing travels."""
+        """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
+
+        >>> import spanwise
+        >>> spanwise.make_plan(spanwise.SpanMask.causal(64), 2, exchange="needed", stages=2, block_size=8).num_chunks()
+        2
+        """
         self.mask(mask)
         return self.kv_exchange.num_chunks(self, mask)
 
@@ -304,11 +325,11 @@ class PlanData:
     def attention_shape(self) -> tuple[int, int, int, int]:
         """num_q_heads, num_kv_heads, head_dim, v_head_dim."""
         shape = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        assert None not in shape  # as require_shape made sure
+        assert None not in shape  # require_shape has checked
         return shape  # type: ignore[return-value]
 
     def require_shape(self, what: str) -> None:
-        """``ValueError`` that `what` needs the shape of the attention, if the plan was made without it."""
+        """``ValueError`` that `what` needs the attention shape, if the plan was made without it."""
         missing = [n for n in ("num_q_heads", "num_kv_heads", "head_dim") if getattr(self, n) is None]
         if missing:
             raise ValueError(f"{what} needs {', '.join(missing)}: pass them to make_plan")
@@ -316,10 +337,10 @@ class PlanData:
     # ---------------------------------------------------------------- variants and identity
 
     def count(self) -> None:
-        """Computes areas and traffic now; variants made by `replace` share them."""
+        """Compute areas and traffic now, so that variants made by `replace` share them."""
         _ = self._work, self._local_work, self._needed_traffic
 
-    def replace(self: Of, **changes: Any) -> Of:
+    def replace(self: PlanT, **changes: Any) -> PlanT:
         """The plan with other fields; areas and traffic are kept unless masks, layout or ranks change."""
         other = dataclasses.replace(self, **changes)
         if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
@@ -363,7 +384,7 @@ class PlanData:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # Cached values can be computed again, and a rank's tensors have no place in a message between processes.
+        # Without cached values: they can be recomputed, and rank plans hold tensors of this process's device.
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @functools.cached_property

@@ -1,12 +1,15 @@
 """Seconds of a plan on a hardware: from exact areas and bytes to a timeline. Pure.
 
-Compute is the attention kernel's FLOPs over its rate. Copies are bytes over the memory's rate: K/V that are packed,
-arriving K/V brought into order, each chunk but the first merged (two read, one written, in float32 at least),
-gradients packed and summed, and under Ulysses q, K, V and the output split by head and put in order. Traffic is the
-exact bytes of every pair of ranks on the levels of the network.
+Compute is the attention kernel's FLOPs over its rate. Traffic is the exact bytes of every pair of ranks on the levels
+of the network. Copies are bytes over the memory's rate:
 
-Assumptions: chunks read keys in proportion to their tokens, unless the exchange knows better; every rank begins each
-pass at the same time; a collective begins when all ranks have started it, also a hop of a ring.
+- K/V packed to leave, and received K/V put in order;
+- the merge of each received chunk (two results read, one written, in float32 at least);
+- gradients packed and summed;
+- under Ulysses q, K, V and the output, split by head and put in order.
+
+Assumptions: the work of a chunk is in proportion to its tokens, unless the exchange computes it exactly. Every rank
+begins each pass at the same time. A collective, also a hop of a ring, begins when all ranks have started it.
 """
 
 # P ranks, n chunks
@@ -30,7 +33,7 @@ PARTS = (
 
 
 def predict(plan: PlanData) -> dict[str, float]:
-    """Seconds of attention in one step, all masks by weight; see `Plan.predict`."""
+    """Seconds of attention in one step, all masks by weight: the result of `Plan.predict`."""
     plan.require_shape("predict()")
     parts = dict.fromkeys(PARTS, 0.0)
     for name, weight in plan.weights.items():
@@ -76,7 +79,7 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
 
 
 def over_ranks(plan: PlanData, of_groups: np.ndarray) -> Float64:
-    """Tables between groups ``[…, G, G]`` as tables between ranks: a rank deals with its place in other groups."""
+    """Tables between groups ``[…, G, G]`` as tables between ranks: a rank meets those at its place in other groups."""
     return np.asarray(of_groups if plan.inner == 1 else np.kron(of_groups, np.eye(plan.inner)), np.float64)
 
 
@@ -90,7 +93,7 @@ class _Compute(NamedTuple):
 def _compute(plan: PlanData, mask: str) -> _Compute:
     heads, _, qk_dim, v_dim = plan.attention_shape
     own = plan.inner * plan.local_work(mask).astype(np.float64)
-    # At the mask's edge the kernel computes more pairs than the mask shows.
+    # At the mask's edge the kernel also computes pairs that the mask hides.
     edge = np.where(own > 0, plan.hardware.edge_pairs * _query_tokens(plan), 0.0)
     pairs = np.concatenate([(own + edge)[:, None], plan.kv_exchange.chunk_work(plan, mask)], axis=1)
 
@@ -106,10 +109,10 @@ class _Copies(NamedTuple):
     """Seconds of copies on each rank.
 
     Attributes:
-        pack, unpack: ``[P]`` before K/V leave, and after the last gradients have come home.
-        arrived, gradients: ``[P, n]`` of each chunk as it arrives, and of its gradients as they leave.
-        merged: ``[P]`` of a partial result.
-        output_grad: ``[P]`` output times its gradient, first in the backward.
+        pack, unpack: ``[P]``, before K/V leave, and after the last gradients have arrived.
+        arrived, gradients: ``[P, n]``, each chunk as it arrives, and its gradients as they leave.
+        merged: ``[P]``, the merge of one partial result.
+        output_grad: ``[P]``, output times its gradient, first in the backward.
     """
 
     pack: Float64

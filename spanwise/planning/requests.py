@@ -1,4 +1,4 @@
-"""Request: the arguments of `make_plan`, checked and in one form. All of its errors about arguments are here."""
+"""Request: the arguments of `make_plan`, checked and in one form. All errors about arguments are raised here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from spanwise.planning.plan_data import KVExchange
 _QUALITIES = ("best", "fast")
 _LARGEST = 2**31  # of any number given
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# "auto" prices with these where the caller gives no hardware. Only ratios matter: FLOPs of a (query, key) pair for each
-# byte of a K/V token.
+# Rates that "auto" uses where the caller gives no hardware. Only the ratio of compute to bandwidth matters.
 ASSUMED = dataclasses.replace(
     rates.H100,
     name="H100s joined by NVLink, nominal",
@@ -28,7 +27,7 @@ ASSUMED = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the caller of `make_plan` wants.
+    """Checked arguments of `make_plan`.
 
     Attributes:
         masks: by name.
@@ -96,7 +95,7 @@ def checked(
     num_q_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, hardware: Any, memory_budget: Any,
     cu_seqlens: Any, packing: Any,
 ) -> Request:  # fmt: skip
-    """The request of these arguments of `make_plan`; ``ValueError`` for whatever is wrong with them."""
+    """The request of these arguments of `make_plan`; ``ValueError`` names a wrong one, its value and a remedy."""
     masks = _as_masks(mask)
     chosen = None if exchange == "auto" else table.resolve(exchange)
     levels = _levels(num_ranks, chosen)
@@ -141,12 +140,12 @@ def exchange_of(given: Any) -> Any:
 
 
 def known_exchanges(own: Any = None) -> dict[str, Any]:
-    """Exchange by name: spanwise's, and one of the caller's."""
+    """Exchange by name: those of spanwise, and `own`, an exchange of the caller."""
     return dict(table.EXCHANGES) if own is None else {**table.EXCHANGES, (own := exchange_of(own)).name: own}
 
 
 def _levels(num_ranks: Any, exchange: KVExchange | None) -> tuple[int, int]:
-    """``(outer, inner)`` of what the caller gave."""
+    """``(outer, inner)`` from `num_ranks` and the exchange."""
     if isinstance(num_ranks, (tuple, list)):
         if len(num_ranks) != 2:
             raise ValueError(f"num_ranks must be an integer or (outer, inner), got {num_ranks!r}")

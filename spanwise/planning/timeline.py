@@ -1,7 +1,7 @@
-"""When each rank computes and when K/V travel, in one attention layer's forward and backward: a simulation.
+"""Simulated times of compute and collectives in one attention layer's forward and backward.
 
-Each rank has one compute stream, in order. All ranks share one exchange stream, in order, on which a collective begins
-when every rank has started it and the one before is through. Numbers only; `predict` fills them in from a plan.
+Each rank has one compute stream, in order. All ranks share one exchange stream, in order. A collective on it begins
+when every rank has started it and the previous one has ended. Numbers only; `predict` derives them from a plan.
 
     forward    pack · local · chunk 1 (waits for its arrival) · … · chunk n
     backward   chunk n · (its gradients depart) · … · chunk 1 · local · sum (waits for the last gradients)
@@ -20,7 +20,7 @@ from spanwise.masks.arrays import Float64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """What one stream of a rank does from ``start`` to ``end``, in seconds from the beginning of the forward."""
+    """One operation on a stream of a rank; ``start`` and ``end`` in seconds from the beginning of the forward."""
 
     rank: int
     stream: str
@@ -34,7 +34,7 @@ class Pass:
     """A forward or a backward.
 
     Attributes:
-        names: of what a rank computes, in order.
+        names: of the compute steps of a rank, in order.
         start, end: ``[P, len(names)]``, seconds from the beginning of the pass.
         exchange_names: of the collectives, in order.
         exchange_start, exchange_end: ``[len(exchange_names)]``.
@@ -49,22 +49,22 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank is done."""
+        """Seconds until the last rank is done."""
         return float(self.end[:, -1].max())
 
     @property
     def compute(self) -> float:
-        """Compute of the busiest rank."""
+        """Compute seconds of the busiest rank."""
         return float((self.end - self.start).sum(axis=1).max())
 
     @property
     def exchange(self) -> float:
-        """What the collectives take."""
+        """Seconds of the collectives."""
         return float((self.exchange_end - self.exchange_start).sum())
 
     @property
     def exposed(self) -> float:
-        """What the pass takes longer than the busiest rank computes."""
+        """Seconds of the pass beyond the compute of the busiest rank."""
         return max(0.0, self.seconds - self.compute)
 
 
@@ -77,6 +77,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
+        """Seconds of both passes."""
         return self.forward.seconds + self.backward.seconds
 
     @property
@@ -98,14 +99,14 @@ class Timeline:
 
 
 def forward(pack: Float64, attention: Float64, exchange: Float64, *, chained: bool = False) -> Pass:
-    """Simulates a forward.
+    """Simulate a forward.
 
     Args:
         pack: ``[P]`` seconds before a rank can start its collectives.
         attention: ``[P, n + 1]`` seconds of the local part and of each chunk.
         exchange: ``[n]`` seconds of each chunk's collective.
-        chained: a chunk is passed on from rank to rank. Its collective starts when the ranks turn to the chunk before;
-            otherwise all are started first.
+        chained: ranks pass a chunk on (ring). Its collective starts when the ranks begin the previous chunk; otherwise
+            all collectives start first.
     """
     compute = np.concatenate([pack[:, None], attention], axis=1)
     start, end = np.empty(compute.shape), np.empty(compute.shape)
@@ -113,7 +114,7 @@ def forward(pack: Float64, attention: Float64, exchange: Float64, *, chained: bo
     now, free = np.zeros(len(compute)), 0.0
     for i in range(compute.shape[1]):
         start[:, i] = np.maximum(now, through[i - 2] if i >= 2 else 0.0)
-        depart = i - 1  # the first chunk leaves after packing, a ring's next when the turn of the one before has come
+        depart = i - 1  # the first chunk leaves after packing; a ring's next when the previous one's turn begins
         if i >= 1 and depart < len(exchange):
             ready = float(start[:, i].max()) if chained or depart == 0 else 0.0
             through[depart] = free = max(free, ready) + exchange[depart]
@@ -131,21 +132,21 @@ def backward(
     *,
     chained: bool = False,
 ) -> Pass:
-    """Simulates a backward.
+    """Simulate a backward.
 
     Args:
         attention: ``[P, n + 1]`` seconds of the backward of the local part and of each chunk, in forward order.
         exchange: ``[n]`` seconds of the collective that brings each chunk's gradients home.
         unpack: ``[P]`` seconds to sum them.
-        refetch: ``[n]`` seconds of each chunk's K/V collective if it is fetched again: the next chunk departs when
+        refetch: ``[n]`` seconds of each chunk's K/V collective if the backward refetches: the next chunk departs when
             this one's turn begins.
-        chained: the gradients of a chunk join those of the chunk after it; a rank waits for these first.
+        chained: a chunk's gradients are added to those of the chunk after it; a rank waits for these first.
     """
     num_chunks = len(exchange)
     order = [*range(num_chunks - 1, -1, -1), -1]  # of the compute; -1 is the local part
     stream: list[tuple[str, float, float]] = []
     arrived = [0.0] * num_chunks
-    home = 0.0  # when the gradients that were sent last have arrived
+    home = 0.0  # arrival of the gradients sent last
 
     def send(name: str, ready: float, seconds: float) -> float:
         begin = max(ready, stream[-1][2] if stream else 0.0)
@@ -173,7 +174,7 @@ def backward(
 
 
 def between_trades(inner: Pass, before: float, after: float) -> Pass:
-    """A pass that begins and ends with a collective that nothing hides, as where ranks trade heads for tokens.
+    """`inner` between two exposed collectives: the trade of heads for tokens, and the trade back.
 
     Args:
         before, after: seconds of the two.

@@ -1,7 +1,7 @@
-"""What a layout makes the ranks do: exact areas, K/V to fetch, and who sends it. Pure arrays.
+"""Exact work, needs and traffic of the ranks under a layout. Pure arrays.
 
-The ranks here are *groups*: ranks that read K/V as one. A group is a single rank, or the ranks that trade heads among
-themselves (Ulysses).
+The ranks of the layouts here are *groups*. A group is a single rank, or the ranks that trade heads among themselves
+(Ulysses) and so read K/V as one.
 """
 
 # G groups
@@ -20,7 +20,7 @@ Needs = list[list[Int64]]  # for each batch row and group: runs of keys, [n, 2]
 
 
 def row_of(x: SpanMask | Layout, row: int) -> int:
-    """The row of a mask or layout that serves batch row ``row``; one that has a single row serves all."""
+    """The row of a mask or layout that serves batch row ``row``; a single row serves all."""
     return row if x.batch_size > 1 else 0
 
 
@@ -29,14 +29,14 @@ def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     per_row = mask.area()
     work = np.zeros(layout.num_ranks, dtype=np.int64)
     for row in range(batch_size):
-        pieces = layout.pieces(row_of(layout, row))
-        owner, start, _ = pieces[np.argsort(pieces[:, 1])].T  # they tile the sequence
+        runs = layout.pieces(row_of(layout, row))
+        owner, start, _ = runs[np.argsort(runs[:, 1])].T  # they tile the sequence
         np.add.at(work, owner, np.add.reduceat(per_row[row_of(mask, row)], start))
     return _frozen(work)
 
 
 def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
-    """The part of :func:`area` whose keys the group holds itself; int64 ``[G]``."""
+    """(query, key) pairs of :func:`area` whose keys the group holds; int64 ``[G]``."""
     if layout.num_ranks == 1:
         return area(mask, layout, batch_size)  # quicker
     total = np.zeros(layout.num_ranks, dtype=np.int64)
@@ -62,7 +62,7 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) ->
 
 
 def needed_traffic(rows: Needs, kv_layout: Layout) -> Int64:
-    """Tokens that each group reads from each other one; int64 ``[G receivers, G senders]``, summed over batch rows."""
+    """Tokens of each other group that a group reads; int64 ``[G receivers, G senders]``, summed over batch rows."""
     groups = kv_layout.num_ranks
     traffic = np.zeros((groups, groups), dtype=np.int64)
     for row, read in enumerate(rows):

@@ -369,7 +369,7 @@ def refuses_heads(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem, head
     q, k, v = (torch.zeros(1, n, tokens, 8) for n in (heads[0], heads[1], heads[1]))
     if rank == 0:
         dist.barrier()
-    with pytest.raises(ValueError, match=f"deals {heads[0]} query heads .* out to 2 ranks"):
+    with pytest.raises(ValueError, match=f"cannot divide {heads[0]} query heads .* over 2 ranks"):
         spanwise.context_parallel_attention(q, k, v, local, mesh)
     if rank != 0:
         dist.barrier()

@@ -348,9 +348,9 @@ def test_self_attention_has_one_layout() -> None:
 def test_documents_have_one_source() -> None:
     plan = padded_plan(1, "dual_chunk")
     tokens = torch.zeros(plan.seq_len, dtype=torch.int64)
-    with pytest.raises(ValueError, match="the plan has a packing, .* leave cu_seqlens out"):
+    with pytest.raises(ValueError, match="the plan's packing already gives .* leave cu_seqlens out"):
         spanwise.shard_batch({"labels": tokens}, plan, None, cu_seqlens=[0, plan.seq_len], dim=0)
-    with pytest.raises(ValueError, match="the plan has a packing, .* leave cu_seqlens out"):
+    with pytest.raises(ValueError, match="the plan's packing already gives .* leave cu_seqlens out"):
         spanwise.roll(tokens, -1, plan, None, [0, plan.seq_len], dim=0)
     for cu_seqlens in (None, [0, plan.seq_len]):
         with pytest.raises(ValueError, match="a RankPlan does not know where its packed sequences .* pass the Plan"):

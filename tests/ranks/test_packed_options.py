@@ -330,7 +330,7 @@ def test_ranks_whose_cu_seqlens_differ(
 
 @pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring"])
 def test_heads_that_do_not_divide(exchange: str, started: list[str]) -> None:
-    match = "'ulysses' deals 5 query heads .* 5 heads go with 1, 5 ranks"
+    match = "'ulysses' cannot divide 5 query heads .* 5 heads go with 1, 5 ranks"
     pure = plan_of(UNPADDED, 2, {"exchange": "ulysses"})
     on_every_rank(pure, match, heads=(5, 1))
     two_level = plan_of(UNPADDED, (2, 2), {"exchange": exchange})

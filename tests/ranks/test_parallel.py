@@ -322,7 +322,7 @@ class NoMask(nn.Module):
     ("inner", "message"),
     [
         (NotAttention, "not an attention call"),
-        (NoMask, "none of which is a mask"),
+        (NoMask, "and neither a mask"),
         (nn.Identity, "could not run"),
         (DropoutInTraining, "computes something other"),
         (Gated, r"has parameters, \['gate'\]"),

@@ -108,7 +108,7 @@ def test_exchanges_of_fully_sharded_ranks(ranks: int, options: dict[str, Any], t
 def test_ranks_that_cannot_trade_heads(data: str) -> None:
     with pytest.raises(ValueError, match="inner must divide the 2 ranks that share a sequence, got 4"):
         tiny(data, ranks=4, dp=2, inner=4)
-    with pytest.raises(ValueError, match="deals 4 query heads .* out to 3 ranks"):
+    with pytest.raises(ValueError, match="cannot divide 4 query heads .* over 3 ranks"):
         start(tiny(data, ranks=3, inner=3), None)
     with pytest.raises(ValueError, match="has Ulysses on its inner axis already"):
         start(tiny(data, ranks=4, inner=2, exchange="ulysses"), None)

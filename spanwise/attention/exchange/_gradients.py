@@ -1,8 +1,8 @@
-"""What the exchanges share: the way a gradient takes from the wait of a collective back to its start.
+"""Helpers of all exchanges: the path of a gradient from the wait of a collective back to its start.
 
 A collective is two autograd functions, a start and a wait, so that callers compute between them in both directions. The
-wait's backward starts the collective that brings gradients home; the start's backward waits for it. What joins the two
-is an *anchor*: an output of the start and an input of the wait that occupies no memory and is never read.
+wait's backward starts the collective that brings gradients home; the start's backward waits for it. An *anchor* joins
+the two: an output of the start and an input of the wait, without memory and never read.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from spanwise import _torch
 
 
 def anchor(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory whose gradient is the collective under way, of float32 at least.
+    """A tensor without memory, in float32 at least; its gradient is the collective under way.
 
-    Gradients are summed in that dtype: autograd would cast (so read) one of another dtype before it has arrived.
+    Gradients travel in the anchor's dtype: autograd would cast (so read) another dtype before arrival.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
 
 
 def check_first_order() -> None:
-    """``NotImplementedError`` in a backward that is to be differentiated itself; called before its collective."""
+    """``NotImplementedError`` in a backward under ``create_graph=True``; call it before the collective."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
-            "second derivatives through an exchange of K/V do not exist; call backward without create_graph=True"
+            "second derivatives through an exchange of K/V are not supported; call backward without create_graph=True"
         )
 
 
 def returned(pending: torch.Tensor) -> torch.Tensor:
-    """A started collective as the gradient that a backward returns."""
+    """`pending`, a started collective, as the gradient that a backward returns."""
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-        _torch.wait(pending)  # anomaly mode looks for nan in what a backward returns, so reads it
+        _torch.wait(pending)  # anomaly mode reads the gradient to look for nan
     return pending

@@ -5,8 +5,8 @@ Start and wait are two autograd functions, so that a caller can compute between 
     forward    start gather | local attention | wait | remote attention
     backward   remote attention | start reduce-scatter | local attention | wait
 
-Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the local backward
-between the two halves of the reduce-scatter.
+Autograd runs ready nodes in the reverse order of their creation. So the local backward runs between the two halves of
+the reduce-scatter.
 """
 
 # R rows (batch row, token) a rank, padded to the same number on all ranks;  P ranks;  F features of a row
@@ -34,12 +34,12 @@ from spanwise.planning.plan_data import PlanData
 @route(static=("batched",))
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Where the keys of a chunk lie among the gathered shards; a pytree of tensors.
+    """Places of the keys of a chunk among the gathered shards; a pytree of tensors.
 
     Attributes:
         take: int64 ``[B, keys]``, slots among the padded shards ``[rank, row, token]``, flattened.
-        padded: ``[padded shard length, 0]``; only its shape means something.
-        batched: whether every batch row has a layout of its own.
+        padded: ``[padded shard length, 0]``; carries a size in its shape.
+        batched: whether batch rows have different layouts.
     """
 
     take: torch.Tensor
@@ -71,14 +71,14 @@ class AllGather(Exchange):
     def most_held(self, plan: PlanData, mask: str) -> Int64:
         own = plan.kv_held
         padded, others = int(own.max()), own.sum() - own
-        # All shards, first with the own one that was sent, then with those of others in order.
+        # All gathered shards; first also the own padded shard, then also the K/V of others in order.
         return plan.num_groups * padded + np.maximum(padded, others)
 
     def packed(self, plan: PlanData, mask: str) -> Int64:
         return plan.kv_held * self.num_chunks(plan, mask)
 
     def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64:
-        if plan.inner > 1:  # several gathers side by side
+        if plan.inner > 1:  # several gathers at the same time
             return super().seconds(plan, mask, token_bytes, gradients=gradients)
         shard = float(plan.kv_held.max()) * token_bytes[0]
         one = plan.hardware.reduce_scatter_seconds if gradients else plan.hardware.all_gather_seconds
@@ -117,7 +117,7 @@ class AllGather(Exchange):
 
 
 class Pending(NamedTuple):
-    """A gather under way. ``data_PR_F`` is not readable before :func:`wait`."""
+    """A gather under way. Do not read ``data_PR_F`` before :func:`wait`."""
 
     data_PR_F: torch.Tensor
     anchor_R_F: torch.Tensor
@@ -150,7 +150,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PR_F: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
         check_first_order()
-        # Summed in float32 whatever the inputs are: a bf16 sum over many ranks drifts (ring-flash-attention #42).
+        # Sum in float32 for inputs of any dtype: a bf16 sum over many ranks drifts (ring-flash-attention #42).
         what = f"reduce-scatter of gradients, {ctx.label}"
         sent_PR_F = grad_PR_F.to(ctx.sum_dtype)
         pending = failure.start(what, ctx.name, _torch.start_reduce_scatter, sent_PR_F, ctx.num_ranks, ctx.name)
@@ -161,8 +161,8 @@ def start(x_R_F: torch.Tensor, num_ranks: int, name: str, label: str) -> Pending
     """Start gathering ``x_R_F``; every rank passes the same number of rows.
 
     Args:
-        name: of the group.
-        label: what is exchanged, in words, for errors.
+        name: of the process group.
+        label: names the transfer in errors.
     """
     return Pending(*_Start.apply(x_R_F, num_ranks, name, label))
 
@@ -173,7 +173,7 @@ def wait(pending: Pending, num_ranks: int, name: str, label: str) -> torch.Tenso
 
 
 def pad_tokens(x_BTF: torch.Tensor, length: int) -> torch.Tensor:
-    """`x_BTF` with zero tokens at the end, up to `length` tokens: every rank has to send the same number of rows."""
+    """`x_BTF` with zero tokens at the end, up to `length` tokens: all ranks must send the same number of rows."""
     return torch.nn.functional.pad(x_BTF, (0, 0, 0, length - x_BTF.shape[1]))
 
 
@@ -181,8 +181,8 @@ def spread_slots(slots: torch.Tensor, batched: bool, padded: int, batch: int) ->
     """Slots among the gathered rows ``[rank, batch row, token]`` of `batch` rows.
 
     Args:
-        slots: int64 ``[B, tokens]``, as `Layout.slots` counts them for the rows of a layout.
-        batched: whether the layout has the rows of the batch; one row serves any number of them.
+        slots: int64 ``[B, tokens]``, from `Layout.slots`, for the rows of the layout.
+        batched: whether batch rows have different layouts; otherwise one layout row serves all.
         padded: length of the gathered shards.
     """
     if batched or batch == 1:

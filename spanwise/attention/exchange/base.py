@@ -1,9 +1,10 @@
-"""Exchange: how K/V travel between groups of ranks. One file a member, one line each in `table`.
+"""Exchange: base class of the ways in which K/V travel between groups of ranks. `table` lists them.
 
-An exchange has two halves. Planning asks what it moves, holds and takes: numpy on a plan, for all ranks at once.
-Running asks for one rank's chunks and starts the collectives. "Add an exchange" in docs/ shows a complete one.
+An exchange has two halves. For planning it computes tokens moved, tokens held and seconds: numpy on a plan, for all
+ranks at once. For running it builds one rank's chunks and starts the collectives. "Add an exchange" in docs/ shows a
+complete one.
 
-Groups are the ranks that read K/V as one: single ranks, or the ranks that trade heads for tokens (Ulysses).
+Groups are single ranks, or the ranks that trade heads for tokens (Ulysses) and so read K/V as one.
 """
 
 # G groups, P ranks, n chunks; B batch, H heads of K/V, K keys of a chunk, D head dim
@@ -29,10 +30,10 @@ T = TypeVar("T")
 
 
 def route(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Class decorator of a frozen dataclass that is the route of a chunk: registers it as a pytree.
+    """Class decorator for the route of a chunk, a frozen dataclass: registers it as a pytree.
 
     Args:
-        static: fields that are not tensors. Plans that differ in one are different graphs to `torch.compile`.
+        static: fields that are not tensors. `torch.compile` makes one graph for each of their values.
     """
     return lambda cls: _torch.register_pytree_dataclass(cls, static=static)
 
@@ -53,17 +54,17 @@ class Peers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Base of all exchanges. A member defines `name`, `moved`, `chunks` and `start`; the rest has defaults.
+    """Base of all exchanges. Subclasses define `name`, `moved`, `chunks` and `start`; the rest has defaults.
 
     Tokens are K/V tokens between groups, summed over batch rows. ``mask`` is the name of one of the plan's masks.
 
     Attributes:
         name: in plans, reports and errors.
-        receives: which K/V tokens a rank receives, in words; "{}" stands for the mean of those that it reads.
-        arrival: how K/V arrive, in words, where `stages` cannot be chosen.
-        baseline: moves all K/V whatever the mask; locality of a layout gains nothing.
-        exact: moves the K/V that are read and no others.
-        chained: a chunk is passed on from rank to rank; its collective starts when the ranks have the chunk before.
+        receives: the K/V tokens that a rank receives, in words; "{}" stands for the mean of those that it reads.
+        arrival: the way K/V arrive, in words, where `stages` cannot be chosen.
+        baseline: moves all K/V, whatever the mask, so that locality of a layout gains nothing.
+        exact: moves only the K/V that are read.
+        chained: ranks pass a chunk on; its collective starts when the ranks have the previous chunk.
         passes: copies of a chunk's K/V as it arrives, and of its gradients as they leave.
         keeps_kv: default of ``keep_kv``.
         saves_memory: considered by "auto" under a memory budget only.
@@ -71,7 +72,7 @@ class Exchange:
 
     name: ClassVar[str] = ""
     receives: ClassVar[str] = "those that the exchange brings; {} of them are read, mean"
-    arrival: ClassVar[str] = "in chunks of its own"
+    arrival: ClassVar[str] = "in a number of chunks that it chooses"
     baseline: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     chained: ClassVar[bool] = False
@@ -89,7 +90,7 @@ class Exchange:
         """``ValueError`` unless `num_ranks` ranks of a group can share the heads."""
 
     def chunk_counts(self, stages: int | None) -> tuple[int, ...]:
-        """Numbers of chunks that `make_plan` may choose from, simplest first; none where `stages` cannot be had."""
+        """Numbers of chunks that `make_plan` may choose from, simplest first; empty if `stages` is impossible."""
         return (1,) if stages in (None, 1) else ()
 
     def moved(self, plan: PlanData, mask: str) -> Int64:
@@ -101,13 +102,13 @@ class Exchange:
         return len(self.moved(plan, mask))
 
     def traffic(self, plan: PlanData, mask: str) -> Int64:
-        """Tokens that each group gets from each other one, without padding: int64 ``[G receivers, G senders]``."""
+        """Tokens that each group gets from each other group, without padding: int64 ``[G receivers, G senders]``."""
         return self.moved(plan, mask).sum(axis=0)
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
-        """Tokens that each group holds at most while K/V arrive, in addition to its shard: int64 ``[G]``.
+        """Most tokens that each group holds while K/V arrive, in addition to its shard: int64 ``[G]``.
 
-        Count buffers: packed to leave, as received, and in order. Called where at least one chunk travels.
+        Counts all buffers: packed to leave, as received, and in order. Called where at least one chunk travels.
         """
         return 2 * plan.kv_held + 2 * self.moved(plan, mask).sum(axis=(0, 2))
 
@@ -116,10 +117,11 @@ class Exchange:
         return self.moved(plan, mask).sum(axis=(0, 1))
 
     def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64:
-        """Seconds of each chunk's collective, ``[n]``; of the one that brings its gradients home with `gradients`.
+        """Seconds of each chunk's collective, ``[n]``.
 
         Args:
             token_bytes: ``[P]``, bytes of a token on each rank.
+            gradients: of the collective that brings the chunk's gradients home, instead.
         """
         tables = (table.T if gradients else table for table in over_ranks(plan, self.moved(plan, mask)))
         return np.array([plan.hardware.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
@@ -135,8 +137,8 @@ class Exchange:
     def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
         """One rank's chunks: its own keys first, then those that arrive, in order, each with a route.
 
-        A route is a pytree of tensors that `start` understands. Its sizes are shapes of empty tensors
-        (`chunks.size`), because numbers that differ between plans would make `torch.compile` compile again.
+        A route is a pytree of tensors for `start`. Its sizes are shapes of empty tensors (`chunks.size`), because
+        numbers that differ between plans would make `torch.compile` compile again.
         """
         raise NotImplementedError
 
@@ -145,8 +147,8 @@ class Exchange:
     ) -> Iterator[KV]:
         """Start bringing `chunks`; iterate to wait for each and get its keys and values. Differentiable.
 
-        The gradients of what arrived go home in the backward. Collectives are in flight when this returns; between two
-        items the caller computes.
+        The backward sends the gradients of these home. Collectives are in flight when this returns; between two items
+        the caller computes.
 
         Args:
             k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
@@ -154,8 +156,8 @@ class Exchange:
             label: names the transfer in errors.
 
         Returns:
-            Iterator over ``[B, H, K, D]`` and ``[B, H, K, Dv]``; under ``chunk.flat`` B is 1 and rows follow one
-            another.
+            Iterator over ``[B, H, K, D]`` and ``[B, H, K, Dv]``; under ``chunk.flat`` B is 1 and batch rows are
+            concatenated.
 
         Raises:
             spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
@@ -163,7 +165,7 @@ class Exchange:
         raise NotImplementedError
 
     def refetch(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str) -> Refetch:
-        """Fetches chunks again in the backward, for ``keep_kv=False``; here each with a `start` of its own."""
+        """Fetches chunks again in the backward, for ``keep_kv=False``; here one `start` for each chunk."""
         k, v = k.detach(), v.detach()
 
         def fetch(chunk: Chunk) -> Callable[[], Fetched]:

@@ -1,10 +1,10 @@
-"""A collective that failed, as an error that names the collective and the ranks that are lost.
+"""ExchangeError: the error of a failed collective, with the names of the collective and of the lost ranks.
 
-`start` and `wait` stand where a collective would otherwise be called in `_torch`. What torch raises when a peer is
-gone or late names neither; here it becomes an `ExchangeError`. The ranks that are left find out who is lost through
-the store: each writes down that it failed, and who has not after a few seconds is named. A rank that fails closes all
-its gloo groups, so that those fail too who wait for it in another group than that of the lost rank, and those who wait
-for these. In compiled code the collective stays a bare operator, and torch's own error surfaces.
+`start` and `wait` wrap the collectives of `_torch`. torch's own error names neither the collective nor the lost rank.
+The remaining ranks find the lost ones through the store of the process group: each rank that fails reports there, and
+a rank without a report after a few seconds counts as lost. A rank that fails also closes all its gloo groups. So ranks
+fail that wait for it in other groups, and ranks that wait for those. In compiled code the collective stays a bare
+operator, and torch's own error surfaces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 
-# Seconds that the ranks give one another to report a failure, and that the host of the store stays to be read.
+# Seconds to wait for reports of other ranks, and seconds that the host of the store then stays for other readers.
 GRACE = 5.0
 LINGER = 2.0
 
-_PROBE_TAG = 0x5BA7  # no message of this tag is ever received
-# How gloo's TCP transport says that the other end of a connection is gone (gloo/transport/tcp/pair.cc); its other
-# texts mean that this end closed it.
+_PROBE_TAG = 0x5BA7  # no rank receives messages with this tag
+# Texts of gloo's TCP transport for a connection closed at the other end (gloo/transport/tcp/pair.cc). Its other texts
+# mean that this end closed it.
 _GLOO = "gloo/transport"
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -38,14 +38,18 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 class ExchangeError(RuntimeError):
     """A collective failed: a rank is gone, stuck or too late.
 
-    The gloo groups of this process, those of others too, are of no more use after it: their connections are closed.
+    Afterwards the gloo groups of this process are unusable, also those of other collectives: their connections are
+    closed.
 
     Attributes:
         what: the collective.
         rank: this rank in the group of the collective.
-        lost: ranks of the group that are lost, as far as this rank can tell. Empty on a rank whose peers failed
-            because of a rank of another group.
-        lost_global: ranks of the world that are lost, in the group or in the one where it began.
+        lost: lost ranks of the group, as far as this rank knows. Empty on a rank whose peers failed because of a rank
+            of another group.
+        lost_global: lost ranks, as global ranks, in this group or in the group where the failure began.
+
+    >>> issubclass(ExchangeError, RuntimeError), ExchangeError("rank 1 is lost").lost
+    (True, ())
     """
 
     what: str = ""
@@ -55,16 +59,16 @@ class ExchangeError(RuntimeError):
 
 
 class Report(NamedTuple):
-    """What a rank tells the others.
+    """Report of one rank that failed, for the others.
 
     Attributes:
-        what: the collective in which it failed.
-        seconds: for how long it was in it.
+        what: the collective that failed.
+        seconds: time from the start of the call to the failure.
         said: torch's error.
         group: name of the group of the collective.
         label: the group in words.
-        ranks: of the group, in the world.
-        closed: those of them whose connection was closed from their end.
+        ranks: global ranks of the group.
+        closed: global ranks that closed their end of the connection.
     """
 
     what: str
@@ -78,16 +82,16 @@ class Report(NamedTuple):
 
 @dataclasses.dataclass
 class Findings:
-    """What a rank learns about the others after a failure.
+    """Findings of a rank about the others after a failure.
 
     Attributes:
-        rank: this rank in the world.
-        reports: by rank of the world, of each that failed in the group of the collective, this one too, in the order of
-            their arrival; then of those in the groups of `earlier`.
-        earlier: if nobody of the group is lost but of another one, who leads there: a rank of the group that failed in
-            another one; a rank of that group that failed in yet another one; and so on to where a rank is lost.
+        rank: this global rank.
+        reports: report by global rank, in order of arrival: of the group of the collective, this rank included; then of
+            the groups of `earlier`.
+        earlier: a path to the group of the lost rank, if it is not this group: a rank of this group that failed in a
+            second group, a rank of the second that failed in a third, and so on.
         silence: seconds that this rank has waited for reports.
-        trouble: why the store could not be asked to the end; empty if it could.
+        trouble: reason why the store could not be read to the end; empty if it could.
     """
 
     rank: int
@@ -108,7 +112,7 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
         what: the collective in words, for an error.
 
     Raises:
-        ExchangeError: the backend failed. Arguments that it refuses are errors as they were.
+        ExchangeError: the backend failed. Errors about arguments pass unchanged.
     """
     if torch.compiler.is_compiling():
         return begin(*args)
@@ -124,11 +128,11 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
 def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
     """Wait for a started collective on the group called `name`.
 
-    On a CPU it returns when the data have arrived, and fails at once where a process has ended, and when the timeout of
-    the group is over where one is stuck; plus a few seconds. Groups that `init_device_mesh` makes have torch's timeout
-    of half an hour, not that of the world; its ``backend_override`` gives them another. (One that is set later does
-    not reach the sends and receives of gloo.) With NCCL it only orders streams, unless torch was told to block
-    (``TORCH_NCCL_BLOCKING_WAIT``): torch's watchdog ends the process after the timeout, and nothing is raised here.
+    On a CPU it returns when the data have arrived. It fails a few seconds after a process of the group has ended, and
+    for a stuck process after the timeout of the group. Groups that `init_device_mesh` makes have torch's default
+    timeout of half an hour, not that of the world; its ``backend_override`` sets another. (A timeout set later does not
+    reach sends and receives of gloo.) With NCCL a wait only orders streams, unless ``TORCH_NCCL_BLOCKING_WAIT`` is set:
+    torch's watchdog ends the process after the timeout, and this function raises nothing.
 
     Args:
         what: the collective in words, for an error.
@@ -150,10 +154,10 @@ def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
 def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.Tensor:
     """All-reduce (``"sum"`` or ``"max"``) over every axis of `mesh`, without autograd.
 
-    Axis after axis, so that a sliced or a multi-dimensional mesh needs no group of its own.
+    One axis after the other, so that a sliced or multi-dimensional mesh needs no extra group.
 
     Args:
-        what: what is reduced, in words, for an error.
+        what: the reduced value in words, for an error.
 
     Raises:
         ExchangeError: the collective failed.
@@ -185,9 +189,9 @@ def _explain(error: RuntimeError, what: str, name: str, device: torch.device, se
 
 
 def lost_ranks(found: Findings) -> tuple[int, ...]:
-    """Ranks of the world that others wait for and that did not report, ascending.
+    """Global ranks that others wait for and that did not report, ascending.
 
-    Without a store to report to, only those whose connection is closed.
+    If the store failed, only those whose connection is closed.
     """
     asked = [found.reports[r] for r in (found.rank, *found.earlier)]
     closed = {r for report in asked for r in report.closed}
@@ -200,7 +204,7 @@ def describe(found: Findings) -> str:
     own, lost = found.own, lost_ranks(found)
 
     def names(ranks: Sequence[int]) -> str:
-        """As ranks of the group, with those of the world where they differ."""
+        """Ranks in the group, with global ranks where they differ."""
         same = list(own.ranks) == list(range(len(own.ranks)))
         if any(r not in own.ranks for r in ranks):
             prefix, each = "global rank", [str(r) for r in ranks]
@@ -270,16 +274,16 @@ def _investigate(group: dist.ProcessGroup, own: Report, open_sends: list[dist.Wo
 
 
 def _probe(group: dist.ProcessGroup, enough: int | None = None) -> tuple[tuple[int, ...], list[dist.Work]]:
-    """Find out whose connection is closed, by messages that nobody receives.
+    """Find closed connections by sending messages that no rank receives.
 
-    A connection that was closed fails the send at once. It is closed by the kernel when a process ends, however it
-    does, and by gloo when a rank times out.
+    The send on a closed connection fails at once. The kernel closes connections when a process ends, however it ends;
+    gloo closes them when a rank times out.
 
     Args:
-        enough: how many sends under way suffice; by default one to each peer is tried.
+        enough: stop after so many sends under way; by default send to each peer.
 
     Returns:
-        ranks of the world whose connection is closed, and the sends that are under way.
+        global ranks whose connection is closed, and the sends that are under way.
     """
     closed: list[int] = []
     open_sends: list[dist.Work] = []
@@ -299,9 +303,9 @@ def _probe(group: dist.ProcessGroup, enough: int | None = None) -> tuple[tuple[i
 def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found: Findings) -> None:
     """Report this rank's failure to the groups called `names` and collect the reports of the others into `found`.
 
-    Each group has a list of its own, so that the number of questions does not grow with the world. Who fails because a
-    peer failed elsewhere finds the peer's report in the list of the group that the two share, and goes on to the list
-    of the group that it names.
+    Each group has one list, so that the number of questions does not grow with the world. If a rank failed because a
+    peer failed in another group, it finds the peer's report in the list of their common group. It then reads the list
+    of the group that the report names.
     """
     began, own = time.monotonic(), found.own
     try:
@@ -326,10 +330,10 @@ def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found
 
 
 def _trace(store: dist.Store, rank: int, deadline: float, found: Findings, seen: set[str]) -> tuple[int, ...]:
-    """Look for who is lost in the group where `rank` failed, or else in those where the ranks of that group failed.
+    """Look for lost ranks in the group where `rank` failed, or else in the groups where the ranks of that group failed.
 
     Returns:
-        the ranks that lead there, `rank` first; none if no rank is lost.
+        the path of ranks to the group of a lost rank, `rank` first; empty if no rank is lost.
     """
     at = found.reports[rank]
     seen.add(at.group)
@@ -345,7 +349,7 @@ def _trace(store: dist.Store, rank: int, deadline: float, found: Findings, seen:
 
 
 def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) -> list[int]:
-    """Add the reports to the group of `at` to `found`, as they come; returns from whom they are, the first one first.
+    """Add the reports of the group of `at` to `found` as they come; returns their ranks in order of arrival.
 
     Reports are numbered as they come, so that one question, for the next number, serves for all ranks.
     """
@@ -358,13 +362,13 @@ def _collect(store: dist.Store, at: Report, deadline: float, found: Findings) ->
         if not _appears(store, [key], deadline):
             break
         rank, report = json.loads(store.get(key))
-        arrived.setdefault(rank, Report(*report))  # the first of a rank that failed again
+        arrived.setdefault(rank, Report(*report))  # keep the first report of each rank
         found.reports = before | arrived | {found.rank: found.own}
     return list(arrived)
 
 
 def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
-    """Whether all keys are there by `deadline`. Polls, for a store's own wait warns when it runs out of time."""
+    """Whether all keys are there by `deadline`. Polls, because a store's own wait warns after its timeout."""
     while not store.check(keys):
         if time.monotonic() > deadline:
             return False
@@ -373,7 +377,7 @@ def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
 
 
 def _alarm(open_sends: list[dist.Work]) -> None:
-    """Make the others fail now, who otherwise wait for a rank that has failed until their own timeout.
+    """Make the other ranks fail now; otherwise they would wait for this failed rank until their timeout.
 
     gloo closes all connections of a group when one of its operations times out.
     """

@@ -15,10 +15,10 @@ class Traded(NamedTuple):
     """Bytes of the tensors that each rank computes with: its share of the heads, over the tokens of its group.
 
     Attributes:
-        q, out: of the queries.
-        kv: as K/V are kept.
-        window: K/V as they came.
-        repeated: K/V heads that had to be repeated, or 0.
+        q, out: queries and output.
+        kv: K/V that are kept.
+        window: K/V as received.
+        repeated: copies of K/V heads that had to be repeated, or 0.
     """
 
     q: Int64
@@ -32,7 +32,7 @@ class Own(NamedTuple):
     """Bytes of each rank's own tokens, all heads: q and K/V as they leave, the output as it comes back.
 
     Attributes:
-        copies: of K/V while they are split; two where the ranks' windows of heads overlap in part.
+        copies: number of copies of K/V during the split; 2 where the ranks' windows of heads overlap in part.
     """
 
     q: Int64
@@ -42,7 +42,7 @@ class Own(NamedTuple):
 
 
 def traded_bytes(plan: PlanData) -> Traded:
-    """See `Traded`; int64 ``[num_ranks]`` each."""
+    """Bytes of `Traded`; int64 ``[num_ranks]`` each."""
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
     q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
     # The heads that are read lie in the window that was received, unless they had to be repeated.
@@ -57,7 +57,7 @@ def traded_bytes(plan: PlanData) -> Traded:
 
 
 def own_bytes(plan: PlanData) -> Own:
-    """See `Own`; int64 ``[num_ranks]`` each."""
+    """Bytes of `Own`; int64 ``[num_ranks]`` each."""
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
     q, kv = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
     sent = plan.inner * kv_heads_of(heads, kv_heads, plan.inner)[0]

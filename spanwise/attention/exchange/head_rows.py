@@ -1,4 +1,4 @@
-"""Heads of tokens in the order in which they travel, and back: the copies around a trade of tokens for heads."""
+"""Copies around a trade of tokens for heads: heads of tokens into the order in which they travel, and back."""
 
 # n ranks of the group; T tokens of this rank, S of the group; B batch; H heads of a token, h of them on a rank;
 # D head dim; F features of a head on the wire: D, or K and V side by side; W rows on the wire
@@ -9,9 +9,9 @@ import torch
 
 
 def split_heads(xs: tuple[torch.Tensor, ...], count: int, firsts: tuple[int, ...]) -> torch.Tensor:
-    """Rows to send: `count` heads from ``firsts[j]`` on for rank j, of each ``[B, H, T, D]``, side by side; one copy.
+    """Rows to send: for rank j `count` heads from ``firsts[j]`` on, of each ``[B, H, T, D]``, side by side.
 
-    Two copies where the ranks' windows of heads overlap in part.
+    One copy; two where the ranks' windows of heads overlap in part.
     """
     num_ranks, num_heads = len(firsts), xs[0].shape[1]
     parts = []
@@ -28,7 +28,7 @@ def split_heads(xs: tuple[torch.Tensor, ...], count: int, firsts: tuple[int, ...
 
 
 def join_heads(x_nTBhF: torch.Tensor, num_heads: int, firsts: tuple[int, ...]) -> torch.Tensor:
-    """`split_heads` backwards: each head summed over the ranks that had it, ``[groups, T, B, heads of a group, F]``."""
+    """Reverse of `split_heads`: sums each head over the ranks that had it; ``[groups, T, B, heads of a group, F]``."""
     num_ranks, count = x_nTBhF.shape[0], x_nTBhF.shape[3]
     if num_heads == num_ranks * count:
         return x_nTBhF
@@ -41,7 +41,7 @@ def join_heads(x_nTBhF: torch.Tensor, num_heads: int, firsts: tuple[int, ...]) -
 
 
 def by_head(x_gTBhD: torch.Tensor) -> torch.Tensor:
-    """``[B, g * h, T, D]``, heads of a token beside one another in memory, where projections want them."""
+    """``[B, g * h, T, D]`` with the heads of a token adjacent in memory, as projections want them."""
     return x_gTBhD.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -54,7 +54,7 @@ def in_token_order(x_WF: torch.Tensor, order: torch.Tensor, batch: int) -> torch
 
 
 def in_rank_order(xs: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Rows to send: the group's tokens ``[B, h, S, D]``, those of rank 0 first; `in_token_order` backwards."""
+    """Rows to send: the group's tokens ``[B, h, S, D]``, those of rank 0 first; reverse of `in_token_order`."""
     batch = xs[0].shape[0]
     if batch == 1:
         parts = [x[0].transpose(0, 1).index_select(0, places[0]).unsqueeze(1) for x in xs]
@@ -65,12 +65,12 @@ def in_rank_order(xs: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
 
 
 def _readers(reads: tuple[int, ...]) -> list[int]:
-    """How many query heads read each of the heads from ``reads[0]`` to ``reads[-1]``."""
+    """Number of query heads that read each of the heads from ``reads[0]`` to ``reads[-1]``."""
     return [reads.count(head) for head in range(reads[0], reads[-1] + 1)]
 
 
 def for_queries(x_BShF: torch.Tensor, reads: tuple[int, ...]) -> torch.Tensor:
-    """The heads that the query heads read, for equally many each; repeated (a copy) where that cannot be."""
+    """The heads that the query heads read, equally many query heads each; otherwise repeated (a copy)."""
     readers = _readers(reads)
     x_BShF = x_BShF[:, :, reads[0] : reads[-1] + 1]
     if len(set(readers)) == 1:
@@ -80,7 +80,7 @@ def for_queries(x_BShF: torch.Tensor, reads: tuple[int, ...]) -> torch.Tensor:
 
 
 def from_queries(grad_BhSD: torch.Tensor, reads: tuple[int, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`for_queries` backwards, by head: gradients of all `count` received heads, zero for those that are not read."""
+    """Reverse of `for_queries`: gradients of all `count` received heads, zero for heads that are not read."""
     readers = _readers(reads)
     grad_BhSD = grad_BhSD.to(dtype)
     if len(set(readers)) > 1:

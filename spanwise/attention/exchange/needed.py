@@ -1,13 +1,13 @@
 """Only the K/V rows that the mask reads, by uneven all-to-alls; the gradients come home the same way.
 
-The rows travel in one or several chunks. All chunks are started before the caller computes anything, and waited for one
-by one, so that each is computed on while the next ones travel; the backward is the mirror image:
+The rows travel in one or several chunks. All start before the caller computes anything. The caller waits for them one
+by one and computes with each while the next ones travel. The backward is the mirror image:
 
     forward    start 1 … n | local attention | wait 1 | attention 1 | … | wait n | attention n
     backward   attention n | start n | attention n-1 | start n-1 | … | local attention | wait n … 1, sum
 
-Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the local backward before
-the waits. What each pair of ranks exchanges follows from the plan, which every rank has whole: no sizes travel.
+Autograd runs ready nodes in the reverse order of their creation, so the local backward comes before the waits. Every
+rank has the whole plan and knows the rows of each pair of ranks: no sizes travel.
 """
 
 # R rows of a shard, S rows sent (a row may go to several ranks), N rows received, F features of a row
@@ -36,13 +36,13 @@ from spanwise.planning.plan_data import PlanData
 @route(static=("spare",))
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Which rows one rank sends and receives in one chunk; a pytree of tensors.
+    """Rows that one rank sends and receives in one chunk; a pytree of tensors.
 
     Attributes:
         send: int64 ``[S]``, rows of the shard, those for rank 0 first, then those for rank 1, …
-        order: int64 ``[keys]``, which of the N received rows (rank 0's first) each key of the chunk is.
-        send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``; only its shape means something.
-        spare: whether `order` may also hold N, one past the last: a row of zeros, for spare keys that no span reads.
+        order: int64 ``[keys]``, for each key of the chunk its place among the N received rows (rank 0's first).
+        send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``; carries a size in its shape.
+        spare: whether `order` may also hold N, the index of a row of zeros: spare keys that no span reads.
     """
 
     send: torch.Tensor
@@ -86,8 +86,7 @@ class Needed(Exchange):
         came, left = tokens.sum(axis=2), tokens.sum(axis=1)
         later = (came + left)[::-1].cumsum(axis=0)[::-1] - came - left  # under way while each chunk is used
         before = came.cumsum(axis=0) - came if plan.keep_kv else np.zeros_like(came)
-        # Own rows by token, then K and V side by side; rows to send picked from them; then chunk by chunk as it came
-        # and the same in order.
+        # Own rows by token, then K and V side by side; the rows to send; then each chunk as received, and in order.
         moments = [2 * own, own + (came + left).sum(axis=0), *(before + 2 * came + later)]
         return np.asarray(np.max(moments, axis=0))
 
@@ -96,7 +95,7 @@ class Needed(Exchange):
         chunks = [builder.own(mask)]
         num_chunks = self.num_chunks(builder.plan, mask)
         if num_chunks == 0:
-            return tuple(chunks)  # nobody reads anything elsewhere, and every rank knows
+            return tuple(chunks)  # no rank reads keys of another, so no rank starts a collective
         wanted, row_at, sender, recv_chunk = _receives(builder, mask, rows, num_chunks)
         sends = _sends(builder, mask, rows, num_chunks)
         for i in range(num_chunks):
@@ -115,7 +114,7 @@ class Needed(Exchange):
         pending: list[Any] = start(side_by_side(k, v).transpose(0, 1).flatten(1), routes, peers.name, label)
 
         def arrived(i: int) -> torch.Tensor:
-            one, pending[i] = pending[i], None  # or the buffer would stay while the caller works on the chunk
+            one, pending[i] = pending[i], None  # otherwise the buffer lives while the caller works on the chunk
             what = f"{label}, chunk {i + 1} of {len(routes)}"
             return wait(one, routes[i], peers.name, what).unflatten(1, (batch, -1)).transpose(0, 1)
 
@@ -123,7 +122,7 @@ class Needed(Exchange):
 
 
 def _lists(plan: PlanData, mask: str) -> tuple[Int64, int]:
-    """Tokens of each pair's list, which is cut into chunks, and how many batch rows take each list.
+    """Tokens in the list of each pair, which is cut into chunks, and the number of batch rows that share a list.
 
     One list serves all batch rows, unless mask or layout differ between them.
     """
@@ -138,14 +137,14 @@ def _receives(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> t
     needs = [plan.needs(builder.group * plan.inner, mask, row) for row in range(rows)]
     wanted = np.concatenate([ragged_arange(runs) for runs in needs])
     row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
-    # The slot of a token says who owns it.
+    # The slot of a token gives its owner.
     slot = builder.kv_slots[row_at % layout.batch_size, wanted]
     sender = slot // (layout.batch_size * int(layout.tokens_per_rank.max()))
     return wanted, row_at, sender, chunking.chunks_received(sender, builder.group, num_chunks, plan.block_size)
 
 
 def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> list[tuple[Int64, Int64]]:
-    """For each group: which rows of the shard it reads, and the chunk in which each travels."""
+    """For each group: the rows of the shard that it reads, and the chunk in which each travels."""
     plan, group = builder.plan, builder.group
     own, shard = builder.held(group, rows), plan.kv_groups.num_tokens(group)
     found = []
@@ -160,16 +159,16 @@ def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> list
 
 
 def _route(builder: ChunkBuilder, sender: Int64, sent: list[Int64], spare: int) -> Route:
-    """Of one chunk, from the sender of each key in the chunk's order, and the rows sent to each group."""
+    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent to each group."""
     device, groups = builder.device, builder.plan.num_groups
     # Rows arrive by sending group, then batch row, then token; the chunk wants them by batch row, then token.
     order = np.empty(len(sender), dtype=np.int64)
     order[np.argsort(sender, kind="stable")] = np.arange(len(order))
     places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
-    # Never 0 or 1 with spare keys; and a kernel that takes them has to know that there are some.
+    # With spare keys the size is never 0 or 1, and kernels must know that it is not 0.
     mark = _torch.mark_dynamic if builder.has_spare else _torch.mark_unbacked
     return Route(
-        # Unbacked: were it 1 row to torch.compile, autograd would sum the gradient that is still on its way.
+        # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
         send=_torch.mark_unbacked(on_device(np.concatenate(sent), device), 0),
         order=mark(places, 0),
         send_sizes=tuple(size(len(at), device) for at in sent),
@@ -179,7 +178,7 @@ def _route(builder: ChunkBuilder, sender: Int64, sent: list[Int64], spare: int) 
 
 
 class Pending(NamedTuple):
-    """A chunk under way. ``data_NF`` is not readable before :func:`wait`; the anchor has the shape of the rows sent."""
+    """A chunk under way. Do not read ``data_NF`` before :func:`wait`; the anchor has the shape of the rows sent."""
 
     data_NF: torch.Tensor
     anchor_SF: torch.Tensor
@@ -188,12 +187,12 @@ class Pending(NamedTuple):
 class _Start(torch.autograd.Function):
     """Starts all chunks; its backward waits for the gradients of all.
 
-    Its arguments: x_RF, sizes, name, label, and the rows to send of each chunk.
+    Arguments: x_RF, sizes, name, label, and the rows to send of each chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        # Named, two chunks would be as many arguments as names, and torch.compile without gradients would pass no ctx.
+        # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
         x_RF, sizes, name, label, *sends = args
         ctx.save_for_backward(*sends)
         ctx.num_rows, ctx.dtype, ctx.name, ctx.label = x_RF.shape[0], x_RF.dtype, name, label
@@ -212,9 +211,9 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         sends = ctx.saved_tensors
         pending = grads[len(sends) :]
-        # A row that went to several ranks gets several gradients: summed in float32 at least, cast once.
+        # A row sent to several ranks gets several gradients: sum them in float32 at least, cast once.
         total = pending[0].new_zeros(ctx.num_rows, pending[0].shape[1])
-        for send, grad_SF in zip(reversed(sends), reversed(pending), strict=True):  # in the order of their departure
+        for send, grad_SF in zip(reversed(sends), reversed(pending), strict=True):  # in order of departure
             total.index_add_(0, send, failure.wait(grad_SF, f"all-to-all of gradients, {ctx.label}", ctx.name))
         return total.to(ctx.dtype), None, None, None, *(None for _ in sends)
 
@@ -245,8 +244,8 @@ def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) ->
     """Start sending the rows of `x_RF` that other ranks read, chunk after chunk.
 
     Args:
-        name: of the group.
-        label: what is exchanged, in words, for errors.
+        name: of the process group.
+        label: names the transfer in errors.
     """
     sizes = [n for route in routes for n in route.sizes]
     started = _Start.apply(x_RF, sizes, name, label, *(route.send for route in routes))

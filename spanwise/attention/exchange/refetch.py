@@ -1,10 +1,10 @@
-"""K/V that are not kept for the backward: fetched again.
+"""Refetch: fetch K/V again in the backward instead of keeping them (``keep_kv=False``).
 
 A kernel saves the chunks it read for its backward. `Refetch.not_saving` puts saved-tensor hooks around a kernel call;
-they keep a note in place of a chunk, and the backward fetches the chunk that the note names. Every rank fetches at the
-same places of its backward, in the same order, whether its kernel reads the chunk or not: an autograd function behind
-each kernel call starts the fetch. It also starts that of the chunk which comes next, so that it travels while the
-attention of this one is computed. A chained fetch (`ring`) takes a chunk from the one after it, which it awaits first.
+they save a note in place of a chunk, and the backward fetches the chunk that the note names. All ranks must fetch in
+the same order, also where a kernel reads nothing. So an autograd function behind each kernel call starts the fetch. It
+also starts the next chunk's fetch, which travels while the attention of this chunk is computed. A chained fetch (ring)
+sends the chunk after it back by a hop, so it waits for that one first.
 
 Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
 """
@@ -21,7 +21,7 @@ import torch
 
 from spanwise.attention.exchange._gradients import check_first_order
 
-# Waits for a chunk and gives its keys and values, [B, H, K, D] each, contiguous; or what `saved` makes them of.
+# Waits for a chunk and returns its keys and values, [B, H, K, D] each, contiguous; or the tensors that `saved` takes.
 Fetched = Callable[[], tuple[torch.Tensor, ...]]
 
 
@@ -30,7 +30,7 @@ class Refetch:
 
     Args:
         fetches: for each chunk, in forward order, a function that starts its collective.
-        chained: whether a chunk is fetched from the one after it, which all but the last take as an argument.
+        chained: whether each fetch, except the last chunk's, takes the chunk after it as an argument.
         saved: K and V of the ``i``-th chunk as the kernel saved them, ``saved(i, *arrived)``; default: as they arrive.
     """
 
@@ -48,9 +48,9 @@ class Refetch:
         self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def not_saving(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
-        """Within it, autograd keeps no tensor that lies in ``k`` or ``v``, which are contiguous: the ``i``-th chunk.
+        """Context in which autograd saves no tensor that lies in ``k`` or ``v``, the contiguous ``i``-th chunk.
 
-        Other hooks for saved tensors (offloading, checkpointing) do not see tensors that are saved within it.
+        Other hooks for saved tensors (offloading, checkpointing) do not see tensors saved inside it.
         """
         held = [(x.untyped_storage().data_ptr(), x.storage_offset(), x.numel()) for x in (k, v)]
 
@@ -79,12 +79,12 @@ class Refetch:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def in_backward(self, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kernel's results; their backward, which runs before the kernel's, fetches chunk ``i``; -1 is no chunk."""
+        """The kernel's results; their backward runs before the kernel's and fetches chunk ``i`` (-1: no chunk)."""
         return _RefetchInBackward.apply(self, i, *tensors)
 
     def start(self, i: int) -> None:
         """Start fetching chunk ``i`` and the one that the backward needs next."""
-        self._arrived.clear()  # earlier ones have been computed
+        self._arrived.clear()  # the backward of earlier ones is done
         with torch.no_grad():
             for j in (i, i - 1):
                 if j >= 0 and j not in self._under_way:
@@ -98,7 +98,7 @@ class Refetch:
         return self._arrived[i]
 
     def finish(self, i: int) -> None:
-        """Wait for chunk ``i`` where no kernel did, for example on a rank without queries."""
+        """Wait for chunk ``i`` if no kernel waited, for example on a rank without queries."""
         if i in self._under_way:
             with torch.no_grad():
                 self._under_way.pop(i)()
@@ -108,7 +108,7 @@ class _RefetchInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, refetch: Refetch, i: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.refetch, ctx.i = refetch, i
-        results = tuple(x.detach() for x in tensors)  # no view: selective checkpoints count those
+        results = tuple(x.detach() for x in tensors)  # not views: selective checkpoints count those
         ctx.mark_non_differentiable(*(y for x, y in zip(tensors, results, strict=True) if not x.requires_grad))
         return results
 

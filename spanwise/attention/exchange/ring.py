@@ -1,24 +1,23 @@
-"""Shards of K/V round a ring, hop by hop; their gradients come home the other way round.
+"""Shards of K/V go round a ring, hop by hop; their gradients come home the other way round.
 
-Every rank sends the shard that it holds to a rank further on and receives another, which it attends to and sends on. At
-any time it holds its own shard and two more: the one that it computes on, which is also leaving, and the one that
-arrives. The gradient of a shard follows its last hop back and gathers at each stop what that rank adds, so that no rank
-ever holds the gradients of more than two shards either:
+Every rank sends a shard to a rank further on and receives another. It attends to that shard and sends it on. At any
+time a rank holds its own shard and two more: one that it computes with and sends on, and one that arrives. The gradient
+of a shard goes back hop by hop, and each rank adds its part. So no rank holds gradients of more than two shards:
 
     forward    start 1 | local attention | wait 1, start 2 | attention 1 | … | wait n | attention n
     backward   attention n | start n | attention n-1 | wait n, add, start n-1 | … | local attention | wait 1
 
-Autograd runs nodes that are ready in the reverse order of their creation, which is what puts the attention of a piece
-beside the gradient of the piece after it. Sizes follow from the plan, which every rank has whole: no sizes travel. Ring
+Autograd runs ready nodes in the reverse order of their creation. So the backward attention of a chunk runs while the
+gradient of the chunk after it travels. Every rank has the whole plan and knows all sizes: no sizes travel. Ring
 attention: Liu, Zaharia and Abbeel, 2023 (arXiv 2310.01889).
 
-A hop that no rank reads is left out: the stride before it grows. A hop is an all-to-all in which each rank has one peer
-to send to and one to receive from; on gloo a plain send and receive.
+A hop that no rank reads is left out, and the next stride grows. A hop is an all-to-all in which each rank sends to one
+rank and receives from one; on gloo a plain send and receive.
 """
 
-# B batch, H heads of K/V, T tokens of a shard, D head dim (V may have one of its own), F features of a token: B * H *
-# (D + Dv). A shard in transit is [T, F] by its size only: first all of K as [B, H, T, D], then all of V, so that both
-# are contiguous views of what arrived and nothing is copied on the way.
+# B batch, H heads of K/V, T tokens of a shard, D head dim (of V: Dv), F features of a token: B * H * (D + Dv)
+# A shard in transit is [T, F] by its size only: it holds all of K as [B, H, T, D], then all of V. So both are
+# contiguous views of the received buffer, and nothing is copied on the way.
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ Dims = tuple[int, int, int, int]  # B, H, D, Dv
 @route(static=("stride", "spare"))
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """What one rank receives in one hop; a pytree of a tensor.
+    """The shard that one rank receives in one hop; a pytree of a tensor.
 
     Attributes:
-        received: ``[rows, 0]``, tokens of the shard that arrives; only its shape means something.
-        stride: how many ranks on the shard goes, the same for all ranks. After some hops the shard arrives of the rank
-            that many ranks before as their strides sum to.
-        spare: whether the chunk has more keys than arrive, at the end, that no span reads.
+        received: ``[rows, 0]``, tokens of the shard that arrives; carries a size in its shape.
+        stride: number of ranks that shards move on, the same for all ranks. The sum of the strides so far is the
+            distance to the rank that owns the shard.
+        spare: whether the chunk ends in spare keys, which no span reads.
     """
 
     received: torch.Tensor
@@ -66,7 +65,7 @@ class Ring(Exchange):
     """Shards of K/V go from rank to rank; two are in memory at a time, and nothing is copied on the way."""
 
     name: ClassVar[str] = "ring"
-    receives: ClassVar[str] = "whole shards, as they come round; {} tokens of them are read, mean"
+    receives: ClassVar[str] = "whole shards, one after the other; {} tokens of them are read, mean"
     arrival: ClassVar[str] = "shard by shard"
     chained: ClassVar[bool] = True
     passes: ClassVar[tuple[float, float]] = (0.0, 1.5)
@@ -74,7 +73,7 @@ class Ring(Exchange):
     saves_memory: ClassVar[bool] = True
 
     def hops(self, plan: PlanData, mask: str) -> tuple[int, ...]:
-        """Hops that some group reads: hop h brings group g the shard of group g − h."""
+        """Hops whose shard some group reads: hop h brings group g the shard of group g − h."""
         traffic, group = plan.needed_traffic(mask), np.arange(plan.num_groups)
         return tuple(h for h in range(1, len(group)) if traffic[group, (group - h) % len(group)].any())
 
@@ -91,12 +90,12 @@ class Ring(Exchange):
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
         arriving = self.moved(plan, mask).sum(axis=2)
-        # A shard that goes on, first a copy of the own one, and the one that arrives.
+        # The shard that is sent on (first a copy of the rank's own), and the shard that arrives.
         leaving = np.concatenate([plan.kv_held[None], arriving])[:-1]
         return np.asarray((arriving + leaving).max(axis=0))
 
     def packed(self, plan: PlanData, mask: str) -> Int64:
-        return np.zeros(plan.num_groups, np.int64)  # shards travel as they were put side by side
+        return np.zeros(plan.num_groups, np.int64)  # shards travel in the buffer in which they arrived
 
     def chunk_work(self, plan: PlanData, mask: str) -> Float64:
         """Exact: the area of each group's queries over the shard that each hop brings."""
@@ -123,7 +122,7 @@ class Ring(Exchange):
         self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
     ) -> Iterator[KV]:
         arriving = start(k, v, [chunk.route for chunk in chunks], peers.rank, peers.size, peers.name, label)
-        # No name holds an item: it would stay until the hop after next has been started.
+        # Without a name for an item: a name would keep it until the hop after next has started.
         return (_with_spare(chunk, *next(arriving)) for chunk in chunks)
 
     def refetch(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str) -> Refetch:
@@ -133,7 +132,7 @@ class Ring(Exchange):
 
 
 def _with_spare(chunk: Chunk, k: torch.Tensor, v: torch.Tensor) -> KV:
-    """K and V as the kernel takes them: a copy where it wants more keys than arrived."""
+    """K and V as the kernel takes them: a padded copy if the chunk has spare keys."""
     if not chunk.route.spare:
         return k, v
     spare = chunk.kv_pos.shape[1] - k.shape[2]
@@ -167,12 +166,12 @@ def _features(dims: Dims) -> int:
 
 
 class _Ring(NamedTuple):
-    """What is the same for all hops of a call, and for every plan that shares a graph.
+    """Values that all hops of a call share; `torch.compile` makes one graph for each of them.
 
     Attributes:
         strides: of each hop.
-        name: of the group.
-        label: what is exchanged, in words, for errors.
+        name: of the process group.
+        label: names the transfer in errors.
     """
 
     strides: tuple[int, ...]
@@ -183,7 +182,7 @@ class _Ring(NamedTuple):
 
 
 def _send(ring: _Ring, x_TF: torch.Tensor, stride: int, rows: int, what: str) -> torch.Tensor:
-    """Start sending `x_TF` to the rank `stride` on; gives what arrives, `rows` rows, not readable before a wait."""
+    """Start sending `x_TF` `stride` ranks on; returns the `rows` rows that arrive, not readable before a wait."""
     send_sizes, recv_sizes = [0] * ring.num_ranks, [0] * ring.num_ranks
     send_sizes[(ring.rank + stride) % ring.num_ranks] = x_TF.shape[0]
     recv_sizes[(ring.rank - stride) % ring.num_ranks] = rows
@@ -195,13 +194,13 @@ def _what(ring: _Ring, i: int, of: str = "") -> str:
 
 
 def _without_zeros(ctx: Any) -> None:
-    """Autograd shall not make zeros, as large as a shard, as the gradient of what was under way."""
-    if not torch.compiler.is_compiling():  # a graph does not hold what nothing reads
+    """Keep autograd from making zeros as large as a shard, as the gradient of a buffer under way."""
+    if not torch.compiler.is_compiling():  # a graph drops unread zeros
         ctx.set_materialize_grads(False)
 
 
 class _Start(torch.autograd.Function):
-    """The first hop departs; the backward waits for this rank's gradient to come home."""
+    """Starts the first hop; the backward waits for the gradient of this rank's shard."""
 
     @staticmethod
     def forward(
@@ -222,34 +221,34 @@ class _Start(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """Waits for hop `i` and starts the next; backward, waits for the gradient of the next, adds and sends it home."""
+    """Waits for hop `i` and starts the next. Backward: waits for the next hop's gradient, adds, sends it home."""
 
     @staticmethod
     def forward(
         ctx: Any, data: torch.Tensor, sent: torch.Tensor, dims: Dims, ring: _Ring, i: int, next_rows: int | None
     ) -> tuple[torch.Tensor, ...]:
-        # `sent` is the anchor of what this rank sent in the hop: its gradient is what comes back.
+        # `sent` is the anchor of the shard that this rank sent in the hop: its gradient comes back.
         _without_zeros(ctx)
         ctx.dims, ctx.ring, ctx.i, ctx.rows_sent, ctx.sum_dtype = dims, ring, i, sent.shape[0], sent.dtype
         arrived_TF = failure.wait(data, _what(ring, i), ring.name)
-        piece = unpack(arrived_TF, dims)
+        chunk = unpack(arrived_TF, dims)
         if next_rows is None:
-            return piece
+            return chunk
         pending = _send(ring, arrived_TF, ring.strides[i + 1], next_rows, _what(ring, i + 1))
         ctx.mark_non_differentiable(pending)
-        return *piece, pending, anchor(arrived_TF.shape, arrived_TF)
+        return *chunk, pending, anchor(arrived_TF.shape, arrived_TF)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         check_first_order()
         ring, i = ctx.ring, ctx.i
-        of_piece = grads[:2]
+        of_chunk = grads[:2]
         if len(grads) > 2 and grads[3] is not None:
             total_TF = failure.wait(grads[3], _what(ring, i + 1, "gradients, "), ring.name)
         else:
-            one = next(grad for grad in of_piece if grad is not None)  # or this node would have nothing to do
+            one = next(grad for grad in of_chunk if grad is not None)  # autograd runs the node only if there is one
             total_TF = one.new_zeros(one.shape[2], _features(ctx.dims), dtype=ctx.sum_dtype)
-        for part, grad in zip(unpack(total_TF, ctx.dims), of_piece, strict=True):
+        for part, grad in zip(unpack(total_TF, ctx.dims), of_chunk, strict=True):
             if grad is not None:
                 part.add_(grad)
         pending = _send(ring, total_TF, -ring.strides[i], ctx.rows_sent, _what(ring, i, "gradients, "))
@@ -261,14 +260,14 @@ def start(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Start sending this rank's shard round; iterate to get keys and values of each hop, as they arrive.
 
-    When an item comes, the next hop has been started. Two shards beside the rank's own are alive at most, if the caller
-    has dropped an item before it asks for the next and autograd does not keep it.
+    An item comes after the start of the next hop. At most two shards live in addition to the rank's own, if the caller
+    drops an item before it asks for the next and autograd does not keep it.
 
     Args:
         k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
         hops: at least one.
-        name: of the group.
-        label: what is exchanged, in words, for errors.
+        name: of the process group.
+        label: names the transfer in errors.
 
     Returns:
         Iterator over ``[B, H, rows, D]`` and ``[B, H, rows, Dv]``, contiguous views of one buffer.
@@ -287,7 +286,7 @@ def _arriving(
     for i in range(len(rows)):
         k, v, *pending = _Step.apply(*pending, dims, ring, i, rows[i + 1] if i + 1 < len(rows) else None)
         yield k, v
-        del k, v  # or this chunk would live until the one after next has been started
+        del k, v  # otherwise this chunk lives until the one after next has started
 
 
 def fetches(
@@ -295,11 +294,10 @@ def fetches(
 ) -> list[Callable[..., Fetched]]:
     """For a chained `Refetch`: functions that start fetching each chunk again, the last one first.
 
-    The last chunk comes from its owner, by one hop; every other one by a hop back from the chunk after it.
+    The last chunk comes from its owner, by one hop. Every other chunk comes by sending the chunk after it a hop back.
 
-    Args: as of :func:`start`.
+    Args: as in :func:`start`.
     """
-
     ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
 
     def fetch(i: int, later: tuple[torch.Tensor, ...] | None = None) -> Fetched:

@@ -1,4 +1,4 @@
-"""K and V of a token side by side, as they travel, and by head, as attention takes them."""
+"""Copies between two layouts of K/V: one row a token, as they travel, and by head, as attention takes them."""
 
 # B batch, H heads of K/V, T tokens of a rank, K keys of a chunk, D head dim, F features of a token: K, then V
 

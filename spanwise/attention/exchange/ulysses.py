@@ -1,16 +1,17 @@
-"""Token shards traded for head shards, and back, by all-to-alls within a group of ranks (DeepSpeed-Ulysses).
+"""Ulysses: trade token shards for head shards, and back, by all-to-alls within a group of ranks.
 
-Before attention each rank of the group sends every other one that rank's heads of its own tokens, so that all hold
-some heads of the group's tokens; after it the output goes the other way. The source is Jacobs et al. 2023, "DeepSpeed
-Ulysses" (arXiv 2309.14509); shards may be uneven or empty, and K/V heads fewer than ranks (`heads`).
+Before attention each rank sends every other rank of the group that rank's heads of its tokens. Then each rank holds
+some heads of all tokens of the group. After attention the output goes the other way. Source: Jacobs et al. 2023,
+"DeepSpeed Ulysses" (arXiv 2309.14509). Here shards may be uneven or empty, and ranks may outnumber K/V heads
+(`heads`).
 
-A gradient takes the reverse trade. As in the other exchanges a trade is two autograd functions, start and wait, so that
-both transfers are under way before one of them is waited for, forward and backward alike.
+Gradients take the reverse trade. As in the other exchanges a trade is two autograd functions, start and wait. So the
+transfers of q and of K/V both start before the first wait, forward and backward alike.
 """
 
 # n ranks of the group; T tokens of this rank, S of the group; B batch; H heads of a token, h of them on a rank;
 # D head dim; F features of a head on the wire: D, or K and V side by side
-# On the wire rows are tokens and hold [B, h, F]: W rows, n * T of them for heads, S of them for tokens
+# On the wire a row is a token and holds [B, h, F]; W rows: n * T on the way to heads, S on the way back to tokens
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ from spanwise.planning.plan_data import PlanData
 
 @dataclasses.dataclass(frozen=True)
 class Trade:
-    """Whose tokens a group holds and in which order it reads them; a pytree of tensors.
+    """Tokens of each rank of a group, and the order in which the group reads them; a pytree of tensors.
 
     Attributes:
-        sizes: for each rank of the group a tensor ``[tokens, 0]``; only its shape means something.
-        order: int64 ``[B or 1, S]``, for each of the group's tokens in ascending order, which of the received rows,
-            those of rank 0 first, it is.
+        sizes: for each rank of the group a tensor ``[tokens, 0]``; carries a size in its shape.
+        order: int64 ``[B or 1, S]``, for each of the group's tokens in ascending order its place among the received
+            rows, those of rank 0 first.
         places: int64 ``[B or 1, S]``, the inverse permutation.
-        rank, num_ranks: of the group, plain numbers.
+        rank, num_ranks: in the group, plain numbers.
     """
 
     sizes: tuple[torch.Tensor, ...]
@@ -78,8 +79,8 @@ class Ulysses(Exchange):
 
     name: ClassVar[str] = "ulysses"
     receives: ClassVar[str] = (
-        "those of the ranks that it trades heads with, for its own heads, and from other groups what the exchange "
-        "between them brings"
+        "those of the ranks that it trades heads with, for its heads, and from other groups those that the exchange "
+        "between groups brings"
     )
     arrival: ClassVar[str] = "in no chunks: it trades heads for tokens"
 
@@ -104,10 +105,10 @@ class Ulysses(Exchange):
         return np.tile(np.array(held, np.int64), plan.num_groups)
 
     def traded(self, plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
-        """Bytes that each rank gets from each other one of its group: q, K and V on the way in, the output back.
+        """Bytes that each rank gets from each other rank of its group: q, K and V on the way in, the output back.
 
         Args:
-            backward: of the gradients, which travel the other way (the tables are still those of the way in and back).
+            backward: of the gradients, which travel the other way; the tables still mean the way in and the way back.
                 Gradients of K/V heads that several ranks read are summed, so they travel in float32 at least.
 
         Returns:
@@ -130,20 +131,20 @@ class Ulysses(Exchange):
         return (into + back).sum(axis=2).ravel()
 
     def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64:
-        """Bytes that each rank holds at most; int64 ``[num_ranks]``.
+        """Most bytes that each rank holds; int64 ``[num_ranks]``.
 
         Args:
-            exchanging, after: held for the exchange between groups, at most and after it.
+            exchanging, after: bytes held for the exchange between groups: most during it, and after it.
         """
         trade, own = traded_bytes(plan), own_bytes(plan)
         came = trade.q + trade.window
         moments = [
             own.q + own.kv * own.copies + trade.q,
             own.q + own.kv + came,
-            own.kv + came + trade.q,  # q in order, and q as it came
-            2 * came + trade.repeated,  # q and all of K and V so
+            own.kv + came + trade.q,  # q in order, and q as received
+            2 * came + trade.repeated,  # q, K and V in order, and as received
             trade.q + trade.kv + exchanging,
-            trade.q + trade.kv + after + 2 * trade.out + own.out,  # the output in the order of departure, all heads
+            trade.q + trade.kv + after + 2 * trade.out + own.out,  # output in order of departure, then all heads
         ]
         return np.asarray(np.max(moments, axis=0), np.int64)
 
@@ -180,7 +181,7 @@ class Ulysses(Exchange):
             ]
         )
         return Trade(
-            # The rank's own number of tokens is that of its tensors, which is no unbacked one.
+            # Not unbacked for the rank itself: its number of tokens is a dim of q.
             sizes=tuple(
                 _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
                 if r == rank
@@ -214,24 +215,24 @@ def to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
-    A collective call of the group. Elements received of others' tokens, with c as `heads.kv_heads_of` has
-    it: ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))``. Where ranks share K/V heads, the gradients of K and V travel in
-    float32 at least and are summed in it.
+    A collective call of the group. A rank receives ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))`` elements, where c
+    is the first result of `heads.kv_heads_of`. Where ranks share K/V heads, the gradients of K and V travel in float32
+    at least and are summed in it.
 
     Args:
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``.
         k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
         v: ``[B, Hkv, T, Dv]``.
-        name: of the group.
-        label: what is exchanged, in words, for errors.
-        kv_trade: of K and V, where their tokens are not those of q.
+        name: of the process group.
+        label: names the transfer in errors.
+        kv_trade: of K and V, where their tokens differ from those of q.
 
     Returns:
         q ``[B, Hq / n, S, Dk]``, k ``[B, c', S, Dk]``, v ``[B, c', S, Dv]``, strided views. c' divides Hq / n: the K/V
         heads that the query heads read, or one for each query head where no grouping of equal parts fits.
 
     Raises:
-        ValueError: heads that do not go with the number of ranks, before anything is sent.
+        ValueError: heads that the ranks cannot share, before anything is sent.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
     """
     kv_trade = trade if kv_trade is None else kv_trade
@@ -255,14 +256,14 @@ def to_heads(
 
 
 def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Tensor:
-    """All heads of this rank's tokens: what `to_heads` did to q, undone.
+    """All heads of this rank's tokens: the inverse of `to_heads` for q.
 
     A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads.
 
     Args:
         x: ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, tokens of the group in ascending order.
-        name: of the group.
-        label: what is exchanged, in words, for errors.
+        name: of the process group.
+        label: names the transfer in errors.
 
     Returns:
         ``[B, Hq, T, D]`` or ``[B, Hq, T]``, in the rank's own order of its tokens; a strided view.
@@ -275,13 +276,13 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Ten
 
 
 class _StartHeads(torch.autograd.Function):
-    """Deals heads of own tokens out; its backward waits for their gradients and sums those of shared heads.
+    """Sends each rank its heads of own tokens; its backward waits for their gradients and sums those of shared heads.
 
-    Its arguments: tokens of each rank, count, firsts, name, label, and the tensors.
+    Arguments: tokens of each rank, count, firsts, name, label, and the tensors.
     """
 
-    # Here and below: named, two of what may be any number would make as many arguments as names, and torch.compile
-    # without gradients would pass no ctx.
+    # Arguments are not named, here and below: with as many arguments as names, torch.compile without gradients passes
+    # no ctx.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, count, firsts, name, label, *xs = args
@@ -305,12 +306,12 @@ class _StartHeads(torch.autograd.Function):
 
 
 class _WaitHeads(torch.autograd.Function):
-    """Its arguments: data_WF and its anchor, order, places, rank, batch, reads, dims, name, label, and the sizes."""
+    """Arguments: data_WF and its anchor, order, places, rank, batch, reads, dims, name, label, and the sizes."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         data_WF, anchor_WF, order, places, rank, batch, reads, dims, name, label, *sizes = args
-        ctx.save_for_backward(places, *sizes)  # not plain numbers: torch.compile loses those that only a backward uses
+        ctx.save_for_backward(places, *sizes)  # as tensors: torch.compile loses numbers that only a backward uses
         ctx.rank, ctx.reads, ctx.name, ctx.label = rank, reads, name, label
         ctx.count, ctx.sum_dtype = data_WF.shape[1] // (batch * sum(dims)), anchor_WF.dtype
         arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
@@ -357,7 +358,7 @@ class _StartTokens(torch.autograd.Function):
 
 
 class _WaitTokens(torch.autograd.Function):
-    """Its arguments: data_WF and its anchor, rank, batch, dim, name, label, and the sizes."""
+    """Arguments: data_WF and its anchor, rank, batch, dim, name, label, and the sizes."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
@@ -386,6 +387,6 @@ def _trade(what: str, name: str, sent_WF: torch.Tensor, recv: list[int], send: l
 def _anchor(sent_WF: torch.Tensor, back: list[int], dtype: torch.dtype) -> torch.Tensor:
     """As `_gradients.anchor`: its gradient is the trade of gradients under way, in the dtype in which they travel.
 
-    Its rows are spelled as that collective spells them, or compiled code would see two different numbers of rows.
+    The number of rows is the same expression as in that collective; compiled code cannot prove others equal.
     """
     return torch.zeros((), dtype=dtype, device=sent_WF.device).expand(sum(back), sent_WF.shape[1])
