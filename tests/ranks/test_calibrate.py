@@ -190,7 +190,7 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "my [/cluster] a[red]b, measured in 12.3 s" in printed
     assert "399.4 GFLOP/s" in printed and "20.0%, 30.0% of 2 samples" in printed
     inside, between = (next(line for line in printed.splitlines() if link in line) for link in ("inside", "between"))
-    assert "1,000.0 MB/s a rank, 0.200 ms" in inside and "416.7 MB/s a rank" in between
+    assert "1,000.0 MB/s a rank, 200 µs" in inside and "416.7 MB/s a rank" in between
     assert "2.00 × its bytes" in printed
 
 
