@@ -107,6 +107,6 @@ def test_the_command_runs_from_another_folder(environment: Path, tmp_path: Path)
     assert "2,048 tokens" in printed
     page = (tmp_path / "report.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")
-    for name in ("plan.css", "plan.js"):
+    for name in ("page.css", "plan.js"):
         assert (PACKAGE / "cli/report" / name).read_text().strip() in page
     assert page.count("<svg") >= 3
