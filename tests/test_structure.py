@@ -129,3 +129,9 @@ def test_training_uses_public_names_only() -> None:
     for path in (PACKAGE / "train").glob("*.py"):
         names = {name for name in imported(path, modules()) if not name.startswith("spanwise.train")}
         assert names <= {"spanwise"}, path.name
+
+
+def test_the_table_of_moved_modules_names_modules_that_exist() -> None:
+    rows = re.findall(r"^\| `[\w.]+` \| (`.*`) \|$", (ROOT / "docs/moved.md").read_text(), re.MULTILINE)
+    named = {f"spanwise.{name}" for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    assert len(named) > 90 and named <= set(modules())

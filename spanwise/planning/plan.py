@@ -177,6 +177,13 @@ class Plan(PlanData):
         warnings.warn("Plan.num_pieces is now Plan.num_chunks", DeprecationWarning, stacklevel=2)
         return self.num_chunks(mask)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "kv_exchange" not in state:
+            raise ValueError(
+                "this Plan was pickled by spanwise 0.1 and lacks fields; use Plan.save and Plan.load"
+            )
+        self.__dict__.update(state)
+
     def __repr__(self) -> str:
         return (
             f"Plan(seq_len={self.seq_len}, num_ranks={self.num_ranks}, masks={sorted(self.masks)}, "

@@ -355,6 +355,8 @@ class PlanData:
         digest = hashlib.blake2b(digest_size=16)
         header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
         digest.update(json.dumps(header, sort_keys=True).encode())
+        if dataclasses.fields(self.kv_exchange):  # type: ignore[arg-type]  # parameters of the caller's exchange
+            digest.update(repr(self.kv_exchange).encode())
         digest.update(self.layout.digest())
         digest.update(self.kv_layout.digest())
         for name in sorted(self.masks):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 import spanwise
 from spanwise import Plan, SpanMask
 from spanwise.attention.exchange.base import Exchange
+from spanwise.attention.exchange.needed import Needed
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
@@ -158,3 +160,23 @@ def test_chunks_that_lie_in_one_buffer_are_refetched(relay: Exchange, ranks: int
     problem = make_problem(DOCUMENTS.dense())
     plan = make(DOCUMENTS, ranks, changed(relay, name="one buffer", start=start), keep_kv=False)
     check(problem, plan, "sdpa", ranks, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow(Needed):
+    """Needed, with a parameter."""
+
+    name: ClassVar[str] = "slow"
+    seconds_more: float = 0.0
+
+
+def test_parameters_of_an_exchange_are_part_of_the_fingerprint() -> None:
+    plans = [make(DOCUMENTS, 2, Slow(seconds), stages=1) for seconds in (0.0, 0.0, 1.0)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_plans_pickled_by_the_first_version_are_refused() -> None:
+    plan = make(DOCUMENTS, 2, Needed(), stages=1)
+    old = {key: value for key, value in plan.__getstate__().items() if key != "kv_exchange"} | {"exchange": "needed"}
+    with pytest.raises(ValueError, match="pickled by spanwise 0.1"):
+        object.__new__(Plan).__setstate__(old)

@@ -14,7 +14,9 @@ import torch
 
 import spanwise
 from spanwise import AuxRequest, SpanMask
-from spanwise.attention.kernels.base import Chunk, Kernel
+from spanwise.attention.chunks import Chunk as KeyChunk
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from tests.oracle import Problem, make_problem, relative_error
 from tests.ranks.harness import run_ranks
@@ -181,6 +183,27 @@ def test_compiles_fullgraph(kernel: Kernel) -> None:
     out.backward(problem.grad_out)
     for got, want in zip((out, *(x.grad for x in leaves)), (problem.out, *problem[6:9]), strict=True):
         assert relative_error(got.detach(), want) <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_where_the_number_of_keys_is_unbacked(kernel: Kernel) -> None:
+    """As in the chunks of "needed" and "ring"; one graph serves any number, also none."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(q: torch.Tensor, k: torch.Tensor, end: torch.Tensor, kv_pos: torch.Tensor) -> Any:
+        chunk = KeyChunk(torch.zeros_like(end), end, kv_pos, None, None, 1, False)
+        return kernel.attend(q, k, k, chunk, kv_pos, AttentionOptions())
+
+    q, end = torch.randn(1, 4, 5, 8), torch.tensor([[[0, 1, 2, 3, 3]]], dtype=torch.int32)
+    for keys in (3, 0, 7):
+        k, kv_pos = torch.randn(1, 2, keys, 8), torch.arange(keys, dtype=torch.int32)[None]
+        torch._dynamo.decorators.mark_unbacked(k, 2)
+        torch._dynamo.decorators.mark_unbacked(kv_pos, 1)
+        reference = KERNELS["reference"]
+        chunk = KeyChunk(torch.zeros_like(end), end, kv_pos, None, None, 1, False)
+        wanted = reference.attend(q, k, k, chunk, kv_pos, AttentionOptions())
+        torch.testing.assert_close(attend(q, k, end, kv_pos), wanted)
 
 
 # --- kernels that shape the rank plan -------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Ulysses(Exchange):
         "those of the ranks that it trades heads with, for its heads, and from other groups those that the exchange "
         "between groups brings"
     )
-    arrival: ClassVar[str] = "in no chunks: it trades heads for tokens"
+    arrival: ClassVar[str] = "as heads traded for tokens"
 
     def levels(self, num_ranks: int) -> tuple[int, int]:
         return 1, num_ranks
