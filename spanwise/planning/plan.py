@@ -179,9 +179,7 @@ class Plan(PlanData):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "kv_exchange" not in state:
-            raise ValueError(
-                "this Plan was pickled by spanwise 0.1 and lacks fields; use Plan.save and Plan.load"
-            )
+            raise ValueError("this Plan was pickled by spanwise 0.1 and lacks fields; use Plan.save and Plan.load")
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
