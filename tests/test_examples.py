@@ -22,7 +22,13 @@ PRINTED = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in ("attend", "own_balancer") else pytest.mark.slow)
+        for path in EXAMPLES
+    ],
+)
 def test_it_runs_on_two_ranks(path: Path) -> None:
     assert f"torchrun --nproc-per-node 2 examples/{path.name}" in path.read_text().split('"""')[1]
     # --standalone takes a free port, so that tests can run side by side.

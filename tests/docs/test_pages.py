@@ -24,7 +24,14 @@ ELSEWHERE = ("gallery", "add-an-exchange", "add-a-kernel")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=() if page.stem in ("index", "tutorial") else pytest.mark.slow)
+        for page in PAGES
+        if page.stem not in ELSEWHERE
+    ],
+)
 def test_code_blocks_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     assert run_blocks.run_page(page, tmp_path) == page.read_text()
 

@@ -136,7 +136,7 @@ def test_windows_hold_the_heads_that_are_read(num_heads: int, kv_heads: int, num
 def test_heads_that_do_not_divide_are_named_before_any_collective() -> None:
     x = torch.randn(1, 6, 3, 2)
     trade = trade_of(deal([3, 3, 0, 0], 1, 0), 0)
-    with pytest.raises(ValueError, match=r"6 query heads \(2 key/value heads\) out to 4 ranks.* 1, 2, 3, 6 ranks"):
+    with pytest.raises(ValueError, match=r"6 query heads \(2 key/value heads\) evenly over 4 ranks.* 1, 2, 3, 6 ranks"):
         ulysses.to_heads(x, x[:, :2], x[:, :2], trade, "no such group", "test")
     with pytest.raises(ValueError, match="7 query heads are not a multiple of 2"):
         check_heads(7, 2, 1)
