@@ -58,7 +58,7 @@ class Request:
     @property
     def ulysses(self) -> Any:
         """The exchange that trades heads for tokens."""
-        return table.EXCHANGES["ulysses"]
+        return table.ULYSSES
 
     def exchanges(self) -> list[KVExchange]:
         """The exchanges to consider between groups, simplest first."""
@@ -141,7 +141,10 @@ def exchange_of(given: Any) -> Any:
 
 def known_exchanges(own: Any = None) -> dict[str, Any]:
     """Exchange by name: those of spanwise, and `own`, an exchange of the caller."""
-    return dict(table.EXCHANGES) if own is None else {**table.EXCHANGES, (own := exchange_of(own)).name: own}
+    exchanges: dict[str, Any] = dict(table.EXCHANGES)
+    if own is not None:
+        exchanges[exchange_of(own).name] = exchange_of(own)
+    return exchanges
 
 
 def _levels(num_ranks: Any, exchange: KVExchange | None) -> tuple[int, int]:
@@ -173,7 +176,7 @@ def _shape(*given: Any) -> tuple[int | None, int | None, int | None, int | None]
     if num_q_heads is not None and num_kv_heads is not None:
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        table.EXCHANGES["ulysses"].check_heads(num_q_heads, num_kv_heads, inner)
+        table.ULYSSES.check_heads(num_q_heads, num_kv_heads, inner)
     return num_q_heads, num_kv_heads, head_dim, v_head_dim
 
 

@@ -86,9 +86,6 @@ class Exchange:
         """``(groups, ranks of a group)`` for so many ranks on a 1-D mesh."""
         return num_ranks, 1
 
-    def check_heads(self, num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-        """``ValueError`` unless `num_ranks` ranks of a group can share the heads."""
-
     def chunk_counts(self, stages: int | None) -> tuple[int, ...]:
         """Numbers of chunks that `make_plan` may choose from, simplest first; empty if `stages` is impossible."""
         return (1,) if stages in (None, 1) else ()

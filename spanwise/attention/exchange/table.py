@@ -11,11 +11,12 @@ from spanwise.attention.exchange.needed import Needed
 from spanwise.attention.exchange.ring import Ring
 from spanwise.attention.exchange.ulysses import Ulysses
 
+ULYSSES = Ulysses()  # also the trade inside groups of another exchange
 EXCHANGES: dict[str, Exchange] = {
     "all_gather": AllGather(),
     "needed": Needed(),
     "ring": Ring(),
-    "ulysses": Ulysses(),
+    "ulysses": ULYSSES,
 }
 
 

@@ -94,6 +94,7 @@ class Ulysses(Exchange):
         return (builder.chunk_side_by_side(mask, builder.held(builder.group, builder.plan.kv_groups.batch_size)),)
 
     def check_heads(self, num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+        """``ValueError`` unless `num_ranks` ranks of a group can share the heads."""
         check_heads(num_q_heads, num_kv_heads, num_ranks)
 
     # ---------------------------------------------------------------- bytes and seconds of the trade
