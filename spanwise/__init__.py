@@ -6,7 +6,7 @@ from typing import Any as _Any
 from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.context_parallel import ContextParallel
-from spanwise.attention.exchange.failure import ExchangeError
+from spanwise.attention.exchange.errors import ExchangeError, MismatchError
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
@@ -29,6 +29,7 @@ __all__ = [
     "CPU_HOST",
     "ContextParallel",
     "ExchangeError",
+    "MismatchError",
     "H100",
     "H200",
     "Hardware",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -158,6 +161,42 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Time after which a collective of ``group`` fails."""
+    options = getattr(group._get_backend(comparison_device(group)), "options", None)
+    return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` communicates over gloo on the CPU."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def has_processes(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` are processes that gloo can connect; "fake" and "threaded" groups are not."""
+    return any(backend in dist.get_backend_config(group) for backend in ("gloo", "nccl", "xccl"))
+
+
+def host_group(group: dist.ProcessGroup, name: str) -> Any:
+    """gloo connections between the ranks of ``group``, apart from its own and unknown to torch. A collective."""
+    store = dist.PrefixStore(f"{name}/{group_name(group)}", group_store(group))
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
+
+
+def start_host_all_gather(host: Any, x: torch.Tensor, gathered: torch.Tensor) -> dist.Work:
+    """Start gathering ``x`` ``[n]`` of all ranks into ``gathered`` ``[ranks, n]``."""
+    return host.allgather([list(gathered.unbind())], [x])
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Real tensors and real operators inside, though the caller traces, fakes or selects what to save."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def flash_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -198,6 +237,13 @@ def flash_backward(
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
     return dq, dk, dv
+
+
+def mark_effectful(op: torch._ops.OpOverload) -> None:
+    """Keep calls of ``op`` in graphs, in their order, though nothing uses their results."""
+    from torch._library.effects import EffectType
+
+    torch.library._register_effectful_op(op, EffectType.ORDERED)
 
 
 def is_fake(x: torch.Tensor) -> bool:

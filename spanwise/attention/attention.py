@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise.attention.chunks import Chunk
+from spanwise.attention.compare import compare_attention, confirm_in_backward
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
@@ -145,6 +146,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
     local, kernel = _checked(q, k, v, call)
+    returns = call.request.lse, call.request.max_logit
+    confirms = compare_attention((q, k, v), local, call.mesh, kernel, call.mask, call.options, call.sinks, returns)
     mesh, mask, sinks, request, score_mod = call.mesh, call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
@@ -185,6 +188,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
+    confirm_in_backward((out, lse), confirms)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 

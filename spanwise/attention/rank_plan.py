@@ -50,6 +50,7 @@ class RankPlan:
         causal: names of the masks that are the plain causal mask.
         packed: whether the plan has a packing.
         attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None where `make_plan` was called without it.
+        digest: uint8 ``[16]`` in host memory, the plan's fingerprint; compared across the ranks in each call.
 
     >>> import spanwise
     >>> local = spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1).local(mesh=None, device="cpu")
@@ -77,6 +78,7 @@ class RankPlan:
     causal: tuple[str, ...]
     packed: bool
     attention_shape: tuple[int | None, ...]
+    digest: torch.Tensor
 
     @property
     def seq_len(self) -> int:
@@ -168,6 +170,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         causal=plan.causal,
         packed=plan.packing is not None,
         attention_shape=(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
+        digest=torch.tensor(list(bytes.fromhex(plan.fingerprint)), dtype=torch.uint8),
     )
 
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
 
-from spanwise._torch import comparison_device
 from spanwise._torch import find_group as find_group
 from spanwise._torch import group_name as group_name
 from spanwise._torch import group_store as group_store
+from spanwise._torch import group_timeout as group_timeout
 from spanwise._torch import groups as groups
 from spanwise._torch import is_fake as is_fake
 from spanwise._torch import start_all_gather as start_all_gather
@@ -31,6 +30,7 @@ from spanwise._torch import start_reduce_scatter as start_reduce_scatter
 from spanwise._torch import tree_leaves as tree_leaves
 from spanwise._torch import tree_map as tree_map
 from spanwise._torch import wait as wait
+from spanwise._torch import without_modes as without_modes
 
 functional_collectives = torch.ops._c10d_functional
 autograd_collectives = torch.ops._c10d_functional_autograd
@@ -172,21 +172,6 @@ def has_hidden_effects(target: Any) -> bool:
 def decomposes(op: torch._ops.OpOverload) -> bool:
     """Whether ``op`` is defined by other operators alone; an alias of its schema may then be a copy."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-
-
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Hide operators inside from all modes entered before: no mode fakes, traces or counts them."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Time after which a collective of ``group`` fails."""
-    options = getattr(group._get_backend(comparison_device(group)), "options", None)
-    return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:

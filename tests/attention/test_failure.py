@@ -6,7 +6,8 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from spanwise.attention.exchange.failure import ExchangeError, Findings, Report, describe, lost_ranks
+from spanwise.attention.exchange.errors import ExchangeError
+from spanwise.attention.exchange.findings import Findings, Report, describe, lost_ranks
 
 WORLD = (0, 1, 2, 3)
 

@@ -48,6 +48,8 @@ HOT = [
     "attention/exchange/refetch.py",
     "attention/tokens.py",
     "attention/exchange/all_gather.py",
+    "attention/compare.py",
+    "attention/exchange/errors.py",
     "attention/exchange/failure.py",
     "attention/exchange/needed.py",
     "attention/exchange/ring.py",
@@ -61,6 +63,8 @@ NOT_HOT = {
     "attention/kernels/_engine.py": "CPU",
     "attention/kernels/_flops.py": "asked by torch's FLOP counters alone",
     "attention/kernels/_segments.py": "numpy, when a plan is made",
+    "attention/exchange/calls.py": "digests of calls, tensors in host memory",
+    "attention/exchange/findings.py": "after a failure",
     "attention/kernels/_tiles.py": "numpy, CPU",
     "attention/kernels/sdpa.py": "CPU",
 }
@@ -78,6 +82,7 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
+    "attention/compare.py": {"digest.numpy()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention.exchange import failure
+from spanwise.attention.exchange import failure, findings
 
 TIMEOUT = 2.0  # seconds, of the process groups
 NEVER = 600.0  # a timeout that no test reaches
@@ -121,7 +121,7 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     began = time.monotonic()
     try:
         answer = (fn(rank, mesh, *args), None)
-    except failure.ExchangeError as error:
+    except spanwise.ExchangeError as error:
         answer = (None, error)
     connection.send((*answer, None, time.monotonic() - began))
     if store_in_rank_0 and rank == 0:
@@ -145,7 +145,7 @@ def lose(how: str) -> None:
     if how == "late":
         time.sleep(TIMEOUT + 0.5)  # is back before the others give it up
     if how == "asleep":
-        time.sleep(TIMEOUT + failure.GRACE + 3.0)
+        time.sleep(TIMEOUT + findings.GRACE + 3.0)
     if how == "stuck":
         time.sleep(NEVER)
 
@@ -173,7 +173,7 @@ def one_is_lost(rank: int, mesh: DeviceMesh, kind: str, how: str, lost: int) -> 
 
 
 def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
-    assert isinstance(outcome.error, failure.ExchangeError), outcome
+    assert isinstance(outcome.error, spanwise.ExchangeError), outcome
     text = str(outcome.error)
     assert outcome.error.lost_global == lost, text
     assert re.match(what, outcome.error.what), text
@@ -343,7 +343,7 @@ def test_late_ranks_are_named(worlds: dict[Any, World]) -> None:
     asleep = worlds["asleep"].outcomes()
     for rank in (0, 2, 3):
         text = check(asleep[rank], "all-gather of K/V", (1,))
-        assert re.search(rf"lost: rank 1, no word within {failure.GRACE:.0f}\.\d s", text)
+        assert re.search(rf"lost: rank 1, no word within {findings.GRACE:.0f}\.\d s", text)
     # It wakes up later, and finds that the others were there.
     check_last(check(asleep[1], "all-gather of K/V", ()))
     for rank, outcome in enumerate(worlds["late"].outcomes()):
@@ -377,7 +377,7 @@ def test_ranks_of_a_sub_mesh(worlds: dict[Any, World]) -> None:
 
 def test_the_host_of_the_store_is_lost(worlds: dict[Any, World]) -> None:
     for outcome in worlds["host"].outcomes()[1:]:
-        assert isinstance(outcome.error, failure.ExchangeError), outcome
+        assert isinstance(outcome.error, spanwise.ExchangeError), outcome
         assert 0 in outcome.error.lost
         assert "the group's store is gone, for its host (usually rank 0) has ended" in str(outcome.error)
 

@@ -397,6 +397,6 @@ def test_a_lost_rank_is_named() -> None:
         outcomes = world.outcomes()
         for rank in (0, 1, 3):
             error = outcomes[rank].error
-            assert isinstance(error, failure.ExchangeError) and error.lost == (2,), outcomes[rank]
+            assert isinstance(error, spanwise.ExchangeError) and error.lost == (2,), outcomes[rank]
             assert re.match(f"{what} failed on rank {rank} of 4", str(error)), error
             assert "lost: rank 2, connection closed from there" in str(error)

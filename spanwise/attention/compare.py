@@ -1,0 +1,126 @@
+"""What must be equal in the calls of all ranks, and the comparison of each call, in eager and in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.calls import Call
+from spanwise.attention.kernels.base import AttentionOptions, Kernel
+from spanwise.attention.rank_plan import RankPlan
+
+Confirm = Callable[[], None]
+
+_ATTENTION = (
+    "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
+    "softcap", "score_mod", "sinks", "returns",
+)  # fmt: skip
+_COMPILED = ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]")
+_GATHER = ("side", "dtype", "rows", "requires grad")
+
+_library = torch.library.Library("spanwise", "FRAGMENT")
+_library.define("compare_call(Tensor plan, str groups, str what, SymInt[] sizes) -> ()")
+_torch.mark_effectful(torch.ops.spanwise.compare_call.default)
+
+
+def compare_attention(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    local: RankPlan,
+    mesh: DeviceMesh | None,
+    kernel: Kernel,
+    mask: str,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+    returns: tuple[bool, bool],
+) -> list[Confirm]:
+    """Compare an attention call across the ranks of `mesh`; returns when its collectives may start.
+
+    Args:
+        returns: whether lse and max_logit are returned.
+
+    Returns:
+        Functions that wait until all ranks were found to make the call, one for each axis where that is open.
+
+    Raises:
+        MismatchError: ranks make different calls.
+        ExchangeError: a rank is gone or too late.
+    """
+    if mesh is None or local.num_ranks == 1:
+        return []
+    q, k, v = tensors
+    batch, q_heads, _, head_dim = q.shape
+    _, kv_heads, _, v_dim = v.shape
+    scale, mod = options.scale, options.score_mod
+    values: tuple[Any, ...] = (
+        mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
+        head_dim**-0.5 if scale is None else scale, options.softcap,
+        None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
+        None if sinks is None else tuple(sinks.shape), returns,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        what = " ".join(str(value) for value in (*values[:3], *values[5:]))
+        names = " ".join(_torch.group_name(group) for group in _groups(mesh))
+        sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
+        torch.ops.spanwise.compare_call(local.digest, names, what, sizes)
+        return []
+    if _torch.is_fake(q):
+        return []
+    return _compare(Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values), _groups(mesh))
+
+
+def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> None:
+    """Compare an `unshard` or `roll` across the ranks of `mesh`; returns when its collective may start."""
+    if _torch.is_fake(x_BTF) or torch.compiler.is_compiling():
+        return
+    values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
+    _compare(Call(_bytes(local.digest), "unshard or roll", _GATHER, values), _groups(mesh))
+
+
+def confirm_in_backward(outputs: Sequence[torch.Tensor | None], confirms: list[Confirm]) -> None:
+    """Let the backward of `outputs` begin with `confirms`, so that no gradient comes from calls that differ."""
+    if not confirms:
+        return
+
+    def confirm(_: Any) -> None:
+        for each in confirms:
+            each()
+
+    for out in outputs:
+        if out is not None and out.grad_fn is not None:
+            out.grad_fn.register_prehook(confirm)
+
+
+def _compare(call: Call, groups: Sequence[dist.ProcessGroup]) -> list[Confirm]:
+    open_ones = [failure.compare(call, group) for group in groups]
+    return [confirm for confirm in open_ones if confirm is not None]
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return [group for group in groups if group.size() > 1]
+
+
+def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and x.requires_grad for x in tensors])
+
+
+def _bytes(digest: torch.Tensor) -> bytes:
+    return digest.numpy().tobytes()
+
+
+@torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
+def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
+    call = Call(_bytes(plan), "compiled context_parallel_attention", _COMPILED, (what, tuple(sizes)))
+    _compare(call, [_torch.find_group(name) for name in groups.split()])
+
+
+@torch.library.register_fake("spanwise::compare_call", lib=_library)
+def _(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
+    return None

@@ -1,0 +1,311 @@
+"""Calls of all ranks of a process group, compared by number.
+
+Ranks that make different calls compute wrong numbers without an error, or abort inside the backend. So every rank
+numbers its calls in a group and keeps a digest of each. Digests travel by all-gathers over gloo connections of their
+own, beside the collectives of the calls; a thread starts them, so that a call costs microseconds.
+
+A call that was to be expected does not wait: its collectives start at once, and the comparison comes later. Any other
+call waits until all ranks have made it. What is expected follows from the calls so far, in the same way on all ranks.
+So of the ranks that agreed until now and differ in this call, only those with the expected call go on. The others wait,
+raise and start no collective. Therefore collectives of two sizes never meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from spanwise import _torch
+
+# Seconds between two looks of the thread: while calls are new, and at most.
+PERIOD = 1e-3
+IDLE = 20e-3
+GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
+FLUSH = 2.0  # seconds to compare the last calls before the process ends
+CONTEXTS = (12, 4, 1)  # numbers of calls before a call, from which it is expected
+RECENT = 4  # calls kept for errors
+_WIDTH = 30  # digests in one all-gather
+
+
+class Call(NamedTuple):
+    """A collective call in all that must be equal on all ranks.
+
+    Attributes:
+        plan: fingerprint of the plan.
+        name: of the function.
+        labels: of each of `values`; equal in all calls of a function.
+        values: hashable, with a `repr` that is equal in all processes.
+    """
+
+    plan: bytes
+    name: str
+    labels: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def facts(self) -> dict[str, str]:
+        """The parts of the call in words."""
+        return {"call": self.name, "plan": self.plan.hex()} | {
+            label: _in_words(value) for label, value in zip(self.labels, self.values, strict=True)
+        }
+
+
+def _in_words(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def in_words(facts: dict[str, str]) -> str:
+    """``name(plan 1f…, dtype float32, …)``."""
+    rest = ", ".join(f"{label} {value}" for label, value in facts.items() if label != "call")
+    return f"{facts['call']}({rest})"
+
+
+class Expectation:
+    """What the next call will be, from the calls so far: the plan of the last call, and what followed the last calls.
+
+    Equal histories give equal expectations, which is all that correctness needs.
+
+    >>> expected, a, b = Expectation(), Call(b"1", "f", (), (0,)), Call(b"1", "f", (), (1,))
+    >>> [expected.meets(call) for call in (a, b, a, b, a, b)]
+    [False, False, False, True, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._plan = b""
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        self._after: dict[tuple[int, ...], int] = {}
+        self._last: tuple[int, ...] = ()
+
+    def meets(self, call: Call) -> bool:
+        """Whether `call` is the expected one; it then belongs to the calls so far."""
+        kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
+        if len(self._after) > 4096:  # shapes that never come back
+            self._after.clear()
+        next_kind, last = None, self._last
+        for length in CONTEXTS:  # the longest context that has been seen decides
+            context = last[-length:]
+            if next_kind is None:
+                next_kind = self._after.get(context)
+            self._after[context] = kind
+        met = next_kind == kind and call.plan == self._plan
+        self._plan, self._last = call.plan, (*last, kind)[-CONTEXTS[0] :]
+        return met
+
+
+class CallLog:
+    """The calls of this rank in one process group, compared with those of its other ranks.
+
+    Making one is a collective of the group.
+
+    Args:
+        on_mismatch: called where this rank may wait in a collective that other ranks will never start.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_mismatch: Callable[[], None]) -> None:
+        self.name, self.rank, self.size = _torch.group_name(group), group.rank(), group.size()
+        self.count = self.confirmed = 0  # calls made; calls that all ranks made alike
+        self.error = ""
+        self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
+        self.host = _torch.host_group(group, "spanwise/calls")
+        self._store, self._on_mismatch = _torch.group_store(group), on_mismatch
+        self._lock = threading.Lock()
+        self._expected = Expectation()
+        self._digests: dict[Call, int] = {}
+        self._own: deque[int] = deque()  # digests that were not sent
+        self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
+        self._round: tuple[dist.Work, torch.Tensor] | None = None
+        self._broken = False
+        threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
+
+    def add(self, call: Call) -> tuple[int, bool]:
+        """Record a call; returns its number, and whether it was expected."""
+        digest = self._digests.get(call)
+        if digest is None:
+            if len(self._digests) >= 1024:
+                self._digests.clear()
+            plain = repr((call.plan, call.name, call.values)).encode()
+            digest = int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") >> 2
+            self._digests[call] = digest
+        expected = self._expected.meets(call)
+        number = self.count + 1
+        self.recent.append((number, call))
+        self._own.append(2 * digest + expected)
+        self.count = number
+        return number, expected
+
+    def confirm(self, number: int) -> None:
+        """Return when all ranks have made call `number` alike, or `error` is set.
+
+        Raises:
+            RuntimeError: the connections failed, or a rank is too late.
+        """
+        while self.confirmed < number and not self.error:
+            with self._lock:
+                if self.confirmed < number and not self.error:
+                    self._advance()
+
+    def settle(self, seconds: float) -> None:
+        """Compare what can be compared within some seconds; errors of connections are ignored."""
+        until = time.monotonic() + seconds
+        while self.confirmed < self.count and not self.error and not self._broken and time.monotonic() < until:
+            self.look()
+            time.sleep(PERIOD)
+
+    def look(self) -> None:
+        """A step of the comparison, if there is one to make; never waits."""
+        if self.error or self._broken or self.confirmed == self.count or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._advance(wait=False)
+        except RuntimeError:
+            self._broken = True  # a collective, or `confirm`, says why
+        finally:
+            self._lock.release()
+
+    def _advance(self, *, wait: bool = True) -> None:
+        # A rank takes part in a round while it has a call that some rank was not heard to make. All ranks that have
+        # made the next call see the same, so rounds of all ranks match.
+        if self._round is None:
+            self._round = self._start_round()
+        work, gathered = self._round
+        if wait or work.is_completed():
+            work.wait()
+            self._round = None
+            self._take(gathered)
+
+    def _start_round(self) -> tuple[dist.Work, torch.Tensor]:
+        digests = [self._own.popleft() for _ in range(min(len(self._own), _WIDTH))]
+        with _torch.without_modes():
+            sent = torch.tensor([len(digests), *digests, *[0] * (_WIDTH - len(digests))], dtype=torch.int64)
+            gathered = torch.empty(self.size, _WIDTH + 1, dtype=torch.int64)
+            return _torch.start_host_all_gather(self.host, sent, gathered), gathered
+
+    def _take(self, gathered: torch.Tensor) -> None:
+        with _torch.without_modes():
+            rows = gathered.tolist()
+        for heard, row in zip(self._heard, rows, strict=True):
+            heard.extend(row[1 : 1 + row[0]])
+        while all(self._heard):
+            digests = {heard.popleft() for heard in self._heard}
+            if len(digests) > 1:
+                self._mismatch(self.confirmed + 1, any(digest & 1 for digest in digests))
+                return
+            self.confirmed += 1
+
+    def _mismatch(self, number: int, started: bool) -> None:
+        """Set `error`. If no rank has started the call, all raise in it, and the log can go on."""
+        mine = [(n, call.facts()) for n, call in self.recent if n <= number]
+        text = describe(number, self.name, self._told(number, mine))
+        if started:
+            self.error = text
+            self._on_mismatch()
+            return
+        self.confirmed, self._expected = number, Expectation()
+        self.error = text
+
+    def raised(self) -> str:
+        """The text of a mismatch, empty if there is none."""
+        text = self.error
+        if text and self.confirmed == self.count:
+            self.error = ""  # all ranks raise here
+        return text
+
+    def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
+        """The last calls of each rank that answers, by rank."""
+        prefix = f"spanwise/calls/{self.name}/{number}"
+        told, until = {self.rank: mine}, time.monotonic() + GRACE
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+            for rank in range(self.size):
+                while rank not in told and time.monotonic() < until:
+                    if self._store.check([f"{prefix}/{rank}"]):
+                        told[rank] = json.loads(self._store.get(f"{prefix}/{rank}"))
+                    else:
+                        time.sleep(PERIOD)
+        return told
+
+
+def describe(number: int, name: str, told: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
+    """The text of a mismatch in call `number`.
+
+    >>> def calls(dtype): return [(1, {"call": "f", "plan": "1f", "dtype": "float32"}),
+    ...                           (2, {"call": "f", "plan": "1f", "dtype": dtype})]
+    >>> print(describe(2, "cp", {0: calls("float32"), 1: calls("float16"), 2: calls("float32")}))
+    ranks disagree on call 2 in group 'cp': ranks 0, 2: f(plan 1f, dtype float32); rank 1: dtype float16. The call \
+before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same calls in the same order
+    """
+    by_facts: dict[str, list[int]] = {}
+    for rank, calls in sorted(told.items()):
+        facts = next((facts for n, facts in calls if n == number), {"call": "an unknown call"})
+        by_facts.setdefault(json.dumps(facts), []).append(rank)
+    first: dict[str, str] | None = None
+    parts = []
+    for text, ranks in by_facts.items():
+        facts = json.loads(text)
+        said = in_words(facts)
+        if first is not None and facts.keys() == first.keys() and facts["call"] == first["call"]:
+            said = ", ".join(f"{label} {value}" for label, value in facts.items() if first[label] != value)
+        first = first or facts
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}")
+    before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in told.values()}
+    earlier = json.loads(before.pop()) if len(before) == 1 else []
+    tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
+    return (
+        f"ranks disagree on call {number} in group '{name}': {'; '.join(parts)}.{tail} Every rank must make the same "
+        f"calls in the same order"
+    )
+
+
+def _look(ref: weakref.ref[CallLog]) -> None:
+    period = PERIOD
+    while True:
+        time.sleep(period)
+        log = ref()
+        if log is None or sys.is_finalizing():
+            return
+        log.look()
+        period = PERIOD if log.confirmed < log.count else min(2 * period, IDLE)
+        del log
+
+
+# The log of each group; an entry dies with its group. None: no log can be.
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog | None] = weakref.WeakKeyDictionary()
+
+
+def log_of(group: dist.ProcessGroup, on_mismatch: Callable[[], None]) -> CallLog | None:
+    """The log of a group, made at the first call; None where ranks are simulated or are threads."""
+    if group not in _logs:
+        _logs[group] = CallLog(group, on_mismatch) if group.size() > 1 and _torch.has_processes(group) else None
+    return _logs[group]
+
+
+def known(group: dist.ProcessGroup) -> CallLog | None:
+    """The log of a group, if there is one."""
+    return _logs.get(group)
+
+
+def logs() -> list[CallLog]:
+    """The logs of the groups of this process; destroyed groups may live on as objects."""
+    found = [_logs.get(group) for group in (_torch.groups() if dist.is_initialized() else ())]
+    return [log for log in found if log is not None]
+
+
+@atexit.register
+def _finish() -> None:
+    """Compare the last calls before the process ends, so that no thread is inside the backend while Python ends."""
+    for log in logs():
+        log.settle(FLUSH)
+        log._broken = True
+        if text := log.raised():
+            print(f"spanwise: {text}", file=sys.stderr)
