@@ -1,4 +1,4 @@
-"""Ranks that make different calls: an error on every rank that says what each has, never a number and never an abort."""
+"""Ranks that make different calls: an error on every rank that says what each has; no number, and no abort."""
 
 from __future__ import annotations
 

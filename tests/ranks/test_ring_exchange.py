@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure, ring
+from spanwise.attention.exchange.errors import ExchangeError
 from spanwise.attention.exchange.refetch import Refetch
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
@@ -397,6 +398,6 @@ def test_a_lost_rank_is_named() -> None:
         outcomes = world.outcomes()
         for rank in (0, 1, 3):
             error = outcomes[rank].error
-            assert isinstance(error, spanwise.ExchangeError) and error.lost == (2,), outcomes[rank]
+            assert isinstance(error, ExchangeError) and error.lost == (2,), outcomes[rank]
             assert re.match(f"{what} failed on rank {rank} of 4", str(error)), error
             assert "lost: rank 2, connection closed from there" in str(error)
