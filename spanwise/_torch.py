@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -244,6 +244,19 @@ def mark_effectful(op: torch._ops.OpOverload) -> None:
     from torch._library.effects import EffectType
 
     torch.library._register_effectful_op(op, EffectType.ORDERED)
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[Callable[[Any], Any]]:
+    """Inside, operators make tensors that outlive inference mode and a mode of fake tensors.
+
+    Yields a function to call afterwards. It turns the tensors of a pytree into fake ones if a mode of those is active.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    fake: Any
+    with torch.inference_mode(False), unset_fake_temporarily() as fake:
+        yield lambda tree: tree if fake is None else _pytree.tree_map_only(torch.Tensor, fake.from_tensor, tree)
 
 
 def is_fake(x: torch.Tensor) -> bool:

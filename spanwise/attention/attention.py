@@ -244,7 +244,7 @@ def merged(
         tokens: positions of the rows of q, as the kernel takes them.
         options: as the kernel takes them.
     """
-    queries, merging = kernel.queries(q), Merging()
+    queries, merging = kernel.queries(q), Merging(q.dtype)
     top = None
     for chunk in chunks:
         kv = next(arriving)

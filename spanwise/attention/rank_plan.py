@@ -200,16 +200,18 @@ def local_plan(
             "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
         )
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
-    if mesh is not None and plan.num_ranks > 1:
-        compare_fingerprints(plan.fingerprint, mesh)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = for_plan(kernel, device)
     key = (rank, device, chosen)
-    if key not in plan.built:
-        plan.built[key] = build(plan, rank, device, kernel=chosen)
-    return plan.built[key]
+    # The tensors serve training too, whatever mode the first call is made in.
+    with _torch.plain_tensors() as to_active_mode:
+        if mesh is not None and plan.num_ranks > 1:
+            compare_fingerprints(plan.fingerprint, mesh)
+        if key not in plan.built:
+            plan.built[key] = build(plan, rank, device, kernel=chosen)
+    return to_active_mode(plan.built[key])
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
@@ -222,7 +224,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
         if num_ranks == 1:
             return 0
         raise ValueError(f"the plan is for {num_ranks} ranks and needs their mesh; got mesh=None")
-    shape = tuple(mesh.mesh.shape)
+    shape = tuple(mesh.shape)
     if inner > 1 and shape == (num_ranks // inner, inner):
         return mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
     if 1 < inner < num_ranks:

@@ -9,9 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from spanwise.attention.chunks import Chunk
+from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.merge import Merging, merge
 from spanwise.attention.kernels.reference import reference
 from spanwise.attention.kernels.sdpa import queries, sdpa, sdpa_part
+from spanwise.attention.kernels.table import KERNELS
 from tests.attention.test_kernels import MASKS, Case, Spans, assert_exact, dense, make_case, oracle, relative_error, run
 
 CUTS = (0, 0.35, 0.36, 0.36, 0.7, 1)  # uneven shares of the keys, one of them of no key
@@ -30,7 +33,7 @@ def in_parts(case: Case, cuts: tuple[float, ...] = CUTS) -> Callable:
     """A kernel that attends to the keys of a case chunk by chunk."""
 
     def attend(q, k, v, start, end, *, scale, softcap):
-        merging, shared = Merging(), queries(q)
+        merging, shared = Merging(q.dtype), queries(q)
         for i, j in chunks_of(case, cuts):
             mask = mask_of((start, end), i, j)
             merging.add(sdpa_part(shared, k[:, :, i:j], v[:, :, i:j], *mask, scale=scale, softcap=softcap))
@@ -68,7 +71,7 @@ def test_some_inputs_without_gradient(wanted: str) -> None:
     case = make_case(MASKS["documents"])
     want, mask = oracle(case), case.mask
     q = case.q.clone().requires_grad_(wanted == "q")
-    merging, shared, leaves = Merging(), queries(q), []
+    merging, shared, leaves = Merging(q.dtype), queries(q), []
     for n, (i, j) in enumerate(chunks_of(case, CUTS)):
         needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
         k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (case.k, case.v))
@@ -157,7 +160,7 @@ def saved_bytes(num_parts: int, dtype: torch.dtype, kernel: str = "sdpa") -> tup
             kept[storage.data_ptr()] = storage
         return x
 
-    merging, shared = Merging(), queries(q)
+    merging, shared = Merging(q.dtype), queries(q)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for (k_chunk, mask), (v_chunk, _) in zip(inputs[:num_parts], inputs[num_parts:], strict=True):
             if kernel == "sdpa":
@@ -183,7 +186,7 @@ def test_two_outputs_live_at_a_time() -> None:
 
     case = make_case(MASKS["documents"], dtype=torch.float32)
     q = case.q.requires_grad_()
-    merging, shared, parts = Merging(), queries(q), []
+    merging, shared, parts = Merging(q.dtype), queries(q), []
     for i, j in chunks_of(case, tuple(n / 8 for n in range(9))):
         part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
         parts.append(weakref.ref(part[0].untyped_storage()))
@@ -276,3 +279,23 @@ def test_a_change_in_place_is_noticed() -> None:
     q.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_out_is_rounded_once(kernel: str, dtype: torch.dtype) -> None:
+    """Parts rounded to the dtype of q would add to the error of the union."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 96, 16, generator=generator).to(dtype) for _ in range(3))
+    exact = torch.softmax(q.double() @ k.double().mT * 0.25, -1) @ v.double()
+    chosen, merging = KERNELS[kernel], Merging(q.dtype)
+    shared, options, positions = chosen.queries(q), AttentionOptions(scale=0.25), torch.arange(96)[None]
+    for i in range(0, 96, 24):
+        start = torch.zeros(1, 2, 96, dtype=torch.int32)
+        end = torch.stack([start[:, 0] + 24, start[:, 0]], 1)
+        chunk = Chunk(start, end, torch.arange(i, i + 24, dtype=torch.int32)[None], None, None, 1, False)
+        part = chosen.attend_part(shared, k[:, :, i : i + 24], v[:, :, i : i + 24], chunk, positions, options)
+        merging.add(part)
+    out, _ = merging.result()
+    assert out.dtype == dtype
+    assert (out - exact).norm() <= 1.02 * (exact.to(dtype) - exact).norm()

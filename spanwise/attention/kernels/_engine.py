@@ -103,17 +103,17 @@ class Engine:
         self._mask(scores, strip, spans)
         return scores
 
-    def transposed_scores(
+    def scores_and_slope(
         self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as ``[K, C, G * R]``, and the slope of the softcap at each."""
-        scores = torch.bmm(keys, q_tile.mT, out=self.buffer("scores", q_tile.shape[0], strip.width, q_tile.shape[1]))
+        """The same, and the slope of the softcap at each."""
+        scores = torch.bmm(q_tile, keys.mT, out=self.buffer("scores", *q_tile.shape[:2], strip.width))
         slope = None
         if self.softcap is not None:
             slope = self.buffer("slope", *scores.shape)
             torch.addcmul(scores.new_ones(()), scores.tanh_(), scores, value=-1, out=slope)
             scores.mul_(self.gain)
-        self._mask(scores.mT, strip, spans)
+        self._mask(scores, strip, spans)
         return scores, slope
 
     def _mask(self, scores: Tensor, strip: Strip, spans: Spans) -> None:

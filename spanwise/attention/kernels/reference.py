@@ -28,6 +28,16 @@ class Reference(Kernel):
             q_pos=q_pos, kv_pos=chunk.kv_pos,
         )  # fmt: skip
 
+    def queries(self, q: Tensor) -> Tensor:
+        """`q` in float32 (float64 for float64): its gradient is summed over all chunks before it is rounded."""
+        return q.to(lse_dtype(q))
+
+    def attend_part(
+        self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """`attend` with out in float32 (float64 for float64): it is rounded once, after the merge."""
+        return self.attend(queries, k.to(queries.dtype), v.to(queries.dtype), chunk, q_pos, options)
+
 
 def reference(
     q: Tensor,

@@ -95,16 +95,27 @@ def sdpa(
         raise ValueError('kernel="sdpa" does not support score_mod; use kernel="reference" or kernel="flex"')
     check_cpu(q, k, v, start, end, softcap)
     out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
-    return out, lse
+    return out, lse.to(lse_dtype(q))
 
 
 @torch.library.custom_op("spanwise::sdpa", mutates_args=())
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Out in the dtype of q, or as it was computed if `wide`; and lse in float64.
+
+    A float32 lse of 10,000 is wrong by up to 5e-4, and so would be all weights that the backward recomputes from it.
+    """
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    totals, tops = torch.ones(q.shape[:3], dtype=engine.dtype), torch.full(q.shape[:3], NO_KEY, dtype=engine.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype if wide else q.dtype)
+    totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
     heads = (engine.kv_heads, engine.group)
     for b, tile, spans in engine.tiles(start, end):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
@@ -130,9 +141,17 @@ def _sdpa(
 
 @_sdpa.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Any,
+    end: Any,
+    scale: float,
+    softcap: float | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=lse_dtype(q) if wide else q.dtype)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float64)
 
 
 @torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())
@@ -149,8 +168,9 @@ def _sdpa_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq in the dtype of lse; dk, dv in that of k, v. ``out`` None: grad_lse is already less rowsum(grad_out * out).
+    """dq in float32 (float64 for float64); dk, dv in the dtype of k, v.
 
+    ``out`` None: grad_lse is already less rowsum(grad_out * out).
     The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
@@ -161,36 +181,48 @@ def _sdpa_backward(
         rows = slice(tile.first, tile.stop)
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
-        shift = lse[b, :, rows].reshape(engine.kv_heads, -1)
-        is_empty = shift == NO_KEY
-        delta = grad_lse[b, :, rows].reshape(engine.kv_heads, -1).masked_fill(is_empty, 0).neg_()
+        row_lse = lse[b, :, rows].reshape(engine.kv_heads, -1, 1)
+        is_empty = row_lse == NO_KEY
+        delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
         if out is not None:
-            delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1)
-        shift = shift.mul(_LOG2_E).masked_fill_(is_empty, 0).unsqueeze(1)
-        delta = delta.unsqueeze(1)
-        dq_tile = engine.buffer("dq", q_tile.shape[0], q_tile.shape[2], q_tile.shape[1]).zero_()
+            delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
+        shift, share = _split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
+        delta = delta.to(engine.dtype).mul_(share)
+        do_tile.mul_(share)
+        dq_tile = engine.buffer("dq", *q_tile.shape).zero_()
         for strip in tile.strips:
             keys, values = engine.load_columns(k[b], strip, "k"), engine.load_columns(v[b], strip, "v")
-            scores, slope = engine.transposed_scores(q_tile, keys, strip, spans)
+            scores, slope = engine.scores_and_slope(q_tile, keys, strip, spans)
             weights = scores.sub_(shift).exp2_()
             _add_columns(dv[b], strip, weights, do_tile)
-            ds = torch.bmm(values, do_tile.mT, out=engine.buffer("ds", *weights.shape))
+            ds = torch.bmm(do_tile, values.mT, out=engine.buffer("ds", *weights.shape))
             ds.sub_(delta).mul_(weights)
             if slope is not None:
                 ds.mul_(slope)
-            dq_tile.baddbmm_(keys.mT, ds)
+            dq_tile.baddbmm_(ds, keys)
             _add_columns(dk[b], strip, ds, q_tile)
-        dq_rows = dq_tile.mul_(scale).unflatten(2, (engine.group, -1)).permute(0, 2, 3, 1)
-        dq[b].unflatten(0, heads)[:, :, rows] = dq_rows
+        dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.mul_(scale).unflatten(1, (engine.group, -1))
     dk.mul_(engine.unscale)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+def _split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A float64 lse as ``shift``, ``share`` of ``dtype``: ``exp(score - lse) = exp2(score * log2 e - shift) * share``.
+
+    Rows of grad_out and delta times `share` make all gradients right, at no cost for each score.
+    """
+    exact = lse * _LOG2_E
+    shift = exact.to(dtype)
+    # Beyond 2^24 scores of one row differ by 1 or more, and float64 knows less and less of the remainder.
+    rest = torch.where(shift.abs() < 2**24, shift.to(lse.dtype) - exact, 0)
+    return shift, rest.exp2_().to(dtype)
+
+
 def _add_columns(total: Tensor, strip: Strip, weights: Tensor, rows: Tensor) -> None:
-    """Adds weights ``[K, C, G * R]`` times rows ``[K, G * R, D]`` to the keys of a strip in total ``[K, T, D]``."""
+    """Adds transposed weights ``[K, G * R, C]`` times rows ``[K, G * R, D]`` to the strip in total ``[K, T, D]``."""
     column = 0
     for k0, k1 in strip.runs:
-        total[:, k0:k1].baddbmm_(weights[:, column : column + k1 - k0], rows)
+        total[:, k0:k1].baddbmm_(weights[:, :, column : column + k1 - k0].mT, rows)
         column += k1 - k0
 
 
@@ -212,13 +244,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, start, end, ctx.scale, ctx.softcap = inputs
+    q, k, v, start, end, ctx.scale, ctx.softcap, _ = inputs
     ctx.save_for_backward(q, k, v, *output, start, end)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.softcap)
-    return dq.to(dk.dtype), dk, dv, None, None, None, None
+    return dq.to(dk.dtype), dk, dv, None, None, None, None, None
 
 
 _sdpa.register_autograd(_backward, setup_context=_save)
@@ -251,8 +283,8 @@ def sdpa_part(
     Arguments and errors as of `sdpa`. It keeps only q, k, v and the spans for the backward.
 
     Returns:
-        out and lse as of `sdpa`, and a token ``[B, H, Q]`` without memory. Only `merge` may use the
-        three: it sends back other tensors than their gradients.
+        out in float32 (float64 for float64), to be rounded after the merge; lse in float64; and a token ``[B, H, Q]``
+        without memory. Only `merge` may use the three: it sends back other tensors than their gradients.
     """
     check_cpu(q.values, k, v, start, end, softcap)
     return _Part.apply(*q, k, v, start, end, scale, softcap)
@@ -284,7 +316,7 @@ class _Part(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, start, end)
         ctx.scale, ctx.softcap = scale, softcap
-        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
+        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap, True)
         return out, lse, lse.new_zeros(()).expand(lse.shape)
 
     @staticmethod

@@ -239,8 +239,8 @@ def measure_plan(rank: int, mesh: DeviceMesh, plan: Plan) -> tuple[int, int]:
     kept = saved - (share * (qk_dim + v_dim) * plan.itemsize if plan.inner > 1 else 0)
     forward, after, _ = copied_bytes(plan, mesh, [x.requires_grad_() for x in (q, k, v)], grad, kept)
     dist.barrier()
-    # Every exchange keeps the layer's output and its lse, in float32.
-    return _exchanged(forward), sum(after.values()) - grad.numel() * plan.itemsize - share * 4
+    # Every exchange keeps the layer's output and its lse, in float64.
+    return _exchanged(forward), sum(after.values()) - grad.numel() * plan.itemsize - share * 8
 
 
 def _exchanged(peaks: dict[str, int]) -> int:
