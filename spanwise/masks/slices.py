@@ -7,6 +7,8 @@ slice's span move by 0 or 1 key a row. So all checks look at bands, never at sin
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -14,6 +16,9 @@ import numpy as np
 from spanwise.masks import spans
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, int_array
+
+_PAIRS_AT_ONCE = 2**21
+"""Pairs of a band and a slice that are looked at together; they take about 300 MiB."""
 
 _NAMES = "0 full, 1 causal, 2 inverse causal, 3 bi-causal"
 
@@ -49,28 +54,57 @@ def from_slices(
     rows = _length(q, q_len, int(q[:, 1].max(initial=0)), "q")
     keys = _length(k, kv_len, rows, "k")
     limit = check_positive(max_spans, "max_spans")
-    end_step, start_step = kind & 1, kind >> 1
     # A slice that is taller than wide has rows without a key: the first ones if causal, the last ones if inverse
     # causal, all if both. Without them, slices have a key in every row, and disjoint ones never change their order.
     height, width = q[:, 1] - q[:, 0], k[:, 1] - k[:, 0]
     without = np.maximum(height - width, 0)
-    first, stop = q[:, 0] + without * end_step, q[:, 1] - without * start_step
+    first, stop = q[:, 0] + without * (kind & 1), q[:, 1] - without * (kind >> 1)
     some = np.flatnonzero((first < stop) & (width > 0) & ((kind < 3) | (without == 0)))
     edges = np.unique(np.concatenate([first[some], stop[some], [0, rows]]))
 
-    low = np.searchsorted(edges, first[some])
-    count = np.searchsorted(edges, stop[some]) - low
-    band = np.repeat(low - np.cumsum(count) + count, count) + np.arange(count.sum())
-    of = np.repeat(some, count)
-    start = k[of, 0] + start_step[of] * (edges[band] - q[of, 0])
-    end = k[of, 1] - end_step[of] * (q[of, 1] - 1 - edges[band])
-    pairs = _Pairs(band, of, start, end, start_step[of], end_step[of]).take(np.lexsort((start, band)))
-    gap, last_gap = _gaps(pairs, edges)
-    for n in np.flatnonzero(np.minimum(gap, last_gap) < 0)[:1]:
-        _refuse_overlap(pairs, int(n), int(gap[n]), edges, (q, k, kind))
-    pairs = _joined(pairs, (gap == 0) & (last_gap == 0))
+    low, high = np.searchsorted(edges, first[some]), np.searchsorted(edges, stop[some])
+    found = []
+    for begin, end in _groups(low, high, len(edges) - 1):
+        found.append(_of_bands(begin, end, some, low, high, edges, (q, k, kind)))
+    pairs = _Pairs(*map(np.concatenate, zip(*found, strict=True)))
     _check_spans(pairs, edges, limit)
     return *_rows(pairs, edges, rows), keys
+
+
+def _groups(low: Int64, high: Int64, num_bands: int) -> Iterable[tuple[int, int]]:
+    """Cuts the bands where about `_PAIRS_AT_ONCE` pairs of a band and a slice have come together."""
+    slices_of = np.bincount(low, minlength=num_bands + 1) - np.bincount(high, minlength=num_bands + 1)
+    pairs = np.cumsum(np.cumsum(slices_of)[:num_bands])
+    total = int(pairs[-1]) if len(pairs) else 0
+    cuts = np.searchsorted(pairs, np.arange(_PAIRS_AT_ONCE, total, _PAIRS_AT_ONCE), side="right")
+    return itertools.pairwise(np.unique([0, *cuts.tolist(), max(num_bands, 1)]).tolist())
+
+
+def _of_bands(
+    begin: int, end: int, some: Int64, low: Int64, high: Int64, edges: Int64, slices: tuple[Int64, Int64, Int64]
+) -> _Pairs:
+    """The spans of the bands ``[begin, end)``: pairs that touch in every row of a band are one.
+
+    Args:
+        some: slices with a key.
+        low, high: of each of them the first band, and one past the last.
+
+    Raises:
+        ValueError: two slices overlap.
+    """
+    q, k, kind = slices
+    from_band = np.maximum(low, begin)
+    count = np.maximum(np.minimum(high, end) - from_band, 0)
+    band = np.repeat(from_band - np.cumsum(count) + count, count) + np.arange(count.sum())
+    of = np.repeat(some, count)
+    start_step, end_step = kind[of] >> 1, kind[of] & 1
+    start = k[of, 0] + start_step * (edges[band] - q[of, 0])
+    stop = k[of, 1] - end_step * (q[of, 1] - 1 - edges[band])
+    pairs = _Pairs(band, of, start, stop, start_step, end_step).take(np.lexsort((start, band)))
+    gap, last_gap = _gaps(pairs, edges)
+    for n in np.flatnonzero(np.minimum(gap, last_gap) < 0)[:1]:
+        _refuse_overlap(pairs, int(n), int(gap[n]), edges, slices)
+    return _joined(pairs, (gap == 0) & (last_gap == 0))
 
 
 def _check_ranges(ranges: Any, name: str) -> Int64:
