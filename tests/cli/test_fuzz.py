@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -185,6 +186,31 @@ def test_a_wrong_call_that_is_accepted_is_found(monkeypatch) -> None:
     assert "make_plan raised TypeError" in check(dataclasses.replace(planned, refusal="a slip"), accepting).error
 
 
+def test_a_case_whose_ranks_are_lost_runs_again_once() -> None:
+    case = one_rank_case(refusal=None)
+    attempts = []
+    ranks = OneRank(lambda result: result)
+    ranks.timeout, once = 1.0, ranks.answers
+
+    def answers() -> list[Answer]:
+        attempts.append(1)
+        return [Answer(error="stuck")] if len(attempts) <= losses else once()
+
+    ranks.answers = answers
+    losses = 1
+    assert (outcome := check(case, ranks)).lost and outcome.error == "" and len(attempts) == 2
+    attempts.clear()
+    losses = 2
+    assert check(case, ranks).error == "ranks [0] ended or gave no answer in 1 s" and len(attempts) == 2
+    ranks.answers = lambda: [Answer(error="stuck"), Answer(None, "KeyError", "x")]
+    assert "rank 1 raised KeyError: x" in check(case, ranks).error
+
+
+def end_later(rank, mesh):
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return rank
+
+
 def test_every_refusal_fits_some_case() -> None:
     found = {random_case(0, index).refusal for index in range(4000)}
     assert found == {None, *REFUSALS}
@@ -244,8 +270,8 @@ def test_ranks_that_fail_end_or_hang_are_told_apart_and_replaced() -> None:
         ranks.start(shape, fn)
         return ranks.answers()
 
-    with Ranks(4) as ranks:
-        assert [x.result for x in call(answer_rank, (2, 2))] == [(rank, (2, 2)) for rank in range(4)]
+    with Ranks(2) as ranks:
+        assert [x.result for x in call(answer_rank, (1, 2))] == [(rank, (1, 2)) for rank in range(2)]
         failed = call(fail_on_one)
         assert (failed[0].result, failed[1].error) == (0, "KeyError") and "fail_on_one" in failed[1].trace
         assert call(end_on_one)[1].error == "died"
@@ -254,4 +280,6 @@ def test_ranks_that_fail_end_or_hang_are_told_apart_and_replaced() -> None:
         ranks.timeout = 1.0
         assert [x.error for x in call(hang_on_one)] == ["", "stuck"]
         ranks.timeout = 60.0
-        assert call(answer_rank, (3,))[2].result == (2, (3,))
+        assert call(end_later)[1].result == 1
+        time.sleep(1.0)
+        assert call(answer_rank, (2,))[1].result == (1, (2,))

@@ -32,21 +32,32 @@ class Outcome:
         case: the case.
         error: the failure in one or a few lines; empty if the case passed.
         worst: largest relative error by result.
+        lost: whether ranks ended or hung at a first attempt, and the case ran again on new ones.
     """
 
     case: Case
     error: str = ""
     worst: dict[str, float] = dataclasses.field(default_factory=dict)
+    lost: bool = False
 
 
 class Failed(Exception):
     """A difference between what is expected and what was found."""
 
 
+class Lost(Exception):
+    """Ranks ended or hung, and no rank raised an error."""
+
+
 def check(case: Case, ranks: Ranks) -> Outcome:
     """Run a case on its ranks and compare it; a case that must be refused passes if every rank raises ValueError."""
     try:
         return Outcome(case, worst=_compared(case, ranks))
+    except Lost:  # also where gloo does not connect, or memory is short: a defect shows again
+        try:
+            return Outcome(case, worst=_compared(case, ranks), lost=True)
+        except (Failed, Lost) as failure:
+            return Outcome(case, str(failure), lost=True)
     except Failed as failure:
         return Outcome(case, str(failure))
 
@@ -69,13 +80,14 @@ def _compared(case: Case, ranks: Ranks) -> dict[str, float]:
     visible = torch.from_numpy(cells(case.masks[case.mask]))
     whole = None if case.refusal else expected(inputs, visible, options)  # while the ranks work
     answers = ranks.answers()
+    lost = [rank for rank, answer in enumerate(answers) if answer.error in ("died", "stuck")]
+    if lost and {answer.error for answer in answers} <= {"", "died", "stuck"}:
+        raise Lost(f"ranks {lost} ended or gave no answer in {ranks.timeout:g} s")
     if whole is None:
         return _refused(case, answers)
     for rank, answer in enumerate(answers):
-        if answer.error and answer.error != "stuck":
+        if answer.error and rank not in lost:
             raise Failed(f"rank {rank} raised {answer.error}: {answer.text}\n{answer.trace}".rstrip())
-    if any(answer.error for answer in answers):
-        raise Failed(f"ranks {[r for r, answer in enumerate(answers) if answer.error]} gave no answer")
     return _differences(case, plan, whole, visible, [answer.result for answer in answers])
 
 

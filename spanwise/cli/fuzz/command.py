@@ -92,6 +92,8 @@ def fuzz(options: FuzzOptions) -> int:
     for failure in result["failures"]:
         print(f"spanwise fuzz --case {failure['case']}\n    {failure['error']}", flush=True)
     print(f"{len(outcomes) - len(result['failures'])} of {len(outcomes)} cases passed in {result['seconds']:.0f} s")
+    if result["lost"]:
+        print(f"ranks ended or hung at the first attempt, and ran again: {', '.join(result['lost'])}")
     write_text(options.out, lambda: json_text(result))
     return 1 if result["failures"] else 0
 
@@ -134,6 +136,7 @@ def summary(options: FuzzOptions, chosen: int, outcomes: Sequence[Outcome], seco
         "machine": f"{platform.machine()}, {platform.system()}",
         "cases": len(outcomes),
         "failures": [{"case": x.case.name, "error": x.error} for x in outcomes if x.error],
+        "lost": [x.case.name for x in outcomes if x.lost],
         "refused": sum(x.case.refusal is not None and not x.error for x in outcomes),
         "counts": {group: dict(sorted(found.items())) for group, found in sorted(counts.items())},
         "tolerances": TOLERANCES,

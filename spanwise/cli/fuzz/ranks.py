@@ -7,6 +7,7 @@ A call that hangs or ends a rank costs the pool its processes; the next call sta
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -68,16 +69,20 @@ class Ranks:
 
     def start(self, shape: tuple[int, ...], fn: Callable[..., Any], *args: Any) -> None:
         """Begin ``fn(rank, mesh, *args)`` on all ranks of a mesh of that shape; `answers` has the results."""
+        try:
+            self._begin(shape, fn, args)
+        except OSError:  # a rank has ended since its last answer
+            self._stop()
+            self._begin(shape, fn, args)
+
+    def _begin(self, shape: tuple[int, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if not self._workers:
             self._start()
         if shape not in self._meshes:  # all processes make the groups of a mesh together
             self._send(self.size, ("mesh", shape))
             self._meshes.add(shape)
-        count = 1
-        for n in shape:
-            count *= n
-        self._send(count, ("call", shape, fn, args))
-        self._waiting = count
+        self._waiting = math.prod(shape)
+        self._send(self._waiting, ("call", shape, fn, args))
 
     def answers(self) -> list[Answer]:
         """The answers to the call begun last, by rank."""
@@ -147,9 +152,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except (EOFError, ConnectionError):
             os._exit(0)
         if kind == "mesh":
-            count = int(torch.tensor(shape).prod())
             names = ("cp",) if len(shape) == 1 else ("cp_outer", "cp_inner")
-            meshes[shape] = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
+            meshes[shape] = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
             continue
         fn, args = call
         try:
