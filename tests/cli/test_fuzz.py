@@ -50,6 +50,8 @@ def test_a_case_follows_from_its_seed_and_index_alone() -> None:
     some = list(FuzzOptions(num_cases=100, ranks=2, only=("ring", "float64")).chosen())
     assert 0 < len(some) < 20 and all(every[case.name] == case for case in some)
     assert all(case.num_ranks == 2 and case.exchange == "ring" and case.dtype == "float64" for case in some)
+    two_levels = list(FuzzOptions(num_cases=100, only=("two levels", "ring", "GQA")).chosen())
+    assert two_levels and all(case.levels[1] > 1 and case.heads[0] > case.heads[1] for case in two_levels)
     assert [case.name for case in FuzzOptions(case="3:17").chosen()] == ["3:17"]
 
 

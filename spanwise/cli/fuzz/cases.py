@@ -1,6 +1,7 @@
 """Random attention calls in words: masks, ranks, exchange, shapes, options. Imports nothing of spanwise.
 
-A case follows from a seed and an index alone: filters skip cases, they do not change them.
+A case follows from a seed and an index alone: filters skip cases, they do not change them. Another version of numpy may
+draw other numbers from the same seed.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Case:
         exchange = self.exchange
         if self.exchange == "needed" and self.stages is not None:
             exchange += f" in {self.stages}"
-        if self.levels[1] > 1 or self.levels[0] < 1:
+        if self.levels[1] > 1:
             exchange = f"two levels, {exchange}"
         mask = self.masks[self.mask].kind
         options = [name for name in ("sinks", "lse", "max_logit") if getattr(self, name)]

@@ -68,7 +68,8 @@ class FuzzOptions:
         for index in range(self.num_cases):
             case = random_case(self.seed, index)
             kinds = case.kinds()
-            words = {*kinds.values(), *(kind.removeprefix("option ") for kind in kinds), case.exchange}
+            words = {word for kind in kinds.values() for word in kind.split(", ")} | {case.exchange}
+            words |= {group.removeprefix("option ") for group in kinds}
             if self.ranks in (None, case.num_ranks) and words.issuperset(self.only):
                 yield case
 
