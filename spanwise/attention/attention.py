@@ -198,11 +198,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> 
     All errors come first: an error on one rank after an exchange has started would leave the others waiting.
     """
     plan, options, request = call.plan, call.options, call.request
-    if not isinstance(plan, (Plan, RankPlan)):
-        raise ValueError(
-            f"context_parallel_attention needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
-            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
-        )
+    check_plan(plan, "context_parallel_attention")
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
     kernel = resolve(call.kernel, q.device, options.score_mod)
@@ -222,6 +218,15 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> 
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
     return local, kernel
+
+
+def check_plan(plan: object, caller: str) -> None:
+    """``ValueError`` for anything but a plan."""
+    if not isinstance(plan, (Plan, RankPlan)):
+        raise ValueError(
+            f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
+        )
 
 
 def merged(

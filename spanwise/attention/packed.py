@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.attention import Aux, AuxRequest, check_plan, context_parallel_attention
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.rank_plan import RankPlan, rank_on
 from spanwise.planning.plan import Plan
@@ -70,6 +70,7 @@ def packed_attention(
                 f"packed q, k and v must be [tokens, heads, head_dim], got {shapes}; context_parallel_attention takes "
                 f"[batch, heads, tokens, head_dim]"
             )
+    check_plan(plan, "packed_attention")
     if isinstance(plan, Plan):
         rank = rank_on(mesh, plan.num_ranks, plan.inner)
         held = plan.layout.num_tokens(rank), plan.kv_layout.num_tokens(rank)

@@ -1,4 +1,4 @@
-"""The commands of the command line: ``train``, ``verify``, ``plan``, ``calibrate``, ``overlap`` and ``bench``."""
+"""The commands of the command line: train, verify, fuzz, plan, calibrate, overlap and bench."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from spanwise.cli.bench import kernels, layout, memory, packed, plan
 from spanwise.cli.calibrate import CalibrateOptions, calibrate
 from spanwise.cli.command import command
+from spanwise.cli.fuzz.command import FuzzOptions, fuzz
 from spanwise.cli.overlap import OverlapOptions, overlap
 from spanwise.cli.plan import PlanOptions
 from spanwise.cli.plan import plan as plan_command
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("train")(command(TrainConfig, train, torchrun=True, leave_out=("vocab_size", "rope_theta", "norm_eps")))
 app.command("verify")(command(VerifyConfig, verify))
+app.command("fuzz")(command(FuzzOptions, fuzz))
 app.command("plan")(command(PlanOptions, plan_command))
 app.command("calibrate")(command(CalibrateOptions, calibrate, torchrun=True))
 app.command("overlap")(command(OverlapOptions, overlap))

@@ -1,8 +1,8 @@
 """SpanMask: an attention mask as a few key intervals for each query row.
 
 The head of the data flow: mask -> balancer -> layout -> plan. The class holds the arrays; array functions do the work:
-`patterns` (named masks), `spans` (canonical form, set operations, unions), `blocks` (block tables), and `flex`
-(FlexAttention, imported when called because it needs torch).
+`patterns` (named masks), `spans` (canonical form, set operations, unions), `blocks` (block tables), `slices`, and
+`flex` (FlexAttention, imported when called because it needs torch).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, patterns, spans
+from spanwise.masks import blocks, patterns, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import check_length, check_like, check_positive, check_runs, check_spans, check_unbatched
 from spanwise.masks.span_arrays import SpanArrays
@@ -229,6 +229,36 @@ class SpanMask(SpanArrays):
         from spanwise.masks import flex
 
         return cls._trusted(*flex.from_mask_mod(mask_mod, q_len, kv_len, max_spans, batch_size, device))
+
+    @classmethod
+    def from_slices(
+        cls,
+        q_ranges: Any,
+        k_ranges: Any,
+        types: Any,
+        *,
+        q_len: SupportsIndex | None = None,
+        kv_len: SupportsIndex | None = None,
+        max_spans: SupportsIndex = 64,
+    ) -> SpanMask:
+        """The union of slices: rectangles of queries and keys, whole or cut along diagonals, as in MagiAttention.
+
+        Args:
+            q_ranges, k_ranges: integers ``[num_slices, 2]``: the queries and the keys ``[start, stop)`` of each slice.
+            types: integers ``[num_slices]``. 0 full; 1 causal: the last query reads all keys, each query before it one
+                key less at the end (bottom-right aligned); 2 inverse causal: the first query reads all keys, each query
+                after it one key less at the start (top-left aligned); 3 bi-causal: the keys of both 1 and 2.
+            q_len, kv_len: default to the largest end of ``q_ranges``, and to ``q_len``.
+            max_spans: the most spans that a row may need; slices that touch in a row are one span.
+
+        Raises:
+            ValueError: slices overlap, ranges end beyond the lengths, a row needs more spans.
+
+        Examples:
+            >>> SpanMask.from_slices([[0, 4], [4, 8]], [[0, 4], [2, 8]], [1, 3]).area()
+            array([[1, 2, 3, 4, 3, 3, 3, 3]])
+        """
+        return cls._trusted(*slices.from_slices(q_ranges, k_ranges, types, q_len, kv_len, max_spans))
 
     def __and__(self, other: SpanMask) -> SpanMask:
         """Keys that both masks read. Lengths agree; a batch of 1 goes with any.

@@ -241,6 +241,13 @@ def test_tensors_that_are_no_shards(edit: Any, match: str, exchange: str, starte
     assert not started
 
 
+@pytest.mark.parametrize("given", [None, UNPADDED.mask()], ids=["None", "a mask"])
+def test_something_else_in_place_of_a_plan(given: Any) -> None:
+    q = torch.randn(4, 2, 8)
+    with pytest.raises(ValueError, match="packed_attention needs a Plan or RankPlan, got"):
+        spanwise.packed_attention(q, q, q, given, None)
+
+
 @pytest.mark.parametrize("exchange", ["needed", "ulysses"])
 def test_heads_that_the_plan_was_not_made_for(exchange: str, started: list[str]) -> None:
     """Ranks whose heads differ would exchange messages of different sizes: each of them sees it for itself."""

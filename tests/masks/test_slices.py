@@ -1,0 +1,225 @@
+"""Slices: SpanMask.from_slices and to_slices against cells drawn one by one."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanwise import SpanMask
+from spanwise.masks import slices
+from tests.masks.test_properties import check_canonical, masks
+
+
+def cells(q_ranges, k_ranges, types, q_len, kv_len):
+    """How many slices hold each cell, by their definition."""
+    held = np.zeros((q_len, kv_len), int)
+    for (q0, q1), (k0, k1), kind in zip(q_ranges, k_ranges, types, strict=True):
+        for i in range(q0, q1):
+            for j in range(k0, k1):
+                below = j - k1 <= i - q1  # at or below the diagonal that ends in the bottom right corner
+                above = j - k0 >= i - q0  # at or above the one that begins in the top left corner
+                held[i, j] += [True, below, above, below and above][kind]
+    return held
+
+
+def random_slices(rng, q_len, kv_len, count):
+    q = np.sort(rng.integers(0, q_len + 1, (count, 2)), axis=1)
+    k = np.sort(rng.integers(0, kv_len + 1, (count, 2)), axis=1)
+    return q, k, rng.integers(0, 4, count)
+
+
+def disjoint_slices(rng, q_len, kv_len, count):
+    """Random slices without those that would overlap an earlier one; many of them touch."""
+    held, kept = np.zeros((q_len, kv_len), int), []
+    for q, k, kind in zip(*random_slices(rng, q_len, kv_len, count), strict=True):
+        more = cells([q], [k], [kind], q_len, kv_len)
+        if not (held & more).any():
+            held += more
+            kept.append((q.tolist(), k.tolist(), int(kind)))
+    return [list(x) for x in zip(*kept, strict=True)] or [[], [], []], held > 0
+
+
+# Matrices that MagiAttention's reference of flex_flash_attn_func shows for 5 queries x 2 keys and 2 x 5.
+SHOWN = {
+    (1, 5, 2): ["00", "00", "00", "10", "11"],
+    (1, 2, 5): ["11110", "11111"],
+    (2, 5, 2): ["11", "01", "00", "00", "00"],
+    (2, 2, 5): ["11111", "01111"],
+    (3, 5, 2): ["00", "00", "00", "00", "00"],
+    (3, 2, 5): ["11110", "01111"],
+    (3, 3, 3): ["100", "010", "001"],
+    (0, 2, 2): ["11", "11"],
+}
+
+
+@pytest.mark.parametrize(("kind", "q", "k"), SHOWN)
+def test_types(kind, q, k):
+    dense = SpanMask.from_slices([[0, q]], [[0, k]], [kind], kv_len=k).dense()[0]
+    assert ["".join(map(str, row)) for row in dense.astype(int)] == SHOWN[kind, q, k]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 14), st.integers(0, 14), st.integers(0, 12))
+def test_disjoint_slices_hold_exactly_their_cells(seed, q_len, kv_len, count):
+    given_slices, expected = disjoint_slices(np.random.default_rng(seed), q_len, kv_len, count)
+    mask = SpanMask.from_slices(*given_slices, q_len=q_len, kv_len=kv_len)
+    np.testing.assert_array_equal(mask.dense()[0], expected)
+    with mock.patch.object(slices, "_PAIRS_AT_ONCE", 3):  # in several groups of bands
+        assert SpanMask.from_slices(*given_slices, q_len=q_len, kv_len=kv_len) == mask
+    check_canonical(mask)
+    check_round_trip(mask)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 14), st.integers(1, 14), st.integers(2, 5))
+def test_slices_that_overlap_are_refused_and_others_are_not(seed, q_len, kv_len, count):
+    q, k, kind = random_slices(np.random.default_rng(seed), q_len, kv_len, count)
+    held = cells(q, k, kind, q_len, kv_len)
+    if held.max() < 2:
+        assert SpanMask.from_slices(q, k, kind, q_len=q_len, kv_len=kv_len).area().sum() == held.sum()
+        return
+    with pytest.raises(ValueError, match=r"slices (\d+) .* and (\d+) .* both hold key (\d+) of row (\d+)") as error:
+        SpanMask.from_slices(q, k, kind, q_len=q_len, kv_len=kv_len)
+    words = str(error.value).replace(";", "").split()
+    one, two = int(words[words.index("slices", 4) + 1]), int(words[words.index("and") + 1])
+    key, row = int(words[words.index("key") + 1]), int(words[words.index("row") + 1])
+    assert all(cells([q[s]], [k[s]], [kind[s]], q_len, kv_len)[row, key] for s in (one, two)) and one < two
+
+
+def check_round_trip(mask):
+    q, k, kind = mask.to_slices()
+    assert q.dtype == k.dtype == kind.dtype == np.int32 and q.shape == k.shape == (len(kind), 2)
+    lengths = {"q_len": mask.q_len, "kv_len": mask.kv_len, "max_spans": mask.num_spans}
+    assert SpanMask.from_slices(q, k, kind, **lengths) == mask
+    held = cells(q, k, kind, mask.q_len, mask.kv_len)
+    np.testing.assert_array_equal(held, mask.dense()[0])  # disjoint, and nothing but the mask
+    assert [*map(tuple, np.c_[q[:, 0], k[:, 0]])] == sorted(map(tuple, np.c_[q[:, 0], k[:, 0]]))
+
+
+@given(masks(batch=1))
+def test_round_trip_of_any_mask(mask):
+    check_round_trip(mask)
+
+
+CU = [0, 1, 2, 4, 4, 9, 20, 33]
+NAMED = {
+    "full": (SpanMask.full(7), 1),
+    "cross": (SpanMask.full(7, 3), 1),
+    "causal": (SpanMask.causal(9), 1),
+    "nothing": (SpanMask([[0] * 5], [[0] * 5], 4), 0),
+    "no rows": (SpanMask.full(0, 3), 0),
+    "window": (SpanMask.sliding_window(30, 4), 2),
+    "two-sided window": (SpanMask.sliding_window(30, 4, 3), 3),
+    # The first two documents are one diagonal slice, which also holds the first token of the third.
+    "documents": (SpanMask.documents(CU), 5),
+    "documents, not causal": (SpanMask.documents(CU, causal=False), 5),
+    "documents with a window": (SpanMask.documents(CU, window=(3, 0)), 8),
+    "prefix": (SpanMask.prefix_lm([0, 9, 20], [3, 4]), 4),
+    "shared prefix": (SpanMask.shared_prefix(5, [3, 4, 2]), 4),
+    "frames": (SpanMask.block_causal(20, 4), 5),
+    "frames with global tokens": (SpanMask.block_causal(20, 4, num_previous=1, global_tokens=2), 6),
+    "window and sink": (SpanMask.sliding_window(30, 4) | SpanMask([[0] * 30], [[2] * 30], 30), 4),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_masks_are_few_slices(name):
+    mask, expected = NAMED[name]
+    check_round_trip(mask)
+    assert len(mask.to_slices()[2]) == expected
+
+
+def test_a_chain_that_changes_its_slot_is_one_slice():
+    """Keys 20 to 30 are the second span of rows 5 to 9, and the first of the others."""
+    q, k, kind = [[0, 20], [5, 10]], [[20, 30], [0, 3]], [0, 1]
+    back = SpanMask.from_slices(q, k, kind, kv_len=30).to_slices()
+    assert [x.tolist() for x in back] == [[[0, 20], [7, 10]], [[20, 30], [0, 3]], [0, 1]]
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=9))
+def test_stretches_of_moves_take_as_few_slices_as_can_be(moves):
+    """One span a row, whose ends move as told; the fewest slices by trying every cut."""
+    low, high = [20], [40]
+    for move in moves:
+        low.append(low[-1] + (move >> 1))
+        high.append(high[-1] + (move & 1))
+    fewest = [0]  # slices of the first n rows
+    for n in range(1, len(low) + 1):
+        cuts = [c for c in range(n) if len(set(moves[c : n - 1])) <= 1]
+        fewest.append(1 + min(fewest[c] for c in cuts))
+    mask = SpanMask([low], [high], 60)
+    check_round_trip(mask)
+    assert len(mask.to_slices()[2]) == fewest[-1]
+
+
+def test_lengths_are_inferred_or_given():
+    assert SpanMask.from_slices([[0, 4]], [[0, 4]], [1]) == SpanMask.causal(4)
+    assert SpanMask.from_slices([[0, 4]], [[0, 9]], [0], kv_len=9) == SpanMask.full(4, 9)
+    longer = SpanMask.from_slices([[0, 4]], [[0, 4]], [1], q_len=6)
+    assert longer.area().tolist() == [[1, 2, 3, 4, 0, 0]] and longer.kv_len == 6
+    assert SpanMask.from_slices([], [], []) == SpanMask.full(0)
+    assert SpanMask.from_slices([], [], [], q_len=2, kv_len=3).area().tolist() == [[0, 0]]
+
+
+def test_spans_are_limited_exactly():
+    """Five keys apart in every row; and in a band of two rows, pairs that touch in one row each."""
+    q, k = [[0, 3]] * 5, [[2 * j, 2 * j + 1] for j in range(5)]
+    assert SpanMask.from_slices(q, k, [0] * 5, kv_len=9, max_spans=5).num_spans == 5
+    with pytest.raises(ValueError, match="rows 0 to 2 need 5 spans, more than max_spans=4; pass max_spans=5"):
+        SpanMask.from_slices(q, k, [0] * 5, kv_len=9, max_spans=4)
+    # Row 0: [0, 2), [2, 4), [6, 8); row 1: [0, 2), [3, 4), [4, 8).
+    some = ([[0, 2], [0, 2], [0, 1], [1, 2]], [[0, 2], [2, 4], [6, 8], [4, 8]], [0, 2, 0, 0])
+    assert SpanMask.from_slices(*some, kv_len=8, max_spans=2).num_spans == 2
+    touching = ([[0, 2], [0, 2], [0, 2]], [[0, 2], [2, 5], [5, 9]], [0, 3, 0])
+    assert SpanMask.from_slices(*touching, kv_len=9, max_spans=2).area().tolist() == [[8, 8]]
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        (
+            ([[0, 4]], [[0, 4]], [4]),
+            r"must be 0 full, 1 causal, 2 inverse causal, 3 bi-causal, but types\[0\] = 4",
+        ),
+        (([[0, 4]], [[0, 4]], [[1]]), r"types must be integers \[num_slices\]"),
+        (([[0, 4]], [[0, 4]], ["full"]), "types must hold integers"),
+        (([[0, 4]], [[0, 4]], [1, 0]), "got 1, 1 and 2"),
+        (([[3, 2]], [[0, 4]], [1]), r"0 <= start <= stop, but q_ranges\[0\] = \[3, 2\]"),
+        (([[0, 4]], [[-1, 4]], [1]), r"0 <= start <= stop, but k_ranges\[0\] = \[-1, 4\]"),
+        (([0, 4], [[0, 4]], [1]), r"q_ranges must be integers \[num_slices, 2\]"),
+        (([[0.0, 4.0]], [[0, 4]], [1]), "q_ranges must hold integers"),
+        (([[0, 4]], [[0, 5]], [1]), r"k_ranges\[0\] = \[0, 5\] ends after kv_len=4 \(by default q_len\); pass"),
+        (([[0, 2**31]], [[0, 4]], [1]), "q_len must be between 0 and"),
+    ],
+)
+def test_wrong_slices(slices, message):
+    with pytest.raises(ValueError, match=message):
+        SpanMask.from_slices(*slices)
+
+
+def test_wrong_lengths_and_batched_masks():
+    with pytest.raises(ValueError, match=r"q_ranges\[1\] = \[4, 9\] ends after q_len=8; pass the right q_len"):
+        SpanMask.from_slices([[0, 4], [4, 9]], [[0, 4], [0, 4]], [1, 1], q_len=8)
+    with pytest.raises(ValueError, match=r"to_slices needs an unbatched mask.*mask.row\(b\)"):
+        SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).to_slices()
+
+
+def test_many_slices_of_a_long_sequence_take_no_loop_over_tokens():
+    """10,000 slices of 1M tokens, both ways; a loop over tokens would take tens of seconds."""
+    cu = np.unique(np.r_[0, np.random.default_rng(0).integers(1, 2**20, 4999), 2**20])
+    documents = np.stack([cu[:-1], cu[1:]], axis=1)
+    prompt = np.c_[np.zeros(len(documents), int), np.full(len(documents), 64)]
+    after = documents[:, 0] >= 64
+    q = np.concatenate([documents, documents[after]])
+    k = np.concatenate([documents, prompt[after]])
+    kind = np.r_[np.ones(len(documents), int), np.zeros(after.sum(), int)]
+    start = time.perf_counter()
+    mask = SpanMask.from_slices(q, k, kind)
+    back = mask.to_slices()
+    assert time.perf_counter() - start < 5
+    assert SpanMask.from_slices(*back) == mask and len(back[2]) <= len(kind)
+    lens = np.diff(cu)
+    assert mask.area().sum() == (lens * (lens + 1) // 2).sum() + 64 * lens[after].sum()
