@@ -205,3 +205,19 @@ def is_fake(x: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(x, FakeTensor) or x.is_meta
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Identity of a tensor's storage while one of its tensors lives; fake tensors have one, but no address."""
+    return x.untyped_storage()._cdata
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`x` on ``device``; through pinned memory to CUDA, so that the host does not wait. Fake tensors cannot be pinned.
+
+    >>> to_device(torch.ones(2), torch.device("cpu"))
+    tensor([1., 1.])
+    """
+    if device.type != "cuda" or is_fake(x):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

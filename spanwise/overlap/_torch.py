@@ -28,6 +28,7 @@ from spanwise._torch import is_fake as is_fake
 from spanwise._torch import start_all_gather as start_all_gather
 from spanwise._torch import start_all_reduce as start_all_reduce
 from spanwise._torch import start_reduce_scatter as start_reduce_scatter
+from spanwise._torch import storage_id as storage_id
 from spanwise._torch import tree_leaves as tree_leaves
 from spanwise._torch import tree_map as tree_map
 from spanwise._torch import wait as wait
