@@ -254,11 +254,10 @@ def compile_inductor(
             return None if None in (*known, fingerprint) else (*known, fingerprint)
 
     # Other passes that reorder communication would run after this one.
-    patches |= {
-        "post_grad_custom_post_pass": Pass(),
-        "reorder_for_compute_comm_overlap": False,
-        "aten_distributed_optimizations.enable_overlap_scheduling": False,
-    }
+    patches |= {"post_grad_custom_post_pass": Pass(), "reorder_for_compute_comm_overlap": False}
+    for name in ("enable_overlap_scheduling", "enable_simple_overlap"):  # the latter from torch 2.14 on
+        if hasattr(config.aten_distributed_optimizations, name):
+            patches[f"aten_distributed_optimizations.{name}"] = False
     return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
 
 
@@ -311,7 +310,8 @@ def torch_overlap_pass(
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or spec.loader is None:
         raise NotImplementedError(f"torch {torch.__version__} has no {name}")
-    spec = importlib.util.spec_from_file_location("spanwise.overlap._torch.overlap_scheduling", spec.origin)
+    # A sibling of the original, whose relative imports it keeps.
+    spec = importlib.util.spec_from_file_location(f"{name}_of_spanwise", spec.origin)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up while the module runs
@@ -322,14 +322,16 @@ def torch_overlap_pass(
     try:
         module.estimate_roofline_runtime_ms = lambda node: 0.0
         module.MemoryTracker = functools.partial(module.MemoryTracker, device_filter=lambda device: True)
+        known = inspect.signature(module.schedule_overlap_bucketing)
+        newer = {"pre_bucketing_fsdp_collectives": False}  # torch 2.13
         run = functools.partial(
             module.schedule_overlap_bucketing,
             custom_runtime_estimation=estimate,
             compute_estimator="analytical",
             collective_bucketing=bucket,
-            pre_bucketing_fsdp_collectives=False,
+            **{name: value for name, value in newer.items() if name in known.parameters},
         )
-        inspect.signature(module.schedule_overlap_bucketing).bind(gm, **run.keywords)
+        known.bind(gm, **run.keywords)
     except (AttributeError, TypeError) as error:
         raise NotImplementedError(f"torch {torch.__version__} has another overlap pass: {error}") from error
     return run(gm)
