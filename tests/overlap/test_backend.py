@@ -118,7 +118,8 @@ def called(code: str) -> list[Event]:
     for line in code.split("def call(")[1].splitlines():
         buffers = re.findall(r"buf\d+", line)
         if match := re.search(
-            r"(?:empty_strided_cpu|reinterpret_tensor|assert_size_stride)\((?:\w+, )?(\(.*?\))", line
+            r"(?:empty_strided_cpu|reinterpret_tensor|assert_size_stride|assert_tensor_metadata)\((?:\w+, )?(\(.*?\))",
+            line,
         ):
             # An allocation, memory used again in another shape, or what comes after a collective.
             if "extern_kernels" not in line and buffers:
