@@ -5,6 +5,7 @@ Names that both halves use are defined in `spanwise._torch` and imported here: t
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from spanwise._torch import comparison_device
 from spanwise._torch import find_group as find_group
@@ -36,6 +38,30 @@ from spanwise._torch import wait as wait
 functional_collectives = torch.ops._c10d_functional
 autograd_collectives = torch.ops._c10d_functional_autograd
 shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
+
+
+def _flex_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, _node_meta: Any, **__: Any) -> float:
+    return sdpa_flop_count(q.shape, k.shape, v.shape) * _read_share(_node_meta)
+
+
+def _flex_backward_flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, *_: Any, _node_meta: Any, **__: Any
+) -> float:
+    return sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape) * _read_share(_node_meta)
+
+
+def _read_share(meta: Mapping[str, Any]) -> float:
+    return 1.0 - (meta.get("custom") or {}).get("sparsity_hint", 0.0)
+
+
+# torch's formulas; those of FlexAttention for torch 2.11 and 2.12, which lack them and would count nothing.
+flop_formulas: Mapping[Any, Callable[..., Any]] = collections.ChainMap(
+    flop_registry,
+    {
+        torch.ops.higher_order.flex_attention: _flex_flops,
+        torch.ops.higher_order.flex_attention_backward: _flex_backward_flops,
+    },
+)
 
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten

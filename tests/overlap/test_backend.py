@@ -31,6 +31,8 @@ from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result
 
+pytestmark = pytest.mark.compiles
+
 RANKS, BATCH = 2, 16
 DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
 
