@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 # in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
 # the wait happens.
 _ops = torch.ops._c10d_functional
+
+# torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
@@ -84,6 +88,31 @@ def _start_receives_first(
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
     return _ops.all_reduce(x.contiguous(), op, name)
+
+
+def check_compiling() -> None:
+    """``RuntimeError`` in compiled code where this torch would compute wrong gradients."""
+    if not COMPILES and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot compile context parallelism; use torch 2.12 or newer, or do not compile"
+        )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled_if_exact(function: _Function) -> _Function:
+    """`function`; with torch 2.11, one that ``fullgraph=True`` refuses and that runs eagerly in other compiled code."""
+    if COMPILES:
+        return function
+    eager = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_compiling()
+        return eager(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
@@ -264,3 +293,19 @@ def is_fake(x: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(x, FakeTensor) or x.is_meta
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Identity of a tensor's storage while one of its tensors lives; fake tensors have one, but no address."""
+    return x.untyped_storage()._cdata
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`x` on ``device``; through pinned memory to CUDA, so that the host does not wait. Fake tensors cannot be pinned.
+
+    >>> to_device(torch.ones(2), torch.device("cpu"))
+    tensor([1., 1.])
+    """
+    if device.type != "cuda" or is_fake(x):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

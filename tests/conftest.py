@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from spanwise._torch import COMPILES
+
 if TYPE_CHECKING:
     from tests.ranks.gloo import GlooPool
 
@@ -30,6 +32,11 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files of tests/ranks take longest: first, so that no worker has one left when the other is done.
     items.sort(key=lambda item: item.path.parent.name != "ranks")
+    if not COMPILES:
+        refused = pytest.mark.skip(reason=f"torch {torch.__version__} refuses compiled calls; it needs 2.12")
+        for item in items:
+            if "compiles" in item.keywords:
+                item.add_marker(refused)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from spanwise import _torch
 from spanwise.attention.chunks import Chunk
 from spanwise.attention.compare import compare_attention, confirm_in_backward
 from spanwise.attention.exchange import failure, ulysses
@@ -141,6 +142,7 @@ class _Call(NamedTuple):
     request: AuxRequest
 
 
+@_torch.compiled_if_exact
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[torch.Tensor, Aux]:
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):

@@ -166,4 +166,4 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     x = torch.from_numpy(array)
     if array.size <= 1:  # numpy gives these any stride, and torch.compile would recompile for another one
         x = x.clone(memory_format=torch.contiguous_format)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return _torch.to_device(x, device)

@@ -5,6 +5,7 @@ Names that both halves use are defined in `spanwise._torch` and imported here: t
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from spanwise._torch import find_group as find_group
 from spanwise._torch import group_name as group_name
@@ -27,6 +29,7 @@ from spanwise._torch import is_fake as is_fake
 from spanwise._torch import start_all_gather as start_all_gather
 from spanwise._torch import start_all_reduce as start_all_reduce
 from spanwise._torch import start_reduce_scatter as start_reduce_scatter
+from spanwise._torch import storage_id as storage_id
 from spanwise._torch import tree_leaves as tree_leaves
 from spanwise._torch import tree_map as tree_map
 from spanwise._torch import wait as wait
@@ -35,6 +38,30 @@ from spanwise._torch import without_modes as without_modes
 functional_collectives = torch.ops._c10d_functional
 autograd_collectives = torch.ops._c10d_functional_autograd
 shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
+
+
+def _flex_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, _node_meta: Any, **__: Any) -> float:
+    return sdpa_flop_count(q.shape, k.shape, v.shape) * _read_share(_node_meta)
+
+
+def _flex_backward_flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, *_: Any, _node_meta: Any, **__: Any
+) -> float:
+    return sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape) * _read_share(_node_meta)
+
+
+def _read_share(meta: Mapping[str, Any]) -> float:
+    return 1.0 - (meta.get("custom") or {}).get("sparsity_hint", 0.0)
+
+
+# torch's formulas; those of FlexAttention for torch 2.11 and 2.12, which lack them and would count nothing.
+flop_formulas: Mapping[Any, Callable[..., Any]] = collections.ChainMap(
+    flop_registry,
+    {
+        torch.ops.higher_order.flex_attention: _flex_flops,
+        torch.ops.higher_order.flex_attention_backward: _flex_backward_flops,
+    },
+)
 
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
@@ -238,11 +265,10 @@ def compile_inductor(
             return None if None in (*known, fingerprint) else (*known, fingerprint)
 
     # Other passes that reorder communication would run after this one.
-    patches |= {
-        "post_grad_custom_post_pass": Pass(),
-        "reorder_for_compute_comm_overlap": False,
-        "aten_distributed_optimizations.enable_overlap_scheduling": False,
-    }
+    patches |= {"post_grad_custom_post_pass": Pass(), "reorder_for_compute_comm_overlap": False}
+    for name in ("enable_overlap_scheduling", "enable_simple_overlap"):  # the latter from torch 2.14 on
+        if hasattr(config.aten_distributed_optimizations, name):
+            patches[f"aten_distributed_optimizations.{name}"] = False
     return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
 
 
@@ -295,7 +321,8 @@ def torch_overlap_pass(
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or spec.loader is None:
         raise NotImplementedError(f"torch {torch.__version__} has no {name}")
-    spec = importlib.util.spec_from_file_location("spanwise.overlap._torch.overlap_scheduling", spec.origin)
+    # A sibling of the original, whose relative imports it keeps.
+    spec = importlib.util.spec_from_file_location(f"{name}_of_spanwise", spec.origin)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up while the module runs
@@ -306,14 +333,16 @@ def torch_overlap_pass(
     try:
         module.estimate_roofline_runtime_ms = lambda node: 0.0
         module.MemoryTracker = functools.partial(module.MemoryTracker, device_filter=lambda device: True)
+        known = inspect.signature(module.schedule_overlap_bucketing)
+        newer = {"pre_bucketing_fsdp_collectives": False}  # torch 2.13
         run = functools.partial(
             module.schedule_overlap_bucketing,
             custom_runtime_estimation=estimate,
             compute_estimator="analytical",
             collective_bucketing=bucket,
-            pre_bucketing_fsdp_collectives=False,
+            **{name: value for name, value in newer.items() if name in known.parameters},
         )
-        inspect.signature(module.schedule_overlap_bucketing).bind(gm, **run.keywords)
+        known.bind(gm, **run.keywords)
     except (AttributeError, TypeError) as error:
         raise NotImplementedError(f"torch {torch.__version__} has another overlap pass: {error}") from error
     return run(gm)

@@ -23,7 +23,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch, consensus
 from spanwise.overlap.costs.roofline import as_cost, node_flops
-from spanwise.overlap.fx.emit import emit
+from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.fx.sizes import assumed
@@ -131,6 +131,7 @@ class Backend:
         if not any(node.target in STARTS for node in gm.graph.nodes):
             return gm
         try:
+            merge_waits(gm.graph)
             with assumed(gm, self._dynamic_size):
                 result = optimize(gm, self._cost, **self._options)
                 emit(bind(result.before.dag, gm.graph), result.timeline.order.tolist(), result.members)

@@ -20,7 +20,7 @@ from spanwise.overlap.bucketing.bucket import bucket as into_buckets
 from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.report import Result
-from spanwise.overlap.fx.emit import bucket_keys, emit
+from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import NO_VALUE, Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost
 from spanwise.overlap.ir.bounds import lower_bounds
@@ -97,6 +97,7 @@ def optimize(
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
     _check_options({"memory_budget": memory_budget, **limits}, multiplier)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
+    gm = _with_merged_waits(gm)
     captured = _captured(gm, cost)
 
     found = schedule(captured.dag, budget=memory_budget, **options)
@@ -185,6 +186,17 @@ def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], f
             raise GraphError(nodes[0].name, text) from error
 
     return price
+
+
+def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm`; or where it has equal waits, a copy in which they are one."""
+    if not isinstance(gm, fx.GraphModule) or not has_equal_waits(gm.graph):
+        return gm
+    graph = _torch.copy_graph(gm.graph)
+    merge_waits(graph)
+    merged = _torch.graph_module(gm, graph, type(gm).__name__)
+    merged.meta = dict(gm.meta)
+    return merged
 
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:

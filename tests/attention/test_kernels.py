@@ -535,6 +535,7 @@ def test_sdpa_computes_only_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
 # --- as an operator -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by opcheck itself, torch 2.14 on
 def test_opcheck() -> None:
     case = make_case(MASKS["some_rows_empty"], dtype=torch.float32)
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))

@@ -31,6 +31,8 @@ from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result
 
+pytestmark = pytest.mark.compiles
+
 RANKS, BATCH = 2, 16
 DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
 
@@ -118,7 +120,8 @@ def called(code: str) -> list[Event]:
     for line in code.split("def call(")[1].splitlines():
         buffers = re.findall(r"buf\d+", line)
         if match := re.search(
-            r"(?:empty_strided_cpu|reinterpret_tensor|assert_size_stride)\((?:\w+, )?(\(.*?\))", line
+            r"(?:empty_strided_cpu|reinterpret_tensor|assert_size_stride|assert_tensor_metadata)\((?:\w+, )?(\(.*?\))",
+            line,
         ):
             # An allocation, memory used again in another shape, or what comes after a collective.
             if "extern_kernels" not in line and buffers:

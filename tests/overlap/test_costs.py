@@ -105,6 +105,8 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
     assert captured.dag.nodes[0].ms == pytest.approx(1e3 * flops / 1e12)
     node.meta["custom"] = {"sparsity_hint": 0.5}
     assert node_flops(node) == flops / 2
+    grad = graph.call_function(torch.ops.higher_order.flex_attention_backward, (q, k, v, q, q, q))
+    assert node_flops(grad) == 5 * flops / 2
 
 
 def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:

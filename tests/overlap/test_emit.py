@@ -18,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.merge import merge
 from spanwise.overlap.fx.capture import Axis, relabel
-from spanwise.overlap.fx.emit import bucket_keys, emit
+from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, to_dag
+from spanwise.overlap.fx.operators import WAIT
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind
+from spanwise.overlap.optimize import optimize
 from tests.lockstep import Lockstep
 from tests.overlap.test_graph import STATEMENTS, by_hand
 
@@ -157,6 +159,57 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
     again = to_dag(gm, one).dag
     assert again.peak_bytes() == merged.dag.peak_bytes(order)
     assert len(again.starts) == len(merged.dag.starts)
+
+
+# Equal waits.
+
+
+def waited_twice(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Two gathers, one of which is waited for at each use, as AOTAutograd leaves it since torch 2.14."""
+    first, second = OPS.all_gather_into_tensor(x, 2, "tp"), OPS.all_gather_into_tensor(y, 2, "tp")
+    early, other = OPS.wait_tensor(first).sin(), OPS.wait_tensor(second)
+    return early @ early.t(), other * OPS.wait_tensor(first), OPS.wait_tensor(first).cos()
+
+
+class OneLaunch:
+    """Every node takes a millisecond, also a bucket."""
+
+    def __call__(self, node: fx.Node) -> float:
+        return 1.0
+
+    def merged(self, nodes: Sequence[fx.Node]) -> float:
+        return 1.0
+
+
+def test_a_gather_with_several_waits_gets_into_a_bucket() -> None:
+    inputs = [[torch.arange(16.0).reshape(4, 4) * (rank + i) for i in range(2)] for rank in range(4)]
+    gm = make_fx(waited_twice, tracing_mode="fake")(*inputs[0])
+    expected, code = run(gm, inputs), gm.code
+    result = optimize(gm, OneLaunch())
+    assert (len(result.timeline.dag.starts), len(result.before.dag.wait_of)) == (1, 2)
+    same(run(result.graph_module, inputs, late=True), expected)
+    assert gm.code == code
+    merge_waits(gm.graph)  # in place, as the backend does
+    assert not has_equal_waits(gm.graph) and len(gm.graph.find_nodes(op="call_function", target=WAIT)) == 2
+    same(run(gm, inputs, late=True), expected)
+
+
+def test_waits_that_stay() -> None:
+    """Two results stay two tensors; and memory that is reduced in place is waited for once more."""
+
+    def returned(x: torch.Tensor) -> Any:
+        start = OPS.all_gather_into_tensor(x, 2, "tp")
+        return OPS.wait_tensor(start), OPS.wait_tensor(start)
+
+    def written(x: torch.Tensor) -> Any:
+        start = OPS.all_reduce(x, "sum", "tp")
+        OPS.all_reduce_(OPS.wait_tensor(start).view(-1), "sum", "tp")
+        return OPS.wait_tensor(start).sin()
+
+    for function in (returned, written):
+        gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
+        merge_waits(gm.graph)
+        assert len(gm.graph.find_nodes(op="call_function", target=WAIT)) == 2
 
 
 # Bucket keys.

@@ -137,7 +137,9 @@ def test_what_torch_refuses_is_left_out_with_its_words() -> None:
     wrong.meta["val"] = torch.empty(4, 3)
     graph.output(wrong)
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    with pytest.raises(GraphError, match="node 'mm_default': it cannot be measured: RuntimeError: mat1 and mat2"):
+    with pytest.raises(
+        GraphError, match="node 'mm_default': it cannot be measured: RuntimeError: (mm: )?mat1 and mat2"
+    ):
         measure(gm)
     assert measure(gm, fallback={"mm_default": 3.0})(wrong) == 3.0
 

@@ -20,6 +20,8 @@ from spanwise.overlap import pytorch_pass as peers
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.costs.roofline import CostModel
 
+pytestmark = pytest.mark.compiles
+
 graphs = capture(CaptureConfig(layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, dp=2, device="cpu"))
 ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
 noted = []

@@ -81,6 +81,8 @@ def run_ranks(
     # The C++ side looks up process groups by name, in a table for each thread while this mode is on.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 asks for it all the same
+        threaded.ThreadLocalWorld.comms = []
     try:
         with mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", _start_checked):
             for thread in threads:

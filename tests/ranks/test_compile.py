@@ -20,6 +20,8 @@ from tests.oracle import Problem, make_problem, relative_error
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
+pytestmark = pytest.mark.compiles
+
 LENGTH = 83
 
 

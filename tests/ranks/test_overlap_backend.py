@@ -39,6 +39,8 @@ from spanwise.overlap.optimize import Result
 from tests.oracle import relative_error
 from tests.ranks.gloo import GlooPool
 
+pytestmark = pytest.mark.compiles
+
 BATCH, DIM = 8, 16
 
 

@@ -33,6 +33,7 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
     Raises:
         ExchangeError: the backend failed. Errors about arguments pass unchanged.
     """
+    _torch.check_compiling()
     if torch.compiler.is_compiling():
         return begin(*args)
     began = time.monotonic()

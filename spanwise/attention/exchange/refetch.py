@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from spanwise import _torch
 from spanwise.attention.exchange._gradients import check_first_order
 
 # Waits for a chunk and returns its keys and values, [B, H, K, D] each, contiguous; or the tensors that `saved` takes.
@@ -52,10 +53,10 @@ class Refetch:
 
         Other hooks for saved tensors (offloading, checkpointing) do not see tensors saved inside it.
         """
-        held = [(x.untyped_storage().data_ptr(), x.storage_offset(), x.numel()) for x in (k, v)]
+        held = [(_torch.storage_id(x), x.storage_offset(), x.numel()) for x in (k, v)]
 
         def pack(x: torch.Tensor) -> Any:
-            storage, offset = x.untyped_storage().data_ptr(), x.storage_offset()
+            storage, offset = _torch.storage_id(x), x.storage_offset()
             for which, (of, first, count) in enumerate(held):
                 if x.numel() and storage == of and first <= offset < first + count:
                     return which, x.size(), x.stride(), offset - first

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import Role, arguments, attribute, nodes_in, tensors_of, traits
@@ -77,7 +77,7 @@ def node_flops(node: fx.Node) -> float:
         128.0
     """
     packet = getattr(node.target, "overloadpacket", node.target)
-    registered = packet in flop_registry
+    registered = packet in _torch.flop_formulas
     if not registered and not (isinstance(node.target, _torch.OpOverload) and _is_counted(node.target)):
         return 0.0
     if packet in _CPU_ATTENTION:
@@ -94,7 +94,7 @@ def node_flops(node: fx.Node) -> float:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("known", n.meta.get("val")))
         if isinstance(packet, _torch.HigherOrderOperator):
             kwargs = {**kwargs, "_node_meta": node.meta}
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+        flops = float(_torch.flop_formulas[packet](*args, **kwargs, out_val=node.meta.get("val")))
         if _is_ours(node) and not _spans_are_known(node):
             flops *= 1 - min(1.0, max(0.0, (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)))
     else:

@@ -17,7 +17,7 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.graph import Captured
-from spanwise.overlap.fx.operators import COALESCED, arguments, group_of, nodes_in, tensors_of, traits
+from spanwise.overlap.fx.operators import COALESCED, WAIT, Role, arguments, group_of, nodes_in, tensors_of, traits
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind
 
 _ops = _torch.functional_collectives
@@ -66,6 +66,41 @@ def _given(node: fx.Node) -> dict[str, Any]:
     known = traits(node)
     given = dict(arguments(node, known))
     return {name: given[name] for name in known.names}
+
+
+def merge_waits(graph: fx.Graph) -> None:
+    """Leave one wait of equal waits, in place; a wait returns its argument, so they are one tensor.
+
+    torch 2.14 and later merge equal gathers and leave their waits, which they regard as impure. Only a collective with
+    one wait gets into a bucket. Kept are waits that the graph returns, as its results stay separate tensors, and those
+    of memory that another collective writes in between.
+    """
+    first: dict[tuple[fx.Node, ...], fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=WAIT):
+        kept = first.setdefault(tuple(node.all_input_nodes), node)
+        returned = [any(user.op == "output" for user in wait.users) for wait in (kept, node)]
+        if kept is not node and not all(returned) and not _written_again(kept):
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+
+
+def _written_again(wait: fx.Node) -> bool:
+    """Whether a collective in place writes the memory of a wait."""
+    todo = [wait]
+    for node in todo:
+        for user in node.users:
+            known = traits(user)
+            if known.role is Role.START and known.writes:
+                return True
+            if known.role is Role.WAIT or known.is_alias:
+                todo.append(user)
+    return False
+
+
+def has_equal_waits(graph: fx.Graph) -> bool:
+    """Whether a tensor is waited for several times."""
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    return len({tuple(node.all_input_nodes) for node in waits}) < len(waits)
 
 
 def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None = None) -> None:

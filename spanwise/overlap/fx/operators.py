@@ -281,7 +281,7 @@ def group_of(node: fx.Node) -> str:
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Identity of the storage while `tensor` lives; None for layouts without a storage."""
     try:
-        return tensor.untyped_storage()._cdata
+        return _torch.storage_id(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 
