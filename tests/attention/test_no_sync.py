@@ -82,6 +82,7 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
+    "_torch.py": {"int(part)"},
     "attention/compare.py": {"digest.numpy()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
