@@ -308,7 +308,8 @@ def _for_flat_rows(score_mod: Callable[..., Any], seq_len: int) -> Callable[...,
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sink = sinks.to(lse.dtype).view(1, -1, 1)
     # Rows without a key keep output 0, also for a sink of -inf.
-    kept = torch.sigmoid(torch.where(lse == -math.inf, lse, lse - sink))
+    # Not torch.sigmoid: its gradient has 1 - kept, which is all rounding error where the sink weighs little.
+    kept = torch.exp(torch.nn.functional.logsigmoid(torch.where(lse == -math.inf, lse, lse - sink)))
     return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
 
 
