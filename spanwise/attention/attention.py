@@ -115,6 +115,7 @@ def context_parallel_attention(
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
             a kernel or option that does not go with the device or with another option.
+        spanwise.MismatchError: ranks make different calls, here or in the backward; lists what each rank has.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
             ranks. Compiled code raises torch's own error.
 

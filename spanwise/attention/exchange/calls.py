@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ FLUSH = 2.0  # seconds to compare the last calls before the process ends
 CONTEXTS = (12, 4, 1)  # numbers of calls before a call, from which it is expected
 RECENT = 4  # calls kept for errors
 _WIDTH = 30  # digests in one all-gather
+_log = logging.getLogger("spanwise")
 
 
 class Call(NamedTuple):
@@ -208,6 +210,7 @@ class CallLog:
         mine = [(n, call.facts()) for n, call in self.recent if n <= number]
         text = describe(number, self.name, self._told(number, mine))
         if started:
+            _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
             self.error = text
             self._on_mismatch()
             return
