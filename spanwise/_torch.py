@@ -288,6 +288,18 @@ def plain_tensors() -> Iterator[Callable[[Any], Any]]:
         yield lambda tree: tree if fake is None else _pytree.tree_map_only(torch.Tensor, fake.from_tensor, tree)
 
 
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode differentiation."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def is_fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no contents to read."""
     from torch._subclasses import FakeTensor

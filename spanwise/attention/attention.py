@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _torch
+from spanwise.attention._limits import check_numbers, check_sinks, check_transforms, first_order_only, with_sinks
 from spanwise.attention.chunks import Chunk
 from spanwise.attention.compare import compare_attention, confirm_in_backward
 from spanwise.attention.exchange import failure, ulysses
@@ -96,21 +97,23 @@ def context_parallel_attention(
         kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA), or a `Kernel` of your own; see
             `spanwise.attention.kernels.table.resolve`.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as in FlexAttention; it sees global positions. Kernels
-            "reference" and "flex".
+            "reference" and "flex". The gradient of a tensor that it reads, such as a bias, comes from the scores that
+            the rank computes: sum it over the cp ranks, like that of `sinks`.
         softcap: scaled scores become ``softcap * tanh(score / softcap)`` (Gemma 2) before masking. Not together with
             `score_mod`.
-        sinks: ``[Hq]``, one logit a head that joins each row's softmax denominator without a value (gpt-oss). The
-            gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp ranks, like the
-            gradient of any parameter.
+        sinks: ``[Hq]`` or ``[Hq, n]``, one or n logits a head that join each row's softmax denominator without a value
+            (gpt-oss). The gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp
+            ranks, like the gradient of any parameter.
         return_aux: ask for lse or max_logit.
 
     Returns:
         out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
-        0, lse −inf (the sink's logit if there are sinks) and gradient 0.
+        0, lse −inf (the logsumexp of the sinks if there are any) and gradient 0.
 
     A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype. All
     ranks run it in eager code, or all compiled. Inputs require gradients on all ranks or on no rank, and every rank's
-    loss must depend on the output. Second derivatives (``create_graph=True``) raise ``NotImplementedError``.
+    loss must depend on the output. Second derivatives (``create_graph=True``), forward-mode derivatives and transforms
+    of `torch.func` (vmap, grad, …) raise ``NotImplementedError``.
 
     Raises:
         ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
@@ -180,7 +183,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
+        out, lse = with_sinks(out, lse, sinks)
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
         # The heads of this rank, among those of its group.
         max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
@@ -191,6 +194,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
+    first_order_only(out, lse)
     confirm_in_backward((out, lse), confirms)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
@@ -201,14 +205,12 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> 
     All errors come first: an error on one rank after an exchange has started would leave the others waiting.
     """
     plan, options, request = call.plan, call.options, call.request
+    check_transforms(q, k, v)
     check_plan(plan, "context_parallel_attention")
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
     kernel = resolve(call.kernel, q.device, options.score_mod)
-    if options.softcap is not None and options.score_mod is not None:
-        raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
-    if options.softcap is not None and not 0 < options.softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {options.softcap}")
+    check_numbers(options)
     local = plan.local(call.mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     if local.num_ranks > 1:
         check_rank(local, call.mesh)
@@ -306,20 +308,14 @@ def _for_flat_rows(score_mod: Callable[..., Any], seq_len: int) -> Callable[...,
     return lambda score, b, h, q_idx, kv_idx: score_mod(score, q_idx // seq_len, h, q_idx % seq_len, kv_idx)
 
 
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    sink = sinks.to(lse.dtype).view(1, -1, 1)
-    # Rows without a key keep output 0, also for a sink of -inf.
-    # Not torch.sigmoid: its gradient has 1 - kept, which is all rounding error where the sink weighs little.
-    kept = torch.exp(torch.nn.functional.logsigmoid(torch.where(lse == -math.inf, lse, lse - sink)))
-    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
-
-
 def _check_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, rows: int, sinks: torch.Tensor | None
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")
+    if 0 in (q.shape[3], k.shape[3], v.shape[3]):
+        raise ValueError(f"head dims must be at least 1, got {shapes}")
     num_tokens, num_keys = local.tokens.shape[1], local.key_tokens.shape[1]
     if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
         raise ValueError(
@@ -349,8 +345,7 @@ def _check_shapes(
         raise ValueError(
             f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)"
         )
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {tuple(sinks.shape)}")
+    check_sinks(sinks, q.shape[1])
 
 
 def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, Aux]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -56,9 +57,10 @@ class Engine:
         self.max_columns = max(128, min(4096, torch.get_num_threads() * _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
         self._buffers: dict[str, Tensor] = {}
+        self._pieces: list[tuple[Tile, Spans]] = []
 
     def tiles(self, start: Tensor, end: Tensor) -> Iterator[tuple[int, Tile, Spans]]:
-        """Batch row, tile, and the spans of the tile's rows, over the whole problem."""
+        """Batch row, tile, and the spans of the tile's rows, over the whole problem; after `isolate` the pieces."""
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
@@ -69,6 +71,24 @@ class Engine:
             for tile in plans[b % len(masks)]:
                 rows = slice(tile.first, tile.stop)
                 yield b, tile, (first[:, rows, None], last[:, rows, None])
+                while self._pieces:
+                    yield b, *self._pieces.pop()
+
+    def isolate(self, tile: Tile, spans: Spans) -> bool:
+        """Yield the tile's rows once more, those apart whose spans start at other keys; whether there are any.
+
+        For a tile with nan: rows of another document multiply it with a weight of 0, and 0 * nan is nan.
+        """
+        first, last = spans[0][..., 0], spans[1][..., 0]
+        begins = np.where(last > first, first, -1)
+        cuts = np.flatnonzero((begins[:, 1:] != begins[:, :-1]).any(0)) + 1
+        for a, b in pairwise([0, *cuts.tolist(), first.shape[1]] if len(cuts) else []):
+            settings = {"max_rows": _MAX_ROWS, "max_columns": self.max_columns, "min_saving": self.min_saving}
+            for piece in plan_tiles(first[:, a:b], last[:, a:b], **settings):
+                rows, offset = slice(a + piece.first, a + piece.stop), tile.first
+                moved = Tile(offset + rows.start, offset + rows.stop, piece.strips)
+                self._pieces.append((moved, (spans[0][:, rows], spans[1][:, rows])))
+        return len(cuts) > 0
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""

@@ -132,8 +132,10 @@ def _sdpa(
             acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], strip, "v"))
             top = new_top
         total.masked_fill_(top == NO_KEY, 1)
+        if not acc.div_(total).sum().isfinite() and engine.isolate(tile, spans):
+            continue
         rows = slice(tile.first, tile.stop)
-        out[b].unflatten(0, heads)[:, :, rows] = acc.div_(total).unflatten(1, (engine.group, -1))
+        out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
         totals[b].unflatten(0, heads)[:, :, rows] = total.view(*heads, -1)
         tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
     return out, totals.log_().add_(tops, alpha=_LN_2)
@@ -186,6 +188,9 @@ def _sdpa_backward(
         delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
         if out is not None:
             delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
+        # It holds what is not finite in q, k, v and grad_out of these rows and of the keys that they read.
+        if not delta.sum().isfinite() and engine.isolate(tile, spans):
+            continue
         shift, share = _split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
         delta = delta.to(engine.dtype).mul_(share)
         do_tile.mul_(share)
