@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 # the wait happens.
 _ops = torch.ops._c10d_functional
 
+#: Most seconds to wait for gloo's thread after a collective. It needs microseconds, or a turn on a busy machine.
+_LET_GO_SECONDS = 5.0
+
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
 
@@ -27,7 +32,14 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
     """Start an all-gather along dim 0; the result is not readable before :func:`wait`."""
-    return _ops.all_gather_into_tensor(x.contiguous(), group_size, name)
+    x = x.contiguous()
+    if not _runs_in_gloo_threads(x, name):
+        return _ops.all_gather_into_tensor(x, group_size, name)
+    received = x.new_empty(group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])
+    handed = x.detach()
+    before, group = handed._use_count(), find_group(name)  # type: ignore[attr-defined]
+    work = group.allgather_into_tensor_coalesced([received], [handed])
+    return _outlive_gloo(received, handed, before, work)
 
 
 def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
@@ -80,7 +92,45 @@ def _start_receives_first(
 
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
-    return _ops.all_reduce(x.contiguous(), op, name)
+    if not _runs_in_gloo_threads(x, name):
+        return _ops.all_reduce(x.contiguous(), op, name)
+    reduced = x.detach().clone(memory_format=torch.contiguous_format)
+    handed = reduced.detach()
+    before, options = handed._use_count(), dist.AllreduceOptions()  # type: ignore[attr-defined]
+    options.reduceOp = dist.ReduceOp({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+    return _outlive_gloo(reduced, handed, before, find_group(name).allreduce([handed], options))
+
+
+def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
+    """Whether a collective of `x` is run, now, by the worker threads of a gloo group."""
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.is_complex() or torch.compiler.is_compiling():
+        return False
+    if torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        return False  # a mode that traces or counts may keep what it sees
+    return "cpu:gloo" in dist.get_backend_config(find_group(name))
+
+
+def _outlive_gloo(result: torch.Tensor, handed: torch.Tensor, before: int, work: dist.Work) -> torch.Tensor:
+    """Let :func:`wait` for `result` return only when gloo's thread has let go of `handed`, which nobody else has.
+
+    That thread drops its references only after it has announced the result. If the last one to a tensor that Python
+    knows is among them, the thread asks for the interpreter's lock, and if the interpreter is ending, the process
+    aborts. Results of an all-gather reach gloo as views that Python does not know; a reduce-scatter works on copies.
+
+    Args:
+        before: references to `handed` before `work` had any.
+    """
+    works = [work]
+
+    def finish(_: timedelta) -> bool:
+        works.pop().wait()  # and drop it
+        deadline = time.monotonic() + _LET_GO_SECONDS
+        while handed._use_count() > before and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(1e-5)
+        return True
+
+    torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(finish))
+    return result
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
