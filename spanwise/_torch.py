@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -24,6 +25,9 @@ _ops = torch.ops._c10d_functional
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
+#: Most seconds to wait for gloo's thread after a collective. It needs microseconds, or a turn on a busy machine.
+_LET_GO_SECONDS = 5.0
+
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
 
@@ -34,7 +38,14 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
     """Start an all-gather along dim 0; the result is not readable before :func:`wait`."""
-    return _ops.all_gather_into_tensor(x.contiguous(), group_size, name)
+    x = x.contiguous()
+    if not _runs_in_gloo_threads(x, name):
+        return _ops.all_gather_into_tensor(x, group_size, name)
+    received = x.new_empty(group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])
+    handed = x.detach()
+    before, group = handed._use_count(), find_group(name)  # type: ignore[attr-defined]
+    work = group.allgather_into_tensor_coalesced([received], [handed])
+    return _outlive_gloo(received, handed, before, work)
 
 
 def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
@@ -87,7 +98,43 @@ def _start_receives_first(
 
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
-    return _ops.all_reduce(x.contiguous(), op, name)
+    if not _runs_in_gloo_threads(x, name):
+        return _ops.all_reduce(x.contiguous(), op, name)
+    reduced = x.detach().clone(memory_format=torch.contiguous_format)
+    handed = reduced.detach()
+    before, options = handed._use_count(), dist.AllreduceOptions()  # type: ignore[attr-defined]
+    options.reduceOp = dist.ReduceOp({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+    return _outlive_gloo(reduced, handed, before, find_group(name).allreduce([handed], options))
+
+
+def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
+    """Whether a collective of `x` is run, now, by the worker threads of a gloo group."""
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.is_complex() or torch.compiler.is_compiling():
+        return False
+    if torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        return False  # a mode that traces or counts may keep what it sees
+    return "cpu:gloo" in dist.get_backend_config(find_group(name))
+
+
+def _outlive_gloo(result: torch.Tensor, handed: torch.Tensor, before: int, work: dist.Work) -> torch.Tensor:
+    """Let :func:`wait` for `result` return only when gloo's thread has let go of `handed`, which nobody else has.
+
+    That thread drops its references only after it has announced the result. If the last one to a tensor that Python
+    knows is among them, the thread asks for the interpreter's lock, and if the interpreter is ending, the process
+    aborts. Results of an all-gather reach gloo as views that Python does not know; a reduce-scatter works on copies.
+
+    Args:
+        before: references to `handed` before `work` had any.
+    """
+    works = [work]
+
+    def finish(_: timedelta) -> bool:
+        works.pop().wait()  # and drop it
+        _await_release(handed, before)
+        return True
+
+    torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(finish))
+    return result
 
 
 def check_compiling() -> None:
@@ -113,6 +160,12 @@ def compiled_if_exact(function: _Function) -> _Function:
         return eager(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+def _await_release(handed: torch.Tensor, before: int) -> None:
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while handed._use_count() > before and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(1e-5)
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
@@ -212,9 +265,32 @@ def host_group(group: dist.ProcessGroup, name: str) -> Any:
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
 
 
-def start_host_all_gather(host: Any, x: torch.Tensor, gathered: torch.Tensor) -> dist.Work:
-    """Start gathering ``x`` ``[n]`` of all ranks into ``gathered`` ``[ranks, n]``."""
-    return host.allgather([list(gathered.unbind())], [x])
+class HostGather:
+    """An all-gather of numbers over a `host_group`, started when it is made.
+
+    Args:
+        numbers: int64, equally many on every rank.
+    """
+
+    def __init__(self, host: Any, numbers: list[int], num_ranks: int) -> None:
+        with without_modes():
+            self._gathered = torch.empty(num_ranks, len(numbers), dtype=torch.int64)
+            self._handed = [torch.tensor(numbers, dtype=torch.int64), *self._gathered.unbind()]
+            self._before = [x._use_count() for x in self._handed]  # type: ignore[attr-defined]
+            self._work = host.allgather([self._handed[1:]], [self._handed[0]])
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+    def wait(self) -> list[list[int]]:
+        """The numbers of every rank; returns when gloo's thread has let go of them, see `_outlive_gloo`."""
+        self._work.wait()
+        self._work = None
+        for handed, before in zip(self._handed, self._before, strict=True):
+            _await_release(handed, before)
+        with without_modes():
+            return self._gathered.tolist()
 
 
 @contextlib.contextmanager

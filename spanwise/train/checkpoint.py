@@ -2,10 +2,11 @@
 
     OUT/checkpoints/step-00000030/…     model and optimizer, sharded; any number of ranks reads them
     OUT/checkpoints/step-00000030/run.json   state of the run, read before any process starts
+    OUT/checkpoints/step-00000030/manifest.json   size and digest of every file, see `manifest`
     OUT/checkpoints/latest              name of the newest complete checkpoint
 
-A save writes into a temporary folder, renames it, then replaces ``latest``; older checkpoints go last. At every moment
-``latest`` names a complete checkpoint.
+A save writes into a temporary folder, the manifest last, renames it, then replaces ``latest``; older checkpoints go
+last. At every moment ``latest`` names a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from spanwise.train import manifest
 from spanwise.train.config import TrainConfig
 from spanwise.train.data import Corpus
+from spanwise.train.launch import RunError
 from spanwise.train.metrics import write_json
 from spanwise.train.model import ModelConfig
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -53,53 +58,56 @@ def checkpoints(out: str | Path) -> Path:
     return Path(out, "checkpoints")
 
 
-def latest(out: str | Path) -> tuple[Path, RunState]:
-    """The newest complete checkpoint of a run.
+class Found(NamedTuple):
+    """A checkpoint whose files are as they were written.
+
+    Attributes:
+        skipped: damaged ones that were passed over, in words; empty if it is the newest.
+    """
+
+    path: Path
+    state: RunState
+    skipped: str = ""
+
+
+def latest(out: str | Path) -> Found:
+    """The checkpoint that ``latest`` names or, if that one is damaged, the newest good one before it.
+
+    Reads all its files and compares their digests.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is none, or all are damaged.
     """
     folder = checkpoints(out)
-    pointer = folder / "latest"
-    path = None
+    bad: list[str] = []
+    before = None
     try:
-        path = folder / pointer.read_text().strip()
-        if path.parent != folder:
-            raise ValueError(f"{pointer} names no checkpoint")
-        return path, _read(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if path is None:
-            raise ValueError(
-                f"no checkpoint in {folder}; start the run without --resume, or name its folder with --out"
-            ) from error
-        reason: Exception = error
+        before = (folder / "latest").read_text().strip()
+        if (folder / before).parent != folder:
+            raise ValueError("it names no checkpoint")
     except (OSError, ValueError) as error:
-        reason = error
-    raise ValueError(
-        f"the checkpoint {path or pointer} cannot be read ({reason}); complete ones there: "
-        f"{', '.join(_complete(folder)) or 'none'}. To go on from one of them write its name into {pointer}"
-    ) from reason
-
-
-def _complete(folder: Path) -> list[str]:
-    names = []
-    with contextlib.suppress(OSError):  # the folder itself may be unreadable
-        for path in sorted(folder.glob("step-*")):
-            with contextlib.suppress(OSError, ValueError):
-                _read(path)
-                names.append(path.name)
-    return names
+        bad.append(f"{folder / 'latest'} cannot be read ({error})")
+        before = None
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("step-*"), reverse=True):
+            if before is None or path.name <= before:
+                try:
+                    return Found(path, _read(path), "; ".join(bad))
+                except (OSError, ValueError) as error:
+                    bad.append(f"{path.name}: {error}")
+    if not any(folder.glob("step-*")):
+        raise ValueError(f"no checkpoint in {folder}; start the run without --resume, or name its folder with --out")
+    raise ValueError(f"no checkpoint in {folder} can be read: {'; '.join(bad)}. Start without --resume")
 
 
 def _read(path: Path) -> RunState:
-    """The state in a checkpoint, whose files must have the sizes in its index.
+    """The state in a checkpoint, all of whose files must be as they were written.
 
     Raises:
         OSError: a file is missing.
         ValueError: a file is damaged, or `save` did not write it.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-
+    manifest.check(path)
     facts = json.loads((path / "run.json").read_text())
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else type(facts).__name__
@@ -110,17 +118,6 @@ def _read(path: Path) -> RunState:
         raise ValueError(f"run.json: {error}") from error
     if not isinstance(state.model, dict) or not all(isinstance(n, int) for n in (state.step, state.position)):
         raise ValueError("run.json holds no step, position and model")
-    (path / ".metadata").stat()
-    try:
-        index = FileSystemReader(path).read_metadata().storage_data
-        sizes: dict[str, int] = {}
-        for entry in index.values():
-            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-    except Exception as error:  # a damaged pickle raises anything
-        raise ValueError(f".metadata is damaged: {type(error).__name__}: {error}") from error
-    for name, size in sizes.items():
-        if (found := (path / name).stat().st_size) < size:
-            raise ValueError(f"{name} is damaged: {found:,} bytes of {size:,}")
     return state
 
 
@@ -144,7 +141,8 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
         if getattr(config, name) not in (None, getattr(state, name)):
             different.append(f"{name} is {getattr(state, name)!r} in the checkpoint and {getattr(config, name)!r} here")
     if state.data_digest != corpus.digest:
-        different.append(f"the data are {state.data_text} in the checkpoint and {corpus.describe()} here")
+        here = corpus.describe() if corpus.describe() != state.data_text else "other contents"
+        different.append(f"the data are {state.data_text} in the checkpoint and {here} here")
     if different:
         raise ValueError(
             f"{path} cannot be continued, the stream of documents would not go on where it stopped: "
@@ -171,51 +169,97 @@ def set_aside(out: str | Path) -> Path | None:
 
 
 def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: int) -> Path:
-    """Write a checkpoint and return its folder. A collective call; all ranks need the same file system."""
-    import torch.distributed as dist
+    """Write a checkpoint and return its folder. A collective call; all ranks need the same file system.
+
+    Raises:
+        RunError: a file could not be written; the earlier checkpoints are as they were.
+    """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     folder = checkpoints(out)
     path = folder / f"step-{state.step:08d}"
     temporary = folder / f".{path.name}.partial"
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(temporary, state, model, optimizer)
+        if dist.get_rank() == 0:
+            _publish(temporary, path, keep)
+        dist.barrier()
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # the latter is no Exception
+        if (cause := _os_error(error)) is None:
+            raise
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(
+            f"step {state.step} cannot be saved in {folder}: {cause}. Earlier checkpoints are as they were: make room "
+            "and go on with --resume"
+        ) from error
+    return path
+
+
+def _write(temporary: Path, state: RunState, model: Any, optimizer: Any) -> None:
+    """Write all files of a checkpoint into a folder; the manifest comes last."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
-    if dist.get_rank() == 0:
+    if rank == 0:
         write_json(temporary / "run.json", dataclasses.asdict(state))
-        if path.exists():  # of a run that was set back to an earlier step; `latest` names another
-            shutil.rmtree(path)
-        temporary.rename(path)
-        pointer = folder / ".latest.partial"
-        pointer.write_text(path.name + "\n")
-        os.replace(pointer, folder / "latest")
-        for old in sorted(folder.glob("step-*"))[:-keep]:
-            if old != path:
-                shutil.rmtree(old)
     dist.barrier()
-    return path
+    described: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    mine = {name: manifest.describe(temporary / name) for name in manifest.names(temporary)[rank::ranks]}
+    dist.all_gather_object(described, mine)
+    if rank == 0:
+        manifest.write(temporary, {name: entry for files in described for name, entry in files.items()})
+
+
+def _publish(temporary: Path, path: Path, keep: int) -> None:
+    """Give a complete checkpoint its name, point ``latest`` to it, then remove old ones."""
+    folder = path.parent
+    if path.exists():  # damaged, or of a run that was set back to an earlier step; `latest` names another
+        shutil.rmtree(path)
+    temporary.rename(path)
+    pointer = folder / ".latest.partial"
+    pointer.write_text(path.name + "\n")
+    os.replace(pointer, folder / "latest")
+    for old in [found for found in sorted(folder.glob("step-*")) if found.name <= path.name][:-keep]:
+        shutil.rmtree(old)
+
+
+def _os_error(error: BaseException) -> str | None:
+    """The failure of the file system behind an error of a save, in words."""
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    seen: list[BaseException] = []
+    for one in [error, *failures]:
+        cause: BaseException | None = one
+        while cause is not None and cause not in seen:
+            seen.append(cause)
+            if isinstance(cause, OSError) and cause.errno is not None:
+                return cause.strerror or str(cause)
+            cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def load(path: Path, model: Any, optimizer: Any) -> None:
     """Read a checkpoint of any number of ranks into a sharded model and its optimizer. A collective call.
 
     Raises:
-        ValueError: its files are damaged.
+        ValueError: its tensors are not those of the model, or `save` did not write them.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    from spanwise.train.safe_read import Planner, Reader
+
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
     try:
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # fills the sharded tensors
+        dcp.load(state, storage_reader=Reader(path), planner=Planner())  # fills the sharded tensors
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
-        raise ValueError(
-            f"the checkpoint {path} is damaged, its tensors cannot be read; others there: "
-            f"{', '.join(n for n in _complete(path.parent) if n != path.name) or 'none'}. "
-            f"To go on from one of them write its name into {path.parent / 'latest'}"
-        ) from error
+        raise ValueError(f"the checkpoint {path} cannot be loaded: {str(error).strip().splitlines()[-1]}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

@@ -48,7 +48,9 @@ class TrainConfig:
         eval_sequences: most sequences evaluated.
         save_every: steps between checkpoints; 0: only after the last.
         keep: checkpoints to keep.
-        resume: go on from the last checkpoint in --out.
+        resume: go on from the last good checkpoint in --out.
+        timeout: seconds without a finished step after which the run ends (local ranks). After 60 it says where each
+            rank is.
     """
 
     data: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class TrainConfig:
     save_every: int = 0
     keep: int = 2
     resume: bool = False
+    timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         for ok, text in self._checks():
@@ -108,7 +111,7 @@ class TrainConfig:
         yield size >= 1 and size % self.dp == 0, f"{text} and dp {self.dp}"
         text = f"held_out is a share of the documents in [0, 1), got {self.held_out}"
         yield 0 <= self.held_out < 1, text
-        for name in ("learning_rate", "max_grad_norm"):
+        for name in ("learning_rate", "max_grad_norm", "timeout"):
             value = getattr(self, name)
             yield value > 0 and math.isfinite(value), f"{name} must be positive and finite, got {value}"
         yield self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}"

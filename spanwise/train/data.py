@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from spanwise.train.manifest import add_content
+
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 
@@ -82,9 +84,22 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of names and sizes; equal for a checkpoint and every host of a run."""
-        text = "\n".join(f"{document.num_bytes} {document.name}" for document in self.documents)
-        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        """Hex digest of names, sizes and contents; equal for a checkpoint and every host of a run. Reads all files.
+
+        Raises:
+            ValueError: a file cannot be read any more.
+        """
+        found = hashlib.blake2b(digest_size=16)
+        for document in self.documents:
+            found.update(f"{document.num_bytes} {document.name}\n".encode("utf-8", "surrogateescape"))
+            try:
+                with open(document.path, "rb") as file:
+                    add_content(found, file)
+            except OSError as error:
+                raise ValueError(
+                    f"cannot read {document.path}: {error.strerror or error}; fix it or leave it out of --data"
+                ) from error
+        return found.hexdigest()
 
     def describe(self) -> str:
         """Documents and tokens, in words."""

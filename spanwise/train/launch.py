@@ -7,6 +7,7 @@ torchrun receive the signal.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,10 @@ _ECHO = 1.0
 #: Seconds for the other ranks to end by themselves after one failed.
 _GRACE = 5.0
 
+#: Seconds without a finished step before the launcher reports where the ranks are, and seconds for their answers.
+_REPORT = 60.0
+_ANSWER = 3.0
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -43,9 +48,18 @@ class Rank:
     init_method: str
     stop_file: str | None = None
 
+    def progressed(self) -> None:
+        """Tell the launcher, if there is one, that this rank has got on."""
+        if self.stop_file is not None:
+            Path(self.stop_file).with_name("progress").touch()
+
 
 class RankFailure(RuntimeError):
     """A rank failed; the text holds its number and its traceback."""
+
+
+class RunError(RuntimeError):
+    """Ends a run; its text says in one line why and what to do, so that no traceback is shown."""
 
 
 def cores() -> int:
@@ -103,13 +117,16 @@ class StopRequest:
         return self._heard
 
 
-def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
+def launch(target: Callable[..., int], *args: Any, ranks: int, timeout: float = math.inf) -> int:
     """Run ``target(rank, *args)`` on `ranks` local processes and return the largest exit status.
 
     `target` and `args` are pickled; spawned processes share nothing with this one.
 
+    Args:
+        timeout: seconds without `Rank.progressed` of any rank after which the run ends.
+
     Raises:
-        RankFailure: a rank raised or died; the others have ended.
+        RankFailure: a rank raised, died or was stuck; the others have ended.
     """
     with tempfile.TemporaryDirectory(prefix="spanwise-") as folder:
         context = multiprocessing.get_context("spawn")
@@ -137,7 +154,7 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
 
             signal.signal(signal.SIGINT, forward)
             signal.signal(signal.SIGTERM, forward)
-            _watch(processes, Path(folder))
+            _watch(processes, Path(folder), timeout)
             codes = [process.exitcode or 0 for process in processes]
             if asked > 1:
                 return 130
@@ -154,15 +171,48 @@ def launch(target: Callable[..., int], *args: Any, ranks: int) -> int:
                 signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _watch(processes: list[Any], folder: Path) -> None:
-    """Return when all have ended, or `_GRACE` seconds after a failure."""
-    deadline = None
+def _watch(processes: list[Any], folder: Path, timeout: float) -> None:
+    """Return when all have ended, or `_GRACE` seconds after a failure. Report ranks that do not get on.
+
+    Raises:
+        RankFailure: no rank got on for `timeout` seconds.
+    """
+    deadline, last, since, reported = None, -1, time.monotonic(), False
     while alive := [process for process in processes if process.exitcode is None]:
         if deadline is None and (any((p.exitcode or 0) < 0 for p in processes) or list(folder.glob("rank-*"))):
             deadline = time.monotonic() + _GRACE
         if deadline is not None and time.monotonic() >= deadline:
             return
-        wait([process.sentinel for process in alive], timeout=None if deadline is None else 0.1)
+        progress = folder / "progress"
+        if progress.exists() and (now := progress.stat().st_mtime_ns) != last:
+            last, since, reported = now, time.monotonic(), False
+        quiet = time.monotonic() - since
+        if deadline is None and quiet >= min(timeout, _REPORT) and not reported:
+            reported = True
+            print(f"spanwise: no step has ended for {quiet:.0f} s; {_places(folder, len(processes))}", file=sys.stderr)
+        if deadline is None and quiet >= timeout:
+            raise RankFailure(
+                f"no step has ended for {quiet:.0f} s (--timeout); {_places(folder, len(processes))}. Go on from the "
+                "last checkpoint with --resume"
+            )
+        wait([process.sentinel for process in alive], timeout=0.5 if deadline is None else 0.1)
+
+
+def _places(folder: Path, ranks: int) -> str:
+    """The line of code at which each rank is, in words."""
+    for number in range(ranks):
+        (folder / f"at-{number}").unlink(missing_ok=True)
+    (folder / "where").touch()
+    until = time.monotonic() + _ANSWER
+    while time.monotonic() < until and len(list(folder.glob("at-*"))) < ranks:
+        time.sleep(0.05)
+    (folder / "where").unlink()
+    places = []
+    for number in range(ranks):
+        answer = folder / f"at-{number}"
+        silent = f"does not answer within {_ANSWER:.0f} s: it is stopped, or busy outside Python"
+        places.append(f"rank {number} {'is in ' + answer.read_text() if answer.exists() else silent}")
+    return "; ".join(places)
 
 
 def _failure(folder: Path, codes: list[int]) -> str | None:
@@ -181,19 +231,21 @@ def _failure(folder: Path, codes: list[int]) -> str | None:
             return f"rank {number} was ended by {name}{hint}"
     if reports:
         _, number, text = min(reports)
-        return f"rank {number} failed:\n{text}"
+        return f"rank {number} failed:{text}"
     return None
 
 
 def _main(target: Callable[..., int], rank: Rank, folder: str, args: tuple[Any, ...]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    attend = (parent.sentinel, Path(folder), rank.rank)
+    threading.Thread(target=_attend, args=attend, daemon=True).start()
     try:
         code = target(rank, *args)
-    except BaseException:
+    except BaseException as error:
+        text = f" {error}" if isinstance(error, RunError) else f"\n{traceback.format_exc()}"
         partial = Path(folder, f"partial-{rank.rank}")
-        partial.write_text(f"{time.time()}\n{traceback.format_exc()}")
+        partial.write_text(f"{time.time()}\n{text}")
         partial.rename(Path(folder, f"rank-{rank.rank}"))
         code = 1
     sys.stdout.flush()
@@ -201,7 +253,13 @@ def _main(target: Callable[..., int], rank: Rank, folder: str, args: tuple[Any, 
     os._exit(code)  # no interpreter shutdown, which may wait for peers that are gone
 
 
-def _end_with(sentinel: Any) -> None:
-    """End this rank with the process that watches it."""
-    wait([sentinel])
+def _attend(sentinel: Any, folder: Path, number: int) -> None:
+    """Tell the process that watches this rank where the rank is, when asked; end with that process."""
+    answer = folder / f"at-{number}"
+    while not wait([sentinel], timeout=0.5):
+        if (folder / "where").exists() and not answer.exists():
+            frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            partial = folder / f"partial-at-{number}"
+            partial.write_text(" < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[:-4:-1]))
+            partial.rename(answer)
     os._exit(1)

@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import spanwise
 from spanwise.train import checkpoint
 from spanwise.train.config import TrainConfig
-from spanwise.train.data import DocumentStream, PackedSequence, find_documents, num_targets
+from spanwise.train.data import DocumentStream, PackedSequence, num_targets
 from spanwise.train.display import Display
+from spanwise.train.inputs import Inputs, read_inputs
 from spanwise.train.launch import Rank, StopRequest, cores, join_ranks
 from spanwise.train.metrics import Metrics
 from spanwise.train.model import Decoder, build_model
@@ -78,14 +79,12 @@ def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 class Trainer:
     """A rank's part of a run, from process group to last step."""
 
-    def __init__(self, config: TrainConfig, rank: Rank):
+    def __init__(self, config: TrainConfig, rank: Rank, inputs: Inputs | None = None):
         self.rank = rank
-        self.corpus = find_documents(config.data, leave_out=config.out)
-        self.state: checkpoint.RunState | None = None
-        resume_from = None
-        if config.resume:
-            resume_from, self.state = checkpoint.latest(config.out or "")
-            checkpoint.check_same_run(self.state, config, self.corpus, resume_from)
+        self.corpus, found = inputs or read_inputs(config)
+        self.state = found.state if found else None
+        self.skipped = found.skipped if found else ""
+        if self.state is not None:
             config = config.completed(self.state.batch_size, self.state.max_document)
         self.config = config = config.completed()
         assert config.batch_size is not None and config.max_document is not None
@@ -99,8 +98,8 @@ class Trainer:
         self.step = self.state.step if self.state else 0
         self.position = self.state.position if self.state else 0
         self._build_sharded()
-        if resume_from is not None:
-            checkpoint.load(resume_from, self.model, self.optimizer)
+        if found is not None:
+            checkpoint.load(found.path, self.model, self.optimizer)
         self.proved: bool | None = None  # of the steps of this run; known to rank 0
         self.prove_until = self.step + config.prove
         self.reference: Reference | None = None
@@ -210,6 +209,7 @@ class Trainer:
         seconds += time.perf_counter() - started
 
         self.step += 1
+        self.rank.progressed()
         self.position += count * length
         self.metrics.add_step(
             losses=loss,
@@ -291,6 +291,7 @@ class Trainer:
             sequence = sequences[index] if index < len(sequences) else sequences[first]
             batch, local_plan, _ = self._local(sequence, train=index < len(sequences))
             loss += self._loss(batch, local_plan, targets).item()
+            self.rank.progressed()
         return loss
 
     def save(self) -> Path:
@@ -324,6 +325,8 @@ class Trainer:
             display.line(self._headline())
             if self.set_aside is not None:
                 display.line(f"{config.out} held an earlier run; it is kept in {self.set_aside}")
+            if self.skipped:
+                display.line(f"damaged checkpoints were passed over: {self.skipped}; going on from step {first}")
             asked = 0
             try:
                 while self.step < config.steps and not asked:
@@ -370,11 +373,11 @@ class Trainer:
         return text
 
 
-def run_rank(rank: Rank, config: TrainConfig) -> int:
+def run_rank(rank: Rank, config: TrainConfig, inputs: Inputs) -> int:
     """A rank from start to end; `launch` and torchrun start it."""
     stop = StopRequest(rank)
     try:
-        return Trainer(config, rank).run(stop)
+        return Trainer(config, rank, inputs).run(stop)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -34,12 +34,16 @@ def _finite(value: Any) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` atomically: a reader, or a crash, finds either the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        json.dump(_finite(value), file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump(_finite(value), file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_metrics(path: Path | None) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
 import torch
 
-from spanwise.train import checkpoint
 from spanwise.train.config import TrainConfig
-from spanwise.train.data import DocumentStream, find_documents
+from spanwise.train.data import DocumentStream
+from spanwise.train.inputs import Inputs, read_inputs
 from spanwise.train.launch import Rank, launch
+from spanwise.train.lock import lock
 from spanwise.train.loop import plan_sequence, run_rank
 from spanwise.train.metrics import read_metrics
 
@@ -19,8 +21,8 @@ EPOCHS_LIMIT = 1000
 DOCUMENTS_LIMIT = 2**20
 
 
-def check(config: TrainConfig, num_local: int) -> None:
-    """Read the data and the checkpoint, and plan the first sequence.
+def check(config: TrainConfig, num_local: int) -> Inputs:
+    """Read the data and the checkpoint, and plan the first sequence. Returns what it read, for the ranks.
 
     Raises:
         ValueError: devices, data, checkpoint or plan options are wrong; the text names the value and a remedy.
@@ -30,23 +32,19 @@ def check(config: TrainConfig, num_local: int) -> None:
             f"--device cuda needs a GPU for each of {num_local} local ranks, found {torch.cuda.device_count()}; "
             "start fewer ranks, or use --device cpu"
         )
-    corpus = find_documents(config.data, leave_out=config.out)
-    if config.resume:
-        assert config.out is not None
-        path, state = checkpoint.latest(config.out)
-        checkpoint.check_same_run(state, config, corpus, path)
-        read_metrics(Path(config.out, "metrics.json"))
-        config = config.completed(state.batch_size, state.max_document)
+    inputs = read_inputs(config)
+    if inputs.found is not None:
+        read_metrics(Path(config.out or "", "metrics.json"))
+        config = config.completed(inputs.found.state.batch_size, inputs.found.state.max_document)
     config = config.completed()
     assert config.max_document is not None
-    documents, held_out = corpus.split(config.held_out)
+    documents, held_out = inputs.corpus.split(config.held_out)
     stream = DocumentStream(documents, config.seed, config.max_document)
     if held_out:
         DocumentStream(held_out, 0, config.max_document)
     _bound(config, stream)
     plan_sequence(config, stream.cu_seqlens(0, config.seq_len))
-    if config.out is not None:
-        _make_writable(Path(config.out))
+    return inputs
 
 
 def _bound(config: TrainConfig, stream: DocumentStream) -> None:
@@ -78,11 +76,31 @@ def _make_writable(out: Path) -> None:
         raise ValueError(f"cannot write into --out {str(out)[:80]}: {error.strerror or error}; name another") from error
 
 
-def start(config: TrainConfig, mine: Rank | None) -> int:
-    """Run `config` on local ranks, or as the rank `mine` of torchrun. Returns the exit status."""
-    check(config, mine.local_size if mine else config.ranks)
-    if mine is not None:
-        from torch.distributed.elastic.multiprocessing.errors import record
+def _remove_empty(out: Path) -> None:
+    """Remove a folder that was made for a run that wrote nothing."""
+    with contextlib.suppress(OSError):
+        out.rmdir()
 
-        return record(run_rank)(mine, config) or 0  # torchrun shows the traceback of the rank that failed first
-    return launch(run_rank, config, ranks=config.ranks)
+
+def start(config: TrainConfig, mine: Rank | None) -> int:
+    """Run `config` on local ranks, or as the rank `mine` of torchrun. Returns the exit status.
+
+    Raises:
+        ValueError: the options, the data or the checkpoint are wrong, or another run writes into ``--out``.
+        RankFailure: a rank failed.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.out is not None:
+            out = Path(config.out)
+            if not out.exists():
+                stack.callback(_remove_empty, out)
+            _make_writable(out)
+            if mine is None or mine.rank == 0:
+                stack.enter_context(lock(out))
+        inputs = check(config, mine.local_size if mine else config.ranks)
+        if mine is not None:
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            return record(run_rank)(mine, config, inputs) or 0  # torchrun shows the traceback of the first failure
+        _ = inputs.corpus.digest  # read the files once, not on every rank
+        return launch(run_rank, config, inputs, ranks=config.ranks, timeout=config.timeout)

@@ -125,6 +125,24 @@ def test_a_signal_forwarded_at_once_is_no_second_request(monkeypatch: pytest.Mon
             signal.signal(number, handler)
 
 
+def _stops_on_one(rank: Rank) -> int:
+    rank.progressed()
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+    return 0
+
+
+def test_a_stuck_rank_is_reported_and_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("spanwise.train.launch._REPORT", 1.0)
+    place = r"rank 0 is in _stops_on_one \(test_train_launch.py:\d+\).*; rank 1 does not answer"
+    with pytest.raises(RankFailure, match=rf"no step has ended for \d+ s \(--timeout\); {place}"):
+        launch(_stops_on_one, ranks=2, timeout=25.0)
+    assert "spanwise: no step has ended for " in capfd.readouterr().err
+
+
 def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spanwise.train.launch._GRACE", 0.2)
     started = time.monotonic()

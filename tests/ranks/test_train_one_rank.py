@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
-from spanwise.cli.app import app
-from spanwise.train import checkpoint
+from spanwise.train import checkpoint, manifest
 from spanwise.train.data import find_documents
+from spanwise.train.launch import RunError
 from spanwise.train.loop import Trainer, differences
 from spanwise.train.metrics import PER_STEP, Metrics
 from spanwise.train.start import start
@@ -81,7 +82,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(
     with pytest.raises(OSError, match="disk full"):
         run_one_rank(tiny(data, steps=3, out=out, resume=True))
     monkeypatch.undo()
-    path, state = checkpoint.latest(out)
+    path, state, _ = checkpoint.latest(out)
     assert state.step == 2
     assert run_one_rank(tiny(data, steps=3, out=out, resume=True)) == 0
     assert checkpoint.latest(out)[1].step == 3
@@ -106,7 +107,7 @@ def test_old_checkpoints_go_and_a_new_run_keeps_the_old_one(tmp_path: Path, data
 def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, data: str) -> None:
     out = str(tmp_path / "run")
     assert run_one_rank(tiny(data, steps=1, out=out)) == 0
-    path, state = checkpoint.latest(out)
+    path, state, _ = checkpoint.latest(out)
     corpus = find_documents([data])
 
     def refused(text: str, **options: Any) -> None:
@@ -131,12 +132,11 @@ def test_missing_and_broken_checkpoints_are_named(tmp_path: Path, data: str) -> 
         checkpoint.latest(tmp_path)
     out = str(tmp_path / "run")
     assert run_one_rank(tiny(data, steps=2, save_every=1, out=out)) == 0
-    path, _ = checkpoint.latest(out)
-    (path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"step-00000002 cannot be read .*complete ones there: step-00000001\."):
-        checkpoint.latest(out)
-    (path / "run.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match=r"format 99, this version reads 1"):
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        (path / "manifest.json").write_text('{"files": {}}')
+    with pytest.raises(
+        ValueError, match=r"can be read: step-00000002: .* is not in manifest.json; step-00000001: .*without --resume"
+    ):
         checkpoint.latest(out)
 
 
@@ -204,33 +204,104 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda p: _flip_a_bit(p / "__0_0.distcp"), "__0_0.distcp is damaged: its content is not what was"),
     "truncated": (lambda p: _truncate(p / "__0_0.distcp"), r"__0_0.distcp is damaged: [\d,]+ bytes of [\d,]+"),
     "missing": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp"),
     "no index": (lambda p: (p / ".metadata").unlink(), ".metadata"),
-    "index": (lambda p: _truncate(p / ".metadata"), ".metadata is damaged"),
-    "facts": (lambda p: (p / "run.json").write_text("[]"), "format list, this version reads 1"),
-    "step": (lambda p: (p / "run.json").write_text('{"format": 1, "step": 3}'), "run.json: .* missing"),
+    "index": (lambda p: _flip_a_bit(p / ".metadata"), ".metadata is damaged"),
+    "facts": (lambda p: (p / "run.json").write_text("[]"), "run.json is damaged"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
+    "manifest": (lambda p: _truncate(p / "manifest.json"), "manifest.json is damaged"),
+    "added": (lambda p: (p / "__1_0.distcp").touch(), "__1_0.distcp is not in manifest.json"),
     "binary": (lambda p: (p.parent / "latest").write_bytes(b"\xff\xfe\0"), "codec can't decode"),
-    "away": (lambda p: (p.parent / "latest").write_text("../../x"), "names no checkpoint"),
+    "away": (lambda p: (p.parent / "latest").write_text("../../x"), "it names no checkpoint"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_before_ranks_start(
-    two_checkpoints: Path, tmp_path: Path, data: str, damage: str
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+    two_checkpoints: Path, tmp_path: Path, damage: str
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(two_checkpoints, out)
     spoil, text = DAMAGE[damage]
     spoil(out / "checkpoints" / "step-00000002")
-    arguments = ["--data", data, "--seq-len", "101", "--out", str(out), "--resume"]
-    result = CliRunner().invoke(app, ["train", *arguments])
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert re.search(rf"cannot be read \(.*{text}.*\); complete ones there: step-00000001", result.stderr), (
-        result.stderr
-    )
-    assert "write its name into" in result.stderr and "Traceback" not in result.stderr
+    found = checkpoint.latest(out)
+    pointer = damage in ("binary", "away")
+    assert found.state.step == (2 if pointer else 1)
+    assert re.search(text, found.skipped), found.skipped
+    assert ("step-00000002: " in found.skipped) is not pointer
+
+
+def test_a_flipped_bit_is_not_trained_on(
+    two_checkpoints: Path, tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    _flip_a_bit(out / "checkpoints" / "step-00000002" / "__0_0.distcp")
+    assert run_one_rank(tiny(data, steps=3, out=str(out), resume=True)) == 0
+    text = "passed over: step-00000002: __0_0.distcp is damaged: its content is not what was written"
+    assert text in " ".join(capsys.readouterr().out.split())
+    whole = str(tmp_path / "whole")
+    assert run_one_rank(tiny(data, steps=3, out=whole)) == 0
+    assert metrics(out)["losses"] == metrics(whole)["losses"]
+    assert checkpoint.latest(out).skipped == ""
+
+
+class _Planted:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("planted"),)
+
+
+def test_a_checkpoint_cannot_run_code(
+    two_checkpoints: Path, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one whose manifest fits."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    path = out / "checkpoints" / "step-00000002"
+    (path / ".metadata").write_bytes(pickle.dumps(_Planted()))
+    manifest.write(path, {name: manifest.describe(path / name) for name in manifest.names(path)})
+    assert checkpoint.latest(out).path == path
+    with pytest.raises(
+        ValueError, match=r"step-00000002 cannot be loaded: .*names pathlib.*which is no part of an index"
+    ):
+        run_one_rank(tiny(data, steps=3, out=str(out), resume=True))
+    assert not Path("planted").exists()
+
+
+def test_data_of_another_content_are_refused(tmp_path: Path) -> None:
+    data, out = write_documents(tmp_path / "data"), str(tmp_path / "out")
+    assert run_one_rank(tiny(data, steps=1, out=out)) == 0
+    _flip_a_bit(tmp_path / "data" / "03")
+    with pytest.raises(ValueError, match=r"the data are 12 documents, .* in the checkpoint and other contents here"):
+        run_one_rank(tiny(data, steps=2, out=out, resume=True))
+
+
+def test_a_full_disk_is_one_line_and_loses_no_checkpoint(two_checkpoints: Path, tmp_path: Path, data: str) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(two_checkpoints, out)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in (out / "checkpoints" / "step-00000002").iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, limits[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"step 3 cannot be saved in .*: File too large. Earlier .*--resume"
+        ) as caught:
+            run_one_rank(tiny(data, steps=3, out=str(out), resume=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    assert run_one_rank(tiny(data, steps=3, out=str(out), resume=True)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -238,17 +309,6 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path
     out = tmp_path_factory.mktemp("runs") / "two"
     assert run_one_rank(tiny(data, steps=2, save_every=1, out=str(out))) == 0
     return out
-
-
-def test_a_checkpoint_of_the_right_size_that_cannot_be_loaded_is_named(
-    two_checkpoints: Path, tmp_path: Path, data: str
-) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(two_checkpoints, out)
-    file = out / "checkpoints" / "step-00000002" / "__0_0.distcp"
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(ValueError, match=r"step-00000002 is damaged, .*others there: step-00000001\."):
-        run_one_rank(tiny(data, steps=3, out=str(out), resume=True))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"losses": 3}', '{"runs": [1]}', '{"eval_losses": [{}]}', "\udcff"])
@@ -286,7 +346,7 @@ def test_metrics_are_never_behind_the_checkpoint(tmp_path: Path, data: str, monk
     def replace(source: Any, target: Any) -> None:
         real_replace(source, target)
         if Path(target).name == "latest":
-            _, state = checkpoint.latest(out)  # it names a complete one
+            state = checkpoint.latest(out).state  # it names a complete one
             values = metrics(out)
             seen.append((state.step, values["steps"], [e["step"] for e in values["eval_losses"]]))
 

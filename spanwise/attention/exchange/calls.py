@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from spanwise import _torch
@@ -126,7 +125,7 @@ class CallLog:
         self._digests: dict[Call, int] = {}
         self._own: deque[int] = deque()  # digests that were not sent
         self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
-        self._round: tuple[dist.Work, torch.Tensor] | None = None
+        self._round: _torch.HostGather | None = None
         self._broken = False
         threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
 
@@ -180,22 +179,17 @@ class CallLog:
         # made the next call see the same, so rounds of all ranks match.
         if self._round is None:
             self._round = self._start_round()
-        work, gathered = self._round
-        if wait or work.is_completed():
-            work.wait()
+        if wait or self._round.is_completed():
+            rows = self._round.wait()
             self._round = None
-            self._take(gathered)
+            self._take(rows)
 
-    def _start_round(self) -> tuple[dist.Work, torch.Tensor]:
+    def _start_round(self) -> _torch.HostGather:
         digests = [self._own.popleft() for _ in range(min(len(self._own), _WIDTH))]
-        with _torch.without_modes():
-            sent = torch.tensor([len(digests), *digests, *[0] * (_WIDTH - len(digests))], dtype=torch.int64)
-            gathered = torch.empty(self.size, _WIDTH + 1, dtype=torch.int64)
-            return _torch.start_host_all_gather(self.host, sent, gathered), gathered
+        numbers = [len(digests), *digests, *[0] * (_WIDTH - len(digests))]
+        return _torch.HostGather(self.host, numbers, self.size)
 
-    def _take(self, gathered: torch.Tensor) -> None:
-        with _torch.without_modes():
-            rows = gathered.tolist()
+    def _take(self, rows: list[list[int]]) -> None:
         for heard, row in zip(self._heard, rows, strict=True):
             heard.extend(row[1 : 1 + row[0]])
         while all(self._heard):

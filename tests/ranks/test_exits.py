@@ -1,0 +1,70 @@
+"""A collective ends only when gloo's thread has let go of its tensors; `benchmarks/exits.py` counts the aborts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spanwise import _torch
+
+HELD = 0.3  # seconds
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield _torch.group_name(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+STARTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "allgather_into_tensor_coalesced": lambda x, name: _torch.start_all_gather(x, 1, name),
+    "allreduce": lambda x, name: _torch.start_all_reduce(x, "sum", name),
+}
+
+
+class _Holds:
+    """A process group whose works, and with them the tensors, live for a while after their end."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __getattr__(self, name: str) -> Callable[..., dist.Work]:
+        def call(*args: object) -> dist.Work:
+            works = [getattr(self.group, name)(*args)]
+            threading.Timer(HELD, works.clear).start()
+            return works[0]
+
+        return call
+
+
+@pytest.mark.parametrize("operator", STARTS)
+def test_a_wait_is_over_when_gloo_has_let_go(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = _torch.find_group
+    x = torch.arange(6.0).reshape(2, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "_runs_in_gloo_threads", lambda *_: True)
+        patch.setattr(_torch, "find_group", lambda name: _Holds(real(name)))
+        began = time.monotonic()
+        pending = STARTS[operator](x, name)
+    assert torch.equal(_torch.wait(pending), x)
+    assert HELD * 0.9 < time.monotonic() - began < _torch._LET_GO_SECONDS
+
+
+@pytest.mark.parametrize("operator", STARTS)
+def test_nothing_waits_for_a_tensor_that_is_kept(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "_LET_GO_SECONDS", 10.0)
+    began = time.monotonic()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        kept = [torch.ones(3, dtype=dtype)]
+        kept += [kept[0].view(3), kept[0].detach()]
+        assert torch.equal(_torch.wait(STARTS[operator](kept[0], name)), kept[0])
+    assert time.monotonic() - began < 10
