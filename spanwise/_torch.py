@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 _ops = torch.ops._c10d_functional
 
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
-COMPILES = TorchVersion(torch.__version__) >= (2, 12)
+COMPILES = TorchVersion(torch.__version__) >= "2.12"
 
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
