@@ -6,11 +6,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
+ARGS ?=
 # A file runs on one worker, for what its tests share; in the order of tests/conftest.py, long files first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check docs bench dist clean
+.PHONY: help setup demo test test-all versions check docs bench dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,10 @@ test-all: $(STAMP)  ## all tests; writes tests/results/test-all.json
 	$(PYTEST) --junitxml=runs/test-all.xml $(PYTEST_ARGS) || true
 	$(BIN)/python -m tests.summary runs/test-all.xml tests/results/test-all.json
 
+versions: $(STAMP)  ## the tests on every supported torch and Python (ARGS='--only 2.15 -- tests/masks' for some)
+	mkdir -p runs
+	$(BIN)/python -m tests.versions $(ARGS); found=$$?; $(BIN)/python docs/make_versions.py; exit $$found
+
 check: $(STAMP)  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,5 +67,5 @@ dist: $(STAMP)  ## build dist/*.tar.gz and, from it, dist/*.whl
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove .venv, caches, runs and dist
-	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 _ops = torch.ops._c10d_functional
 
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
-COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+COMPILES = TorchVersion(torch.__version__) >= "2.12"
 
 #: Most seconds to wait for gloo's thread after a collective. It needs microseconds, or a turn on a busy machine.
 _LET_GO_SECONDS = 5.0

@@ -225,6 +225,7 @@ def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
         pytest.param("inductor", torch.float32, (0, 1), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch's own, on import
 def test_compiles_fullgraph(backend: str, dtype: torch.dtype, cuts: tuple[float, ...]) -> None:

@@ -48,6 +48,7 @@ HOT = [
     "attention/exchange/refetch.py",
     "attention/tokens.py",
     "attention/exchange/all_gather.py",
+    "attention/_limits.py",
     "attention/compare.py",
     "attention/exchange/errors.py",
     "attention/exchange/failure.py",
@@ -82,7 +83,7 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "_torch.py": {"int(part)"},
+    "_torch.py": {"torch.tensor(numbers, dtype=torch.int64)", "self._gathered.tolist()"},  # of `HostGather`
     "attention/compare.py": {"digest.numpy()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},

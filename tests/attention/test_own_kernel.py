@@ -167,6 +167,7 @@ def test_reduced_precision_and_max_logit(kernel: Kernel, dtype: torch.dtype) -> 
         torch.testing.assert_close(aux.max_logit.double(), largest, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 def test_compiles_fullgraph(kernel: Kernel) -> None:
     mask = MASKS["documents"]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(DOCS))
 
 import draw_gallery  # noqa: E402
 import make_benchmarks  # noqa: E402
+import make_versions  # noqa: E402
 import run_blocks  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if re.search(r"^```(python|bash)$", path.read_text(), re.MULTILINE))
@@ -50,6 +51,11 @@ def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
 def test_benchmarks_are_what_the_script_writes() -> None:
     page = (DOCS / "benchmarks.md").read_text()
     assert make_benchmarks.page(page) == page
+
+
+def test_versions_are_what_the_script_writes() -> None:
+    page = (DOCS / "status.md").read_text()
+    assert make_versions.page(page) == page
 
 
 def test_gallery_shows_every_constructor() -> None:

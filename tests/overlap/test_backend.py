@@ -31,12 +31,11 @@ from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result
 
-pytestmark = pytest.mark.compiles
-
 RANKS, BATCH = 2, 16
 DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
 
 pytestmark = [  # torch's own: Dynamo makes an object of every autograd.Function; Inductor is imported
+    pytest.mark.compiles,
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning"),
 ]

@@ -61,6 +61,7 @@ def test_flops_by_hand() -> None:
     assert node_flops(node(ATEN.sin.default, empty(3))) == 0
 
 
+@pytest.mark.compiles
 def test_flops_of_attention() -> None:
     q, kv = empty(2, 4, 10, 8), empty(2, 2, 6, 8)  # two heads of q share one of k and v
     products = 2 * 2 * 4 * 8  # FLOPs of one product of one query with one key, over all
@@ -109,6 +110,7 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
     assert node_flops(grad) == 5 * flops / 2
 
 
+@pytest.mark.compiles
 def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
     from spanwise.attention.kernels.sdpa import sdpa
 
@@ -150,6 +152,7 @@ def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
     assert [node_flops(forward), node_flops(backward)] == counted
 
 
+@pytest.mark.compiles
 def test_captured_attention_costs_what_the_plan_says() -> None:
     config = dataclasses.replace(STEP, layers=1, cp=2, tp=1, dtype=torch.bfloat16)
     plan = causal_plan(config)

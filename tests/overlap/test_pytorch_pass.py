@@ -12,6 +12,8 @@ from spanwise.overlap import _torch
 from spanwise.overlap import pytorch_pass as peers
 from spanwise.overlap.fx import operators
 
+pytestmark = pytest.mark.compiles
+
 #: Captures a graph and runs the pass on it, noting at each look at the clock which modules torch has imported.
 NOTED = """
 import sys, time
@@ -19,8 +21,6 @@ from spanwise.hardware import H100
 from spanwise.overlap import pytorch_pass as peers
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.costs.roofline import CostModel
-
-pytestmark = pytest.mark.compiles
 
 graphs = capture(CaptureConfig(layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, dp=2, device="cpu"))
 ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
