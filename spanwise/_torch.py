@@ -346,10 +346,8 @@ def flash_backward(
 
 
 def mark_effectful(op: torch._ops.OpOverload) -> None:
-    """Keep calls of ``op`` in graphs, in their order, though nothing uses their results."""
-    from torch._library.effects import EffectType
-
-    torch.library._register_effectful_op(op, EffectType.ORDERED)
+    """Keep calls of ``op`` in graphs though nothing uses their results."""
+    torch.fx.node.has_side_effect(op)
 
 
 @contextlib.contextmanager

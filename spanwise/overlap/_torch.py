@@ -26,6 +26,7 @@ from spanwise._torch import group_store as group_store
 from spanwise._torch import group_timeout as group_timeout
 from spanwise._torch import groups as groups
 from spanwise._torch import is_fake as is_fake
+from spanwise._torch import mark_effectful as mark_effectful
 from spanwise._torch import start_all_gather as start_all_gather
 from spanwise._torch import start_all_reduce as start_all_reduce
 from spanwise._torch import start_reduce_scatter as start_reduce_scatter
@@ -204,11 +205,6 @@ def decomposes(op: torch._ops.OpOverload) -> bool:
 def is_simulated(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` has the backend "fake", where no rank answers."""
     return "fake" in dist.get_backend_config(group)
-
-
-def mark_effectful(op: OpOverload) -> None:
-    """Keep calls of ``op`` in graphs though nothing uses their results."""
-    torch.fx.node.has_side_effect(op)
 
 
 def compile_aot_eager(

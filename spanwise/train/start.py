@@ -64,14 +64,16 @@ def _bound(config: TrainConfig, stream: DocumentStream) -> None:
         )
 
 
-def _make_writable(out: Path) -> None:
+def _make_writable(out: Path) -> bool:
+    """Make the folder and try to write there; returns whether it was there before."""
     try:
+        existed = out.exists()
         file = next((path for path in (out, *out.parents) if path.is_file()), None)
         if file is not None:
             raise ValueError(f"--out must be a folder, and {file} is a file")
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
-            pass
+            return existed
     except OSError as error:
         raise ValueError(f"cannot write into --out {str(out)[:80]}: {error.strerror or error}; name another") from error
 
@@ -92,9 +94,8 @@ def start(config: TrainConfig, mine: Rank | None) -> int:
     with contextlib.ExitStack() as stack:
         if config.out is not None:
             out = Path(config.out)
-            if not out.exists():
+            if not _make_writable(out):
                 stack.callback(_remove_empty, out)
-            _make_writable(out)
             if mine is None or mine.rank == 0:
                 stack.enter_context(lock(out))
         inputs = check(config, mine.local_size if mine else config.ranks)

@@ -61,7 +61,7 @@ def fails(*arguments: str) -> str:
         ("--data {tmp}/{long}", "cannot read --data .*…: File name too long; name another"),
         ("--data {tmp}/file/sub", "file/sub does not exist"),
         ("--data {tmp} --out {tmp}", "is a folder of --data: what the run writes would be data; name another --out"),
-        ("--out {tmp}/{long} --resume", "cannot be read .*File name too long"),
+        ("--out {tmp}/{long} --resume", "cannot write into --out .*: File name too long; name another"),
         ("--out {tmp}/none --resume", "no checkpoint in .*none/checkpoints; start the run without --resume"),
     ],
 )

@@ -482,6 +482,25 @@ def test_operators_that_return_nothing_and_write_nothing_are_barriers() -> None:
     assert captured.barriers == (1,) and deps(captured, "note") == {"sin"} and deps(captured, "cos") == {"note"}
 
 
+def test_collectives_stay_after_the_comparison_of_their_call(groups: dict[str, str]) -> None:
+    """And nothing else does: attention of one call may overlap with the collectives of the next."""
+    tp = groups["tp"]
+
+    def function(x: torch.Tensor, digest: torch.Tensor) -> Any:
+        results = []
+        for call in range(2):
+            torch.ops.spanwise.compare_call(digest, tp, f"call {call}", [1])
+            results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
+        return results
+
+    gm = make_fx(function, tracing_mode="fake")(torch.randn(4), torch.zeros(16, dtype=torch.uint8))
+    captured = to_dag(gm, one)
+    assert captured.barriers == () and deps(captured, "sin") == {"wait_tensor"}
+    assert deps(captured, "all_gather_into_tensor") == {"compare_call"}
+    assert deps(captured, "all_gather_into_tensor_1") == {"compare_call_1"}
+    assert deps(captured, "compare_call_1") == {"compare_call"}
+
+
 def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> Any:
         size = graph.call_function(ATEN.sym_size.int, (x, 0))

@@ -30,9 +30,6 @@ _MAGIC = b"spanwise graphs 1\n"
 #: Files in the archives of ``torch.export.save``: of torch 2.8 and later, and of those before.
 _OF_PROGRAMS = frozenset({"archive_format", "serialized_exported_program.json"})
 
-#: A kernel of this package defines its operators in the file of its name. This half does not import the other one.
-_KERNELS = Path(__file__).parents[2] / "attention" / "kernels"
-
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraphs:
@@ -200,9 +197,7 @@ def _unknown_operator(error: Exception) -> str:
     if not found:
         return ""
     namespace, operator = found.groups()
-    kernel = operator.removesuffix("_backward")
-    ours = namespace == "spanwise" and (_KERNELS / f"{kernel}.py").exists()
-    module = f"spanwise.attention.kernels.{kernel}" if ours else "the module that defines it"
+    module = "spanwise" if namespace == "spanwise" else "the module that defines it"
     return (
         f"calls {namespace}::{operator}, and no such operator of the namespace {namespace!r} is registered in this "
         f"process: import {module} before you load the graphs"

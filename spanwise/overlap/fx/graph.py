@@ -147,7 +147,7 @@ class _Builder:
         self.outside: dict[int | None, _Memory] = {}  # storages of inputs
         self.made: list[_Memory] = []
         self.collectives: dict[int, _Collective] = {}
-        self.last_random = -1
+        self.last_random = self.last_guard = -1
         self.barriers: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
 
@@ -198,6 +198,10 @@ class _Builder:
         if known.random:
             deps.add(self.last_random)
             self.last_random = i
+        if known.role in (Role.START, Role.GUARD):
+            deps.add(self.last_guard)
+        if known.role is Role.GUARD:
+            self.last_guard = i
 
         _touch(i, reads, writes, deps)
         if node.target is operator.getitem:

@@ -110,10 +110,14 @@ _RANDOM_HOPS = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graph
 
 
 class Role(enum.Enum):
-    """COMPUTE uses its arguments only; FREE does nothing at run time; nothing moves across a BARRIER."""
+    """COMPUTE uses its arguments only; FREE does nothing at run time; nothing moves across a BARRIER.
+
+    A GUARD does nothing on the device; no collective that starts after it moves before it.
+    """
 
     COMPUTE = enum.auto()
     FREE = enum.auto()
+    GUARD = enum.auto()
     START = enum.auto()
     WAIT = enum.auto()
     BARRIER = enum.auto()
@@ -187,6 +191,8 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
         return known(Role.BARRIER, communicates=True)
     if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export puts one before every cast
         return known(Role.FREE)
+    if op._schema.name == "spanwise::compare_call":
+        return known(Role.GUARD)
     nothing = not returns and not writes
     if handles or nothing or _torch.has_hidden_effects(op) or op.overloadpacket in (_aten.set_, _aten.resize_):
         return known(Role.BARRIER)
@@ -293,7 +299,7 @@ def is_free(node: fx.Node, known: Traits | None = None) -> bool:
         known: the node's `traits`, if already computed.
     """
     known = known or traits(node)
-    if known.role is Role.FREE:
+    if known.role in (Role.FREE, Role.GUARD):
         return True
     if known.role is not Role.COMPUTE or known.writes:
         return False
