@@ -57,8 +57,8 @@ def main() -> None:
 
     def compared(scale: float | None = None) -> None:
         options = AttentionOptions(scale, None, None)
-        confirms = compare.compare_attention((q, k, v), local, mesh, kernel, "default", options, None, (False, False))
-        compare.confirm_in_backward((out,), confirms)
+        confirm = compare.compare_attention((q, k, v), local, mesh, kernel, "default", options, None, (False, False))
+        compare.confirm_in_backward((out,), confirm)
 
     def attend() -> None:
         spanwise.context_parallel_attention(q, k, v, local, mesh, kernel="sdpa")
@@ -71,7 +71,7 @@ def main() -> None:
     rows: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(9):
         rows["with"].append(seconds(attend, 5))
-        with mock.patch.object(attention, "compare_attention", lambda *_: []):
+        with mock.patch.object(attention, "compare_attention", lambda *_: None):
             rows["without"].append(seconds(attend, 5))
     figures["attention"] = {name: 1e6 * statistics.median(each) for name, each in rows.items()}
     figures["attention"]["ratio"] = statistics.median(a / b for a, b in zip(*rows.values(), strict=True))

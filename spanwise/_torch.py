@@ -260,10 +260,9 @@ def has_processes(group: dist.ProcessGroup) -> bool:
     return any(backend in dist.get_backend_config(group) for backend in ("gloo", "nccl", "xccl"))
 
 
-def host_group(group: dist.ProcessGroup, name: str) -> Any:
-    """gloo connections between the ranks of ``group``, apart from its own and unknown to torch. A collective."""
-    store = dist.PrefixStore(f"{name}/{group_name(group)}", group_store(group))
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
+def host_group(store: dist.Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+    """gloo connections between ranks that find each other through ``store``, unknown to torch. A collective."""
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
 
 
 class HostGather:

@@ -153,7 +153,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         return _with_dtensors(q, k, v, call)
     local, kernel = _checked(q, k, v, call)
     returns = call.request.lse, call.request.max_logit
-    confirms = compare_attention((q, k, v), local, call.mesh, kernel, call.mask, call.options, call.sinks, returns)
+    confirm = compare_attention((q, k, v), local, call.mesh, kernel, call.mask, call.options, call.sinks, returns)
     mesh, mask, sinks, request, score_mod = call.mesh, call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
@@ -195,7 +195,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    confirm_in_backward((out, lse), confirms)
+    confirm_in_backward((out, lse), confirm)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 

@@ -13,7 +13,7 @@ from spanwise import _torch
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.calls import Call
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
-from spanwise.attention.rank_plan import RankPlan
+from spanwise.attention.rank_plan import RankPlan, mesh_ranks
 
 Confirm = Callable[[], None]
 
@@ -38,21 +38,21 @@ def compare_attention(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
     returns: tuple[bool, bool],
-) -> list[Confirm]:
+) -> Confirm | None:
     """Compare an attention call across the ranks of `mesh`; returns when its collectives may start.
 
     Args:
         returns: whether lse and max_logit are returned.
 
     Returns:
-        Functions that wait until all ranks were found to make the call, one for each axis where that is open.
+        None if all ranks were found to make the call; else a function that waits until they are.
 
     Raises:
         MismatchError: ranks make different calls.
         ExchangeError: a rank is gone or too late.
     """
     if mesh is None or local.num_ranks == 1:
-        return []
+        return None
     q, k, v = tensors
     batch, q_heads, _, head_dim = q.shape
     _, kv_heads, _, v_dim = v.shape
@@ -65,13 +65,14 @@ def compare_attention(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         what = " ".join(str(value) for value in (*values[:3], *values[5:]))
-        names = " ".join(_torch.group_name(group) for group in _groups(mesh))
+        names = " ".join(_torch.group_name(group) for group in mesh_ranks(mesh)[0])
         sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
         torch.ops.spanwise.compare_call(local.digest, names, what, sizes)
-        return []
+        return None
     if _torch.is_fake(q):
-        return []
-    return _compare(Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values), _groups(mesh))
+        return None
+    call = Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values)
+    return failure.compare(call, *mesh_ranks(mesh))
 
 
 def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> None:
@@ -79,31 +80,17 @@ def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side:
     if _torch.is_fake(x_BTF) or torch.compiler.is_compiling():
         return
     values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
-    _compare(Call(_bytes(local.digest), "unshard or roll", _GATHER, values), _groups(mesh))
+    call = Call(_bytes(local.digest), "unshard or roll", _GATHER, values)
+    failure.compare(call, *mesh_ranks(mesh))
 
 
-def confirm_in_backward(outputs: Sequence[torch.Tensor | None], confirms: list[Confirm]) -> None:
-    """Let the backward of `outputs` begin with `confirms`, so that no gradient comes from calls that differ."""
-    if not confirms:
+def confirm_in_backward(outputs: Sequence[torch.Tensor | None], confirm: Confirm | None) -> None:
+    """Let the backward of `outputs` begin with `confirm`, so that no gradient comes from calls that differ."""
+    if confirm is None:
         return
-
-    def confirm(_: Any) -> None:
-        for each in confirms:
-            each()
-
     for out in outputs:
         if out is not None and out.grad_fn is not None:
-            out.grad_fn.register_prehook(confirm)
-
-
-def _compare(call: Call, groups: Sequence[dist.ProcessGroup]) -> list[Confirm]:
-    open_ones = [failure.compare(call, group) for group in groups]
-    return [confirm for confirm in open_ones if confirm is not None]
-
-
-def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return [group for group in groups if group.size() > 1]
+            out.grad_fn.register_prehook(lambda _: confirm())
 
 
 def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:
@@ -118,7 +105,17 @@ def _bytes(digest: torch.Tensor) -> bytes:
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
 def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
     call = Call(_bytes(plan), "compiled context_parallel_attention", _COMPILED, (what, tuple(sizes)))
-    _compare(call, [_torch.find_group(name) for name in groups.split()])
+    found = [_torch.find_group(name) for name in groups.split()]
+
+    def ranks() -> Sequence[int]:
+        if len(found) > 1:
+            raise ValueError(
+                "compiled attention on a mesh of two axes compares its calls over connections that do not exist yet; "
+                "call plan.local(mesh) in this process before it"
+            )
+        return dist.get_process_group_ranks(found[0])
+
+    failure.compare(call, found, ranks)
 
 
 @torch.library.register_fake("spanwise::compare_call", lib=_library)

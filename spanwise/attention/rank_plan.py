@@ -10,10 +10,12 @@ tensors carry sizes. Other fields are equal in all plans of one rank, or a compi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
@@ -211,6 +213,7 @@ def local_plan(
     with _torch.plain_tensors() as to_active_mode:
         if mesh is not None and plan.num_ranks > 1:
             compare_fingerprints(plan.fingerprint, mesh)
+            failure.connect(*mesh_ranks(mesh))
         if key not in plan.built:
             plan.built[key] = build(plan, rank, device, kernel=chosen)
     return to_active_mode(plan.built[key])
@@ -250,6 +253,11 @@ def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
     rank = rank_on(mesh, local.num_ranks, local.inner)
     if rank != local.rank:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], list[int]]]:
+    """The group of each axis, and a function that gives the global ranks in the order of the mesh."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)], lambda: mesh.mesh.flatten().tolist()
 
 
 def outer_peers(local: RankPlan, mesh: DeviceMesh) -> Peers:

@@ -71,7 +71,7 @@ NOT_HOT = {
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
-    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
+    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints", "mesh_ranks"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/exchange/base.py": {"moved", "most_held", "packed", "seconds", "chunk_work"},
     "attention/exchange/all_gather.py": {"moved", "traffic", "most_held", "packed", "seconds", "chunks"},

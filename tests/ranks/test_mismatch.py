@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -161,6 +162,26 @@ def test_no_gradient_comes_from_calls_that_differ(gloo_pool: GlooPool) -> None:
     assert came_out and "rank 1: scale 2.0" in first and "rank 1: scale 2.0" in second
 
 
+def alone(rank: int, mesh: DeviceMesh, steady: int) -> str:
+    """Rank 1 of a mesh of two axes differs alone; rank 2 shares no axis with it."""
+    mask = SpanMask.causal(LENGTH)
+    plan = spanwise.make_plan({"full": mask}, (2, 2), exchange="needed", block_size=4)
+    local = plan.local(mesh, kernel="sdpa")
+    for _ in range(steady):
+        attend(options_for("a", {"a": local}, {}), mesh).sum().backward()
+    try:
+        attend(options_for("a", {"a": local}, {"dim": 16} if rank == 1 else {}), mesh).sum().backward()
+    except spanwise.MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("steady", [0, 8])
+def test_one_rank_of_two_axes_differs(gloo_pool: GlooPool, steady: int) -> None:
+    for text in gloo_pool.run(4, alone, steady, mesh_shape=(2, 2), mesh_dim_names=("outer", "inner")):
+        assert "ranks 0, 2, 3: context_parallel_attention(" in text and "(1, 4, 16)" in text, text
+
+
 def eager_and_compiled(rank: int, mesh: DeviceMesh, all_compiled: bool) -> str:
     local = {which: plan_of(which, "needed", mesh.size()).local(mesh, kernel="sdpa") for which in ("a", "b")}
     changes = {"dtype": torch.float64} if all_compiled and rank == 1 else {}
@@ -223,4 +244,9 @@ def test_equal_histories_expect_the_same_and_repeating_ones_expect_what_comes() 
     assert all(met[-8:]) and not met[0]
     other = Expectation()
     assert [other.meets(call) for call in steps] == met
+    # What is expected follows from the calls before, not from the call itself.
+    for calls in itertools.product(kinds[2:], repeat=6):
+        first, second = Expectation(), Expectation()
+        assert [first.meets(call) for call in calls[:-1]] == [second.meets(call) for call in calls[:-1]]
+        assert first.meets(kinds[2]) + second.meets(kinds[3]) <= 1
     assert not expected.meets(kinds[0]._replace(plan=b"other")) and expected.meets(kinds[0]._replace(plan=b"other"))

@@ -1,7 +1,7 @@
-"""Calls of all ranks of a process group, compared by number.
+"""Calls of all ranks of a mesh, compared by number.
 
 Ranks that make different calls compute wrong numbers without an error, or abort inside the backend. So every rank
-numbers its calls in a group and keeps a digest of each. Digests travel by all-gathers over gloo connections of their
+numbers its calls and keeps a digest of each. Digests travel by all-gathers over gloo connections of their
 own, beside the collectives of the calls; a thread starts them, so that a call costs microseconds.
 
 A call that was to be expected does not wait: its collectives start at once, and the comparison comes later. Any other
@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -93,33 +93,44 @@ class Expectation:
         kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
         if len(self._after) > 4096:  # shapes that never come back
             self._after.clear()
-        next_kind, last = None, self._last
-        for length in CONTEXTS:  # the longest context that has been seen decides
-            context = last[-length:]
-            if next_kind is None:
-                next_kind = self._after.get(context)
+        last = self._last
+        contexts = [last[-length:] for length in CONTEXTS]
+        # The longest context that has been seen decides.
+        known = next((context for context in contexts if context in self._after), None)
+        met = known is not None and self._after[known] == kind and call.plan == self._plan
+        for context in contexts:  # only now: what is expected must not depend on this call
             self._after[context] = kind
-        met = next_kind == kind and call.plan == self._plan
         self._plan, self._last = call.plan, (*last, kind)[-CONTEXTS[0] :]
         return met
 
 
 class CallLog:
-    """The calls of this rank in one process group, compared with those of its other ranks.
+    """The calls of this rank on one mesh, compared with those of the other ranks.
 
-    Making one is a collective of the group.
+    Making one is a collective of the mesh.
 
     Args:
+        name: of the mesh's groups, in one string.
+        ranks: global ranks of the mesh, in its order.
+        group: of one axis; its timeout holds.
         on_mismatch: called where this rank may wait in a collective that other ranks will never start.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_mismatch: Callable[[], None]) -> None:
-        self.name, self.rank, self.size = _torch.group_name(group), group.rank(), group.size()
+    def __init__(
+        self, name: str, ranks: Sequence[int], group: dist.ProcessGroup, on_mismatch: Callable[[], None]
+    ) -> None:
+        self.name = f"group '{name}'" if " " not in name else f"the mesh of global ranks {ranks}"
+        self.group_name = _torch.group_name(group)
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.count = self.confirmed = 0  # calls made; calls that all ranks made alike
         self.error = ""
         self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
-        self.host = _torch.host_group(group, "spanwise/calls")
-        self._store, self._on_mismatch = _torch.group_store(group), on_mismatch
+        self._store, self._on_mismatch = _torch.group_store(dist.group.WORLD or group), on_mismatch
+        timeout = _torch.group_timeout(group)
+        # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
+        self._key = f"spanwise/calls/{','.join(map(str, ranks))}"
+        self._key += f"/{self._store.add(f'{self._key}/{self.rank}', 1)}"
+        self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, self.size, timeout)
         self._lock = threading.Lock()
         self._expected = Expectation()
         self._digests: dict[Call, int] = {}
@@ -220,7 +231,7 @@ class CallLog:
 
     def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
         """The last calls of each rank that answers, by rank."""
-        prefix = f"spanwise/calls/{self.name}/{number}"
+        prefix = f"{self._key}/{number}"
         told, until = {self.rank: mine}, time.monotonic() + GRACE
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
@@ -238,7 +249,7 @@ def describe(number: int, name: str, told: dict[int, list[tuple[int, dict[str, s
 
     >>> def calls(dtype): return [(1, {"call": "f", "plan": "1f", "dtype": "float32"}),
     ...                           (2, {"call": "f", "plan": "1f", "dtype": dtype})]
-    >>> print(describe(2, "cp", {0: calls("float32"), 1: calls("float16"), 2: calls("float32")}))
+    >>> print(describe(2, "group 'cp'", {0: calls("float32"), 1: calls("float16"), 2: calls("float32")}))
     ranks disagree on call 2 in group 'cp': ranks 0, 2: f(plan 1f, dtype float32); rank 1: dtype float16. The call \
 before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same calls in the same order
     """
@@ -259,7 +270,7 @@ before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same c
     earlier = json.loads(before.pop()) if len(before) == 1 else []
     tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
     return (
-        f"ranks disagree on call {number} in group '{name}': {'; '.join(parts)}.{tail} Every rank must make the same "
+        f"ranks disagree on call {number} in {name}: {'; '.join(parts)}.{tail} Every rank must make the same "
         f"calls in the same order"
     )
 
@@ -276,26 +287,32 @@ def _look(ref: weakref.ref[CallLog]) -> None:
         del log
 
 
-# The log of each group; an entry dies with its group. None: no log can be.
-_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog | None] = weakref.WeakKeyDictionary()
+# The logs of meshes by the group of their first axis, with which they die, and by the names of all their groups. None:
+# no log can be.
+_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, CallLog | None]] = weakref.WeakKeyDictionary()
 
 
-def log_of(group: dist.ProcessGroup, on_mismatch: Callable[[], None]) -> CallLog | None:
-    """The log of a group, made at the first call; None where ranks are simulated or are threads."""
-    if group not in _logs:
-        _logs[group] = CallLog(group, on_mismatch) if group.size() > 1 and _torch.has_processes(group) else None
-    return _logs[group]
+def log_of(
+    groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]], on_mismatch: Callable[[], None]
+) -> CallLog | None:
+    """The log of a mesh, made at the first call; None where ranks are simulated or are threads.
 
-
-def known(group: dist.ProcessGroup) -> CallLog | None:
-    """The log of a group, if there is one."""
-    return _logs.get(group)
+    Args:
+        groups: of each axis of the mesh.
+        ranks: gives the global ranks of the mesh, in its order.
+    """
+    found = _logs.setdefault(groups[0], {})
+    name = " ".join([_torch.group_name(group) for group in groups])
+    if name not in found:
+        real = all(_torch.has_processes(group) for group in groups)
+        found[name] = CallLog(name, list(ranks()), groups[0], on_mismatch) if real else None
+    return found[name]
 
 
 def logs() -> list[CallLog]:
-    """The logs of the groups of this process; destroyed groups may live on as objects."""
-    found = [_logs.get(group) for group in (_torch.groups() if dist.is_initialized() else ())]
-    return [log for log in found if log is not None]
+    """The logs of this process; groups that were destroyed may live on as objects."""
+    found = [_logs.get(group, {}) for group in (_torch.groups() if dist.is_initialized() else ())]
+    return [log for of_group in found for log in of_group.values() if log is not None]
 
 
 @atexit.register

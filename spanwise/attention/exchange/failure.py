@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,8 +90,30 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.T
     return x
 
 
-def compare(call: Call, group: dist.ProcessGroup) -> Callable[[], None] | None:
-    """Compare a call with that of the other ranks of `group`; returns when it may start its collectives.
+def connect(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]) -> calls.CallLog | None:
+    """The log of calls of a mesh; connects its ranks when first asked for, which is a collective of the mesh.
+
+    Args:
+        groups, ranks: as in `calls.log_of`.
+
+    Raises:
+        ExchangeError: a rank is gone or too late.
+    """
+    began = time.monotonic()
+    try:
+        return calls.log_of(groups, ranks, close_connections)
+    except RuntimeError as error:
+        what, name = "connections to compare calls", _torch.group_name(groups[0])
+        raise _explain(error, what, name, torch.device("cpu"), time.monotonic() - began) from error
+
+
+def compare(
+    call: Call, groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]
+) -> Callable[[], None] | None:
+    """Compare a call with those of the other ranks of a mesh; returns when it may start its collectives.
+
+    Args:
+        groups, ranks: as in `calls.log_of`.
 
     Returns:
         None if all ranks were found to make the call; else a function that waits until they are.
@@ -100,7 +122,7 @@ def compare(call: Call, group: dist.ProcessGroup) -> Callable[[], None] | None:
         MismatchError: ranks make different calls, this one or one before.
         ExchangeError: a rank is gone or too late.
     """
-    log = calls.log_of(group, close_connections)
+    log = connect(groups, ranks)
     if log is None:
         return None
     _raise_mismatch(log)
@@ -114,7 +136,7 @@ def compare(call: Call, group: dist.ProcessGroup) -> Callable[[], None] | None:
             log.confirm(number)
         except RuntimeError as error:
             what = f"comparison of call {number}"
-            raise _explain(error, what, log.name, torch.device("cpu"), time.monotonic() - began) from error
+            raise _explain(error, what, log.group_name, torch.device("cpu"), time.monotonic() - began) from error
         _raise_mismatch(log)
 
     if expected:
@@ -141,7 +163,7 @@ def _explain(error: RuntimeError, what: str, name: str, device: torch.device, se
         if text := each.raised():
             return _mismatch(each, text)
     group = _torch.find_group(name)
-    log = calls.known(group)
+    log = next((each for each in calls.logs() if each.group_name == name), None)
     said = str(error).strip().split("\n")[0][:500].rstrip(".")
     label = f"'{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
     ranks = dist.get_process_group_ranks(group)
