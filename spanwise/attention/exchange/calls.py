@@ -219,14 +219,18 @@ class CallLog:
             self.error = text
             self._on_mismatch()
             return
-        self.confirmed, self._expected = number, Expectation()
-        self.error = text
+        self.error = text  # first: who waits for `confirmed` must see it
+        self._expected = Expectation()
+        self.confirmed = number
 
     def raised(self) -> str:
         """The text of a mismatch, empty if there is none."""
-        text = self.error
-        if text and self.confirmed == self.count:
-            self.error = ""  # all ranks raise here
+        if not self.error:
+            return ""
+        with self._lock:  # the thread may be about to set more than `error`
+            text = self.error
+            if self.confirmed == self.count:
+                self.error = ""  # all ranks raise here
         return text
 
     def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
