@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --dry                  # all of it on a CPU, at tiny sizes, to see that it runs
 
 Every step is a process with its own time limit: one that fails, crashes or hangs does not keep the others from running.
-Writes one JSON and, from it, docs/gpu.md. Ends with status 1 if a step failed.
+Writes one JSON, from which docs/make_gpu.py makes docs/gpu.md. Ends with status 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from benchmarks.gpu import campaign
 from benchmarks.gpu.steps import LIMIT, NAMES, make_steps
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
+RESULT = ROOT / "benchmarks" / "results" / "gpu" / "campaign.json"
+DRY_RESULT = ROOT / "runs" / "gpu-dry.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="STEP", help=", ".join(NAMES))
     parser.add_argument("--dry", action="store_true", help="on the CPU, over gloo, at tiny sizes")
-    parser.add_argument("--out", type=Path, default=None, help=f"JSON to write; default: {RESULT.relative_to(ROOT)}")
+    parser.add_argument("--out", type=Path, default=None, help=_default_out())
     parser.add_argument("--seconds", type=float, default=LIMIT, help="for all steps together")
     given = parser.parse_args(arguments)
     if not given.dry:
@@ -43,11 +44,28 @@ def main(arguments: list[str] | None = None) -> int:
     results = campaign.run(steps, given.seconds, show, ROOT)
     found = {"dry": given.dry, "date": datetime.date.today().isoformat(), "seconds": round(time.monotonic() - begin, 1)}
     facts = [row for result in results if result["name"] == "environment" for row in result["rows"]]
-    out = given.out or RESULT
+    out = given.out or (DRY_RESULT if given.dry else RESULT)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**found, "facts": facts[0] if facts else {}, "steps": results}, indent=1) + "\n")
-    print(f"{found['seconds']} s in all; written to {out}; docs/make_gpu.py writes the page")
+    out.write_text(as_text({**found, "facts": facts[0] if facts else {}, "steps": results}))
+    print(f"{found['seconds']} s in all; wrote {out}" + ("" if given.dry else "; next: python docs/make_gpu.py"))
     return int(any(result["status"] != "ok" for result in results))
+
+
+def _default_out() -> str:
+    names = [str(path.relative_to(ROOT)) for path in (RESULT, DRY_RESULT)]
+    return f"JSON to write; default: {names[0]}, and {names[1]} with --dry"
+
+
+def as_text(found: campaign.Row) -> str:
+    """JSON with one line for each row."""
+    rows = {f"rows of {step['name']}": step["rows"] for step in found["steps"]}
+    text = json.dumps(
+        {**found, "steps": [{**step, "rows": f"rows of {step['name']}"} for step in found["steps"]]}, indent=1
+    )
+    for name, of_step in rows.items():
+        lines = ",\n   ".join(json.dumps(row) for row in of_step)
+        text = text.replace(f'"rows": {json.dumps(name)}', f'"rows": [\n   {lines}\n  ]')
+    return text + "\n"
 
 
 def show(result: campaign.Row) -> None:

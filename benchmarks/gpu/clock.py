@@ -1,28 +1,14 @@
-"""Time of a call on a device: CUDA events, or the clock of the host on a CPU."""
+"""Median times of calls on a device."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-
-def seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, until the device has finished it."""
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    first.record()
-    step()
-    last.record()
-    torch.cuda.synchronize(device)
-    return first.elapsed_time(last) / 1e3
+from benchmarks.gpu.rank_share import seconds
 
 
 def medians(cases: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:

@@ -23,4 +23,6 @@ def run(context: Context) -> None:
         if code:
             sys.exit(code)
         found = json.loads(Path(folder, "metrics.json").read_text())
-    write_row(context.rows, what="spanwise train", **sizes, metrics=found)
+    row = {**sizes, "first loss": found["losses"][0], "last loss": found["losses"][-1], "proved": found["proved"]}
+    row |= {name.replace("_", " "): found[name] for name in ("max_loss_error", "max_grad_error")}
+    write_row(context.rows, what="spanwise train", **row, tokens_per_second=found["tokens_per_second"][-1])

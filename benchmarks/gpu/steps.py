@@ -48,8 +48,9 @@ NAMES = list(_SECONDS)
 
 
 def make_steps(device: str) -> list[Step]:
-    """All steps, in order; each is this file in a new process."""
-    return [Step(name, functools.partial(_command, name, device), seconds) for name, seconds in _SECONDS.items()]
+    """All steps, in order; each is this file in a new process. A dry run shares its cores and gets more time."""
+    limits = _SECONDS if device == "cuda" else dict.fromkeys(_SECONDS, 180.0)
+    return [Step(name, functools.partial(_command, name, device), seconds) for name, seconds in limits.items()]
 
 
 def _command(name: str, device: str, rows: Path, seconds: float) -> list[str]:
@@ -63,6 +64,10 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("seconds", type=float)
     given = parser.parse_args()
+    if given.device == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
     module = importlib.import_module(f"benchmarks.gpu.step_{given.name}")
     module.run(Context(given.device, given.rows, given.seconds))
 

@@ -17,6 +17,9 @@ from benchmarks.gpu.steps import LIMIT, NAMES, make_steps
 from benchmarks.gpu.worlds import Here, NotPossible, World
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_gpu  # noqa: E402
 
 
 def script(name: str, text: str, seconds: float = 60.0) -> Step:
@@ -123,6 +126,8 @@ def _dry(tmp_path: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     assert found["dry"] and code == 0, found
     assert [step["name"] for step in found["steps"]] == names
     assert {step["status"] for step in found["steps"]} == {"ok"}
+    page = make_gpu.results({**found, "dry": False})  # as of a GPU: every row has a place on the page
+    assert all(f"| {name} | ok |" in page for name in names)
     return {step["name"]: step for step in found["steps"]}
 
 
