@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def run(context: Context) -> None:
     until = time.monotonic() + context.seconds - 4
     tokens = 512 if context.dry else 65_536
-    world = World(2, "gloo", context.device, __name__, "cell", 30.0)
+    world = World(2, "gloo", context.device, __name__, "cell", 30.0, "forkserver" if context.dry else "spawn")
     cells = [{"way": way, "keep_kv": keep, "tokens": tokens} for way in WAYS for keep in (True, False)]
     world.run([{"what": "memory of an exchange", **cell} for cell in cells], context.rows, until)
 

@@ -6,27 +6,22 @@ one rank a device, so its world has one rank: the exchanges' collectives and aut
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 import spanwise
+from benchmarks.gpu import api_cells
 from benchmarks.gpu.campaign import Row
+from benchmarks.gpu.problem import DIM, HEADS, KV_HEADS, MASKS, TOLERANCES, differences, mask_of, problem
 from benchmarks.gpu.steps import Context
 from benchmarks.gpu.worlds import Here, NotPossible, World
-from spanwise import SpanMask, _torch
+from spanwise import _torch
 from spanwise.attention.exchange import all_gather, needed, ring
-from spanwise.calibrate.links import measure_links
-from spanwise.calibrate.ranks import Ranks
 
 MODULE = __name__
-# The tolerances of DESIGN and of `spanwise.verify`: largest error relative to the largest number.
-TOLERANCES = {"float32": 2e-5, "bfloat16": 3.5e-2, "float16": 1e-2}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "needed, 1 chunk": {"exchange": "needed", "stages": 1},
     "needed, 2 chunks": {"exchange": "needed", "stages": 2},
@@ -36,8 +31,6 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "ulysses": {"exchange": "ulysses"},
     "two levels": {"exchange": "needed", "stages": 1},
 }
-MASKS = ("documents", "causal", "window", "prefix", "empty rows")
-HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
 def run(context: Context) -> None:
@@ -48,8 +41,9 @@ def run(context: Context) -> None:
         kernels |= {"flex": tuple(TOLERANCES), "varlen": ("bfloat16", "float16")}
     else:
         kernels |= {"sdpa": tuple(TOLERANCES)}
-    alone = World(1, "nccl" if cuda else "gloo", context.device, MODULE, "cell")
-    several = World(size, "gloo", context.device, MODULE, "cell", 90.0 if cuda else 30.0)
+    start = "spawn" if cuda else "forkserver"
+    alone = World(1, "nccl" if cuda else "gloo", context.device, MODULE, "cell", 60.0, start)
+    several = World(size, "gloo", context.device, MODULE, "cell", 90.0 if cuda else 30.0, start)
     tried = [(kernel, dtype) for kernel, dtypes in kernels.items() for dtype in dtypes]
     masks = MASKS[::4] if context.dry else MASKS
     names = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -57,7 +51,7 @@ def run(context: Context) -> None:
     one = [{"what": "exchange function", "name": name} for name in ("all_gather", "needed", "ring")]
     one += [_attention(mask, "none", *pair) for mask in masks for pair in tried]
     alone.run([{**cell, "world": f"1 rank, {alone.backend}"} for cell in [*collectives, *one]], context.rows, until)
-    cells = [*collectives, {"what": "links"}, {"what": "tokens"}]
+    cells = [*collectives, *api_cells.cells(cuda)]
     every = itertools.product(masks, tried, EXCHANGES)
     cells += [
         _attention(mask, exchange, *pair) for mask, pair, exchange in every if not context.dry or _is_short(mask, pair)
@@ -81,46 +75,10 @@ def _attention(mask: str, exchange: str, kernel: str, dtype: str) -> Row:
 def cell(cell: Row, here: Here) -> Row:
     """One cell on one rank."""
     known = {"collective": collective, "exchange function": exchange_function, "attention": attention}
-    return {**known, "links": links, "tokens": tokens}[cell["what"]](cell, here)
+    return {**known, **api_cells.FUNCTIONS}[cell["what"]](cell, here)
 
 
 # ---------------------------------------------------------------- attention
-
-
-def mask_of(name: str, length: int) -> SpanMask:
-    cuts = [0, 1, length // 3, length // 3, length // 2 + 1, length]
-    if name == "empty rows":
-        rows = np.arange(length)
-        end = np.where(rows % 7 == 3, 0, rows + 1)
-        start = np.where(rows % 7 == 3, 0, np.maximum(rows - length // 4, 0))
-        return SpanMask(start[None], end[None], length)
-    made = {
-        "documents": lambda: SpanMask.documents(cuts),
-        "causal": lambda: SpanMask.causal(length),
-        "window": lambda: SpanMask.sliding_window(length, length // 5, 3),
-        "prefix": lambda: SpanMask.prefix_lm(cuts, [1, 5, 0, length // 9, length // 8]),
-    }
-    return made[name]()
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """float64 attention under a bool mask ``[Q, K]``; rows without a key give 0."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~visible, -math.inf)
-    some = visible.any(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(~some, 0.0), -1).masked_fill(~some, 0.0) @ v
-
-
-@functools.lru_cache(maxsize=8)
-def problem(mask: str, length: int, dtype: str, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """q, k, v and the output's gradient in `dtype`, alike on all ranks; out, dq, dk and dv of exactly these."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = ((n, length, DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
-    given = [torch.randn(1, *shape, generator=draw).to(getattr(torch, dtype)).to(device) for shape in shapes]
-    leaves = [x.double().requires_grad_() for x in given[:3]]
-    out = dense(*leaves, torch.from_numpy(mask_of(mask, length).dense()[0]).to(device))
-    return given, [out.detach(), *torch.autograd.grad(out, leaves, given[3].double())]
 
 
 def attention(cell: Row, here: Here) -> Row:
@@ -146,20 +104,10 @@ def attention(cell: Row, here: Here) -> Row:
             raise NotPossible(str(refused)) from refused
         raise
     got = [out.detach(), *torch.autograd.grad(out, leaves, local[3])]
-    return _errors(dict(zip(("out", "dq", "dk", "dv"), zip(got, wanted, strict=True), strict=True)), plan, cell, here)
-
-
-def _errors(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], plan: Any, cell: Row, here: Here) -> Row:
-    errors = {}
-    for name, (got, wanted) in pairs.items():
-        if got.dtype != getattr(torch, cell["dtype"]):
-            raise AssertionError(f"{name} is {got.dtype}, the inputs are {cell['dtype']}")
-        differ = (got.double() - plan.shard(wanted, here.rank, dim=2)).abs()
-        errors[name] = float(differ.max() / wanted.abs().max().clamp(min=1e-300)) if differ.numel() else 0.0
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if not errors[worst] <= TOLERANCES[cell["dtype"]]:
-        raise AssertionError(f"{worst} differs by {errors[worst]:.2e}, more than {TOLERANCES[cell['dtype']]:.1e}")
-    return errors
+    if any(x.dtype != given[0].dtype for x in got):
+        raise AssertionError(f"results are {[x.dtype for x in got]}, the inputs are {cell['dtype']}")
+    pairs = zip(got, (plan.shard(x, here.rank, dim=2) for x in wanted), strict=True)
+    return differences(dict(zip(("out", "dq", "dk", "dv"), pairs, strict=True)), TOLERANCES[cell["dtype"]])
 
 
 # ---------------------------------------------------------------- below attention
@@ -225,30 +173,4 @@ def exchange_function(cell: Row, here: Here) -> Row:
     pairs += zip(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one, other)
-    return {}
-
-
-def links(cell: Row, here: Here) -> Row:
-    """The sweep of `spanwise calibrate` over the ranks of this device: that it runs; not the rate of a real link."""
-    ranks = Ranks(here.mesh, here.device)
-    found, _, _ = measure_links(ranks, ranks.size, 1 << 16, 2)
-    return {"bandwidth": found[0].bandwidth, "latency": found[0].latency}
-
-
-def tokens(cell: Row, here: Here) -> Row:
-    """`shard`, `unshard` and its gradient, and packed attention."""
-    length = 90
-    mask = mask_of("documents", length)
-    plan = spanwise.make_plan(mask, here.world.size, balancer="head_tail", block_size=16, exchange="needed", stages=1)
-    whole = torch.randn(1, length, 3, generator=torch.Generator().manual_seed(0)).to(here.device)
-    local = spanwise.shard(plan, here.mesh, whole, dim=1).requires_grad_()
-    torch.testing.assert_close(spanwise.unshard(plan, here.mesh, local, dim=1), whole, rtol=0, atol=0)
-    (grad,) = torch.autograd.grad(spanwise.unshard(plan, here.mesh, local, dim=1), local, whole)
-    torch.testing.assert_close(grad, here.world.size * local.detach())
-    given, wanted = problem("documents", length, "float32", here.device)
-    q, k, v = (plan.shard(x, here.rank, dim=2)[0].transpose(0, 1).contiguous() for x in given[:3])
-    out = spanwise.packed_attention(q, k, v, plan, here.mesh, kernel="reference")
-    torch.testing.assert_close(
-        out.transpose(0, 1)[None].double(), plan.shard(wanted[0], here.rank, dim=2), rtol=1e-5, atol=1e-5
-    )
     return {}

@@ -46,6 +46,8 @@ class World:
         module: where the function is; it is imported by each rank.
         function: ``function(cell, rank)`` returns figures; the row of a cell has the largest of all ranks.
         cell_seconds: limit of a cell; the first ones may compile.
+        start: "spawn"; or "forkserver", where worlds begin at once, forked from a process that has imported the module.
+            An import may ask the driver for devices, after which a fork cannot use CUDA: so not for CUDA.
     """
 
     size: int
@@ -54,6 +56,7 @@ class World:
     module: str
     function: str
     cell_seconds: float = 60.0
+    start: str = "spawn"
 
     def run(self, cells: Sequence[Row], rows: Path, until: float) -> None:
         """Run all cells and write a row for each; those for which no time is left (`time.monotonic`) are skipped."""
@@ -68,9 +71,9 @@ class World:
     def _begin(self, cells: Sequence[Row], first: int, rows: Path, until: float) -> int:
         """Run cells from `first` in new processes until they end; returns the number of the next cell."""
         with tempfile.TemporaryDirectory(prefix="spanwise-world-") as folder:
-            # Forked from a server that has imported everything and has not touched the device: a world begins at once.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([self.module])
+            context = multiprocessing.get_context(self.start)
+            if self.start == "forkserver":
+                context.set_forkserver_preload([self.module, "torch._dynamo"])
             arguments = [(self, rank, list(cells), first, folder) for rank in range(self.size)]
             ranks = [context.Process(target=_rank, args=given, daemon=True) for given in arguments]
             for rank in ranks:
