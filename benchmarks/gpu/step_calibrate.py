@@ -37,8 +37,9 @@ def run(context: Context) -> None:
     alone, heads = Alone(device), (8, 2, 64, 64)
     dtype, repeats = (torch.float32, 1) if context.dry else (torch.bfloat16, 5)
     longer = 1 if context.dry else 16
-    fitted = [(longer * n, longer * m) for n, m in ((512, 64), (512, 256), (1024, 128), (1024, 512), (1024, 1024))]
-    others = [(longer * n, longer * m) for n, m in ((768, 192), (1536, 512))]
+    # Two lengths: FlexAttention compiles for each number of queries.
+    fitted = [(longer * n, longer * m) for n, m in ((1024, 64), (1024, 512), (2048, 128), (2048, 1024))]
+    others = [(longer * n, longer * m) for n, m in ((1024, 256), (2048, 512))]
     write_row(context.rows, what="device", name=_device_name(device), memory=_memory(alone, 1))
     write_row(context.rows, what="matrix product", tflops=matmul_rate(alone, dtype, repeats) / 1e12)
     write_row(context.rows, what="memory, read and written", gb_per_s=copy_rate(alone, repeats) / 1e9)

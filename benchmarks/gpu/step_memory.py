@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import spanwise
 from benchmarks.gpu.campaign import Row
@@ -53,7 +52,6 @@ def cell(cell: Row, here: Here) -> Row:
         measured = {name: sizes.get("kv", 0) for name, sizes in found.items()}
     else:
         measured = _allocated(plan, here, leaves, grad)
-    dist.barrier()
     return {**planned, **{f"{name}_measured": size for name, size in measured.items()}}
 
 

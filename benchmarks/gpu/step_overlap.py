@@ -136,13 +136,13 @@ def compiled_attention(context: Context, device: torch.device, mesh: DeviceMesh)
 
 
 def command_line(context: Context, out: Path) -> None:
-    """``spanwise overlap --costs measured``, which runs a model's operators on the device."""
+    """``spanwise overlap --costs measured``, which runs a model's operators on the device; and PyTorch's own pass."""
     size = (64, 128, 64) if context.dry else (2048, 8192, 4096)
     command = [sys.executable, "-m", "spanwise", "overlap", "--device", context.device, "--costs", "measured"]
     command += ["--layers", "1", "--heads", "4", "--kv-heads", "2", "--vocab", "0", "--dp", "2", "--tp", "1"]
     for name, value in zip(("dim", "ffn", "seq-len"), size, strict=True):
         command += [f"--{name}", str(value)]
-    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--torch", "--json", str(out)], capture_output=True, text=True, check=False)
     if done.returncode:
         write_row(context.rows, what="spanwise overlap", status="failed", error=(done.stderr or done.stdout)[-400:])
         return

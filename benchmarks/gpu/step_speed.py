@@ -12,9 +12,11 @@ import torch
 import spanwise
 from benchmarks.gpu.campaign import write_row
 from benchmarks.gpu.clock import device_of, medians
-from benchmarks.gpu.rank_share import HEAD_DIM, HEADS, RANKS, WINDOW, documents, share, whole
+from benchmarks.gpu.rank_share import HEAD_DIM, HEADS, KV_HEADS, RANKS, WINDOW, documents, share, whole
 from benchmarks.gpu.steps import Context
 from spanwise import SpanMask
+
+HEADS_OF_PLAN = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
 
 
 def run(context: Context) -> None:
@@ -30,7 +32,7 @@ def run(context: Context) -> None:
         "window": SpanMask.sliding_window(tokens, min(WINDOW, tokens // 4)),
     }
     for name, mask in masks.items():
-        plan = spanwise.make_plan(mask, ranks, exchange="needed", stages=1, num_q_heads=HEADS, head_dim=HEAD_DIM)
+        plan = spanwise.make_plan(mask, ranks, exchange="needed", stages=1, **HEADS_OF_PLAN)
         area, of_rank = int(mask.area().sum()), int(plan.work().max())
         failures = {}
         cases = {}

@@ -166,10 +166,10 @@ def _rank(world: World, rank: int, cells: Sequence[Row], first: int, folder: str
         world.backend, store=dist.PrefixStore("world", store), rank=rank, world_size=world.size,
         timeout=timedelta(seconds=world.cell_seconds),
     )  # fmt: skip
-    mesh = init_device_mesh(world.device, (world.size,), mesh_dim_names=("cp",))
+    mesh = _mesh(world, (world.size,), ("cp",))
     levels = None
     if world.size % 2 == 0:
-        levels = init_device_mesh(world.device, (world.size // 2, 2), mesh_dim_names=("outer", "inner"))
+        levels = _mesh(world, (world.size // 2, 2), ("outer", "inner"))
     here = Here(
         world, rank, torch.device(world.device, 0) if world.device == "cuda" else torch.device("cpu"), mesh, levels
     )
@@ -183,6 +183,13 @@ def _rank(world: World, rank: int, cells: Sequence[Row], first: int, folder: str
             os._exit(_APART)  # collectives may be under way, and an orderly exit would wait for them
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def _mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    # The backend is named: where there is CUDA, releases of torch add NCCL to the groups of a mesh in a gloo world, and
+    # NCCL refuses ranks that share a device.
+    override = dict.fromkeys(names, world.backend)
+    return init_device_mesh(world.device, shape, mesh_dim_names=names, backend_override=override)
 
 
 def _result(function: Any, cell: Row, here: Here) -> Row:
