@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -81,4 +82,5 @@ def show(result: campaign.Row) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the step under way is ended, too
     sys.exit(main())

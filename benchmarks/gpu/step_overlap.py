@@ -105,7 +105,9 @@ def compiled_step(context: Context, device: torch.device, mesh: DeviceMesh) -> N
             "error": f"differs by {error:.1e}" * (not fine),
         }
         write_row(context.rows, **row, differs=error, launches=launches, status="ok" if fine else "failed")
-    measured = overlap.measure(*(result.graph_module for result in results[:2]), device=device, fallback=spanwise.H100)
+    measured = overlap.measure(
+        *(result.graph_module for result in results[:2]), device=context.device, fallback=spanwise.H100
+    )
     for graph, result in zip(("forward", "backward"), results[:2], strict=True):
         predicted = overlap.simulate(result.graph_module, measured)
         row = {"what": "predicted from measured operators", "graph": graph, "ms": float(predicted.makespan)}

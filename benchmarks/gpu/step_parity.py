@@ -96,7 +96,7 @@ def attention(cell: Row, here: Here) -> Row:
     local = [plan.shard(x, here.rank, dim=2).clone() for x in given]
     leaves = [x.requires_grad_() for x in local[:3]]
     try:
-        rank_plan = plan.local(mesh, here.device, kernel=cell["kernel"])
+        rank_plan = plan.local(mesh, here.world.device, kernel=cell["kernel"])
         out = spanwise.context_parallel_attention(*leaves, rank_plan, mesh, kernel=cell["kernel"])
     except ValueError as refused:
         if (cell["kernel"], cell["dtype"]) in NOT_HERE:
