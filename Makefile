@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
 ARGS ?=
+GPU_ARGS ?=
 # A file runs on one worker, for what its tests share; in the order of tests/conftest.py, long files first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all versions check docs bench dist clean
+.PHONY: help setup demo test test-all versions check docs bench gpu dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +62,9 @@ bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/spanwise bench plan
 	$(BIN)/spanwise bench layout
 	$(BIN)/spanwise bench kernels
+
+gpu: $(STAMP)  ## run all that needs a CUDA device, in ten minutes (GPU_ARGS='--only parity'; --dry: on a CPU)
+	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 dist: $(STAMP)  ## build dist/*.tar.gz and, from it, dist/*.whl
 	rm -rf dist

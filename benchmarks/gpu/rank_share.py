@@ -116,7 +116,8 @@ def _discard(_: Any) -> None:
     pass
 
 
-def seconds(step: Step, device: torch.device) -> float:
+def seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, until the device has finished it: by CUDA events, or the host's clock on a CPU."""
     if device.type == "cpu":
         begin = time.perf_counter()
         step()

@@ -1,0 +1,161 @@
+"""A compiled step with collectives on one device: numbers equal to eager code, and its time by CUDA events.
+
+The group has one rank, so NCCL copies on a stream of its own instead of sending: what is shown is that the schedule
+compiles, runs and is exact, and what it costs. How much of a real link it hides needs several devices.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import spanwise
+from benchmarks.gpu.campaign import write_row
+from benchmarks.gpu.clock import device_of, medians
+from benchmarks.gpu.steps import Context
+from spanwise import _torch, overlap
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3.5e-2}
+LAYERS = 4
+
+
+class Gathered(torch.autograd.Function):
+    """A parameter gathered from its shards; the gradients are summed on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        ctx.name, ctx.size = name, size
+        return _torch.wait(_torch.start_all_gather(shard, size, name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _torch.wait(_torch.start_reduce_scatter(grad, ctx.size, ctx.name)), None, None
+
+
+def run(context: Context) -> None:
+    device = device_of(context.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory(prefix="spanwise-overlap-") as folder:
+        backend = "gloo" if context.dry else "nccl"
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+        for part in (compiled_step, compiled_attention):
+            try:
+                part(context, device, mesh)
+            except Exception as error:
+                text = f"{type(error).__name__}: {str(error).strip()[:400]}"
+                write_row(context.rows, what=part.__name__.replace("_", " "), status="failed", error=text)
+        dist.destroy_process_group()
+        command_line(context, Path(folder, "overlap.json"))
+
+
+def compiled_step(context: Context, device: torch.device, mesh: DeviceMesh) -> None:
+    """Forward and backward of layers whose parameters are gathered when they are used."""
+    width, tokens, dtype = (64, 32, torch.float32) if context.dry else (4096, 8192, torch.bfloat16)
+    size, name = mesh.size(), _torch.group_name(mesh.get_group())
+    draw = torch.Generator().manual_seed(0)
+    shards = [
+        (torch.randn(width, width, generator=draw) * width**-0.5).to(device, dtype).requires_grad_()
+        for _ in range(2 * LAYERS)
+    ]
+    x = torch.randn(tokens, width, generator=draw).to(device, dtype)
+
+    def step(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(shards[::2], shards[1::2], strict=True):
+            x = x + F.silu(x @ Gathered.apply(up, size, name)) @ Gathered.apply(down, size, name)
+        return x
+
+    results: list[overlap.Result] = []
+    schedule = {"cost": spanwise.H100, "on_result": results.append}
+    functions: dict[str, Callable[..., Any]] = {"eager": step}
+    functions["spanwise, aot_eager"] = torch.compile(step, backend=overlap.backend("aot_eager", **schedule))
+    if not context.dry:
+        functions["inductor"] = torch.compile(step)
+        functions["spanwise, inductor"] = torch.compile(step, backend=overlap.backend("inductor", **schedule))
+    cotangent = torch.randn(tokens, width, generator=draw).to(device, dtype)
+    outcomes = {}
+    for case, function in functions.items():
+        out = function(x, *shards)
+        outcomes[case] = [out.detach(), *torch.autograd.grad(out, shards, cotangent)]
+    cases = {
+        case: lambda function=function: torch.autograd.grad(function(x, *shards), shards, cotangent)
+        for case, function in functions.items()
+    }
+    launches = [len(result.timeline.dag.starts) for result in results]
+    for case, seconds in medians(cases, device, 2 if context.dry else 10).items():
+        error = _error(outcomes[case], outcomes["eager"])
+        fine = error <= _TOLERANCE[dtype]
+        row = {
+            "what": "compiled step",
+            "case": case,
+            "ms": 1e3 * seconds,
+            "error": f"differs by {error:.1e}" * (not fine),
+        }
+        write_row(context.rows, **row, differs=error, launches=launches, status="ok" if fine else "failed")
+    measured = overlap.measure(
+        *(result.graph_module for result in results[:2]), device=context.device, fallback=spanwise.H100
+    )
+    for graph, result in zip(("forward", "backward"), results[:2], strict=True):
+        predicted = overlap.simulate(result.graph_module, measured)
+        row = {"what": "predicted from measured operators", "graph": graph, "ms": float(predicted.makespan)}
+        write_row(context.rows, **row, operators=measured.timed)
+
+
+def compiled_attention(context: Context, device: torch.device, mesh: DeviceMesh) -> None:
+    """Attention with a rank plan of one rank as an input of the graph."""
+    tokens = 128 if context.dry else 4096
+    dtype = torch.float32 if context.dry else torch.bfloat16
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 50, tokens]), 1)
+    draw = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, n, tokens, 64, generator=draw).to(device, dtype).requires_grad_() for n in (8, 2, 2)]
+    for kernel in ("sdpa",) if context.dry else ("flex", "varlen"):
+        local = plan.local(None, device, kernel=kernel)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Any, kernel: str = kernel) -> Any:
+            return spanwise.context_parallel_attention(q, k, v, local, None, kernel=kernel)
+
+        compiled = torch.compile(attend, backend="aot_eager" if context.dry else "inductor", fullgraph=True)
+        found = []
+        for function in (attend, compiled):
+            out = function(*qkv, local)
+            found.append([out.detach(), *torch.autograd.grad(out, qkv, torch.ones_like(out))])
+        error = _error(found[1], found[0])
+        row = {"what": "compiled attention", "kernel": kernel, "differs": error}
+        write_row(context.rows, **row, status="ok" if error <= _TOLERANCE[dtype] else "failed")
+
+
+def command_line(context: Context, out: Path) -> None:
+    """``spanwise overlap --costs measured``, which runs a model's operators on the device; and PyTorch's own pass."""
+    size = (64, 128, 64) if context.dry else (2048, 8192, 4096)
+    command = [sys.executable, "-m", "spanwise", "overlap", "--device", context.device, "--costs", "measured"]
+    command += ["--layers", "1", "--heads", "4", "--kv-heads", "2", "--vocab", "0", "--dp", "2", "--tp", "1"]
+    for name, value in zip(("dim", "ffn", "seq-len"), size, strict=True):
+        command += [f"--{name}", str(value)]
+    done = subprocess.run([*command, "--torch", "--json", str(out)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        write_row(context.rows, what="spanwise overlap", status="failed", error=(done.stderr or done.stdout)[-400:])
+        return
+    for graph, found in json.loads(out.read_text())["graphs"].items():
+        after, before = found["after"], found["before"]
+        row = {"what": "spanwise overlap", "graph": graph, "ms": after["makespan"], "as given, ms": before["makespan"]}
+        write_row(context.rows, **row)
+
+
+def _error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Largest error relative to the largest number; infinite for NaN."""
+    pairs = zip(got, wanted, strict=True)
+    errors = [float((x.double() - y.double()).abs().max() / y.double().abs().max()) for x, y in pairs]
+    return max(errors) if all(error == error for error in errors) else float("inf")
