@@ -16,7 +16,7 @@ def report(
     what: str = "all-to-all of K/V", ranks: Sequence[int] = WORLD, closed: Sequence[int] = (), **kw: Any
 ) -> Report:
     kw = {"seconds": 0.5, "said": "Connection closed by peer", "group": "cp"} | kw
-    return Report(what, ranks=ranks, closed=closed, label=f"'{kw['group']}'", **kw)
+    return Report(what, ranks=ranks, closed=closed, label=f"group '{kw['group']}'", **kw)
 
 
 def test_who_is_gone_and_who_is_silent() -> None:

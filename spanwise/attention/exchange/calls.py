@@ -104,6 +104,9 @@ class Expectation:
         return met
 
 
+_alive: weakref.WeakSet[CallLog] = weakref.WeakSet()  # to end with the process, also after their group was destroyed
+
+
 class CallLog:
     """The calls of this rank on one mesh, compared with those of the other ranks.
 
@@ -120,7 +123,7 @@ class CallLog:
         self, name: str, ranks: Sequence[int], group: dist.ProcessGroup, on_mismatch: Callable[[], None]
     ) -> None:
         self.name = f"group '{name}'" if " " not in name else f"the mesh of global ranks {ranks}"
-        self.group_name = _torch.group_name(group)
+        self.group_name, self.ranks = _torch.group_name(group), ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.count = self.confirmed = 0  # calls made; calls that all ranks made alike
         self.error = ""
@@ -128,9 +131,9 @@ class CallLog:
         self._store, self._on_mismatch = _torch.group_store(dist.group.WORLD or group), on_mismatch
         timeout = _torch.group_timeout(group)
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
-        self._key = f"spanwise/calls/{','.join(map(str, ranks))}"
-        self._key += f"/{self._store.add(f'{self._key}/{self.rank}', 1)}"
-        self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, self.size, timeout)
+        self.key = f"spanwise/calls/{','.join(map(str, ranks))}"
+        self.key += f"/{self._store.add(f'{self.key}/{self.rank}', 1)}"
+        self.host = _torch.host_group(self._store, f"{self.key}/connect", self.rank, self.size, timeout)
         self._lock = threading.Lock()
         self._expected = Expectation()
         self._digests: dict[Call, int] = {}
@@ -138,6 +141,7 @@ class CallLog:
         self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
         self._round: _torch.HostGather | None = None
         self._broken = False
+        _alive.add(self)
         threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
 
     def add(self, call: Call) -> tuple[int, bool]:
@@ -173,6 +177,14 @@ class CallLog:
         while self.confirmed < self.count and not self.error and not self._broken and time.monotonic() < until:
             self.look()
             time.sleep(PERIOD)
+
+    def end(self) -> None:
+        """Compare the last calls, then nothing any more; says what differs on standard error."""
+        self.settle(FLUSH)
+        if text := self.raised():
+            print(f"spanwise: {text}", file=sys.stderr)
+        with self._lock:  # the thread is not in the middle of a step
+            self._broken = True
 
     def look(self) -> None:
         """A step of the comparison, if there is one to make; never waits."""
@@ -235,7 +247,7 @@ class CallLog:
 
     def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
         """The last calls of each rank that answers, by rank."""
-        prefix = f"{self._key}/{number}"
+        prefix = f"{self.key}/{number}"
         told, until = {self.rank: mine}, time.monotonic() + GRACE
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
@@ -322,8 +334,5 @@ def logs() -> list[CallLog]:
 @atexit.register
 def _finish() -> None:
     """Compare the last calls before the process ends, so that no thread is inside the backend while Python ends."""
-    for log in logs():
-        log.settle(FLUSH)
-        log._broken = True
-        if text := log.raised():
-            print(f"spanwise: {text}", file=sys.stderr)
+    for log in list(_alive):
+        log.end()

@@ -135,8 +135,9 @@ def compare(
         try:
             log.confirm(number)
         except RuntimeError as error:
-            what = f"comparison of call {number}"
-            raise _explain(error, what, log.group_name, torch.device("cpu"), time.monotonic() - began) from error
+            seconds = time.monotonic() - began
+            own = Report(f"comparison of call {number}", seconds, "", log.key, log.name, log.ranks)
+            raise _found(error, own, log.host, log) from error
         _raise_mismatch(log)
 
     if expected:
@@ -158,24 +159,40 @@ def _mismatch(log: calls.CallLog, text: str) -> MismatchError:
 
 
 def _explain(error: RuntimeError, what: str, name: str, device: torch.device, seconds: float) -> ExchangeError:
+    """The error of a collective of the group called `name`."""
+    group = _torch.find_group(name)
+    label = f"'{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
+    ranks = dist.get_process_group_ranks(group)
+    log = next((each for each in calls.logs() if each.group_name == name), None)
+    near = group if device.type == "cpu" and _torch.is_gloo(group) else None
+    return _found(error, Report(what, seconds, "", name, f"group {label}", ranks), near, log)
+
+
+def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | None) -> ExchangeError:
+    """The error after a look at the other ranks.
+
+    Args:
+        own: what failed, and where.
+        near: gloo connections of the ranks of `own`, if there are any.
+        log: the calls of the ranks of `own`, if they are logged.
+    """
     for each in calls.logs():
         each.settle(_SETTLE)
         if text := each.raised():
             return _mismatch(each, text)
-    group = _torch.find_group(name)
-    log = next((each for each in calls.logs() if each.group_name == name), None)
-    said = str(error).strip().split("\n")[0][:500].rstrip(".")
-    label = f"'{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
-    ranks = dist.get_process_group_ranks(group)
-    lost_here, open_sends = probe(group) if device.type == "cpu" and _torch.is_gloo(group) else ((), [])
+    lost_here, open_sends = probe(near) if near is not None else ((), [])
     open_sends += [send for each in calls.logs() for send in probe(each.host, enough=1)[1]]
-    closed = tuple(ranks[peer] for peer in lost_here)
-    last = [f"{number}. {calls.in_words(call.facts())}" for number, call in log.recent] if log is not None else []
-    found = investigate(group, Report(what, seconds, said, name, label, ranks, closed, last), open_sends)
+    ranks = own.ranks
+    report = own._replace(
+        said=str(error).strip().split("\n")[0][:500].rstrip("."),
+        closed=tuple(ranks[peer] for peer in lost_here),
+        calls=[f"{number}. {calls.in_words(call.facts())}" for number, call in log.recent] if log is not None else [],
+    )
+    found = investigate(report, open_sends)
     explained = ExchangeError(describe(found))
-    explained.what, explained.rank = what, group.rank()
+    explained.what, explained.rank = own.what, list(ranks).index(dist.get_rank())
     lost = lost_ranks(found)
-    explained.lost = tuple(ranks.index(r) for r in lost if r in ranks)
+    explained.lost = tuple(list(ranks).index(r) for r in lost if r in ranks)
     explained.lost_global = lost
-    explained.calls = {ranks.index(r): tuple(report.calls) for r, report in found.reports.items() if r in ranks}
+    explained.calls = {list(ranks).index(r): tuple(each.calls) for r, each in found.reports.items() if r in ranks}
     return explained

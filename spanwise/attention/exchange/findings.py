@@ -39,7 +39,7 @@ class Report(NamedTuple):
         seconds: time from the start of the call to the failure.
         said: torch's error.
         group: name of the group of the collective.
-        label: the group in words.
+        label: the group or mesh in words.
         ranks: global ranks of the group.
         closed: global ranks that closed their end of the connection.
         calls: the last calls of the rank in the group, in words.
@@ -119,12 +119,12 @@ def describe(found: Findings) -> str:
         return parts
 
     others = {r: report for r, report in sorted(found.reports.items()) if r != found.rank and r in own.ranks}
-    here = f"{names([found.rank])} of {len(own.ranks)}, group {own.label}"
+    here = f"{names([found.rank])} of {len(own.ranks)}, {own.label}"
     parts = [f"{own.what} failed on {here}, after {own.seconds:.1f} s"]
     parts += losses(own, [r for r in lost if r in own.ranks])
     for first in found.earlier:
         report = found.reports[first]
-        parts.append(f"{names([first])} failed in {report.what}, group {report.label}")
+        parts.append(f"{names([first])} failed in {report.what}, {report.label}")
         parts += losses(report, [r for r in lost if r in report.ranks and r not in own.ranks])
     if found.trouble:
         parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {found.trouble}")
@@ -155,20 +155,21 @@ def _last_calls(found: Findings) -> str:
     )
 
 
-def investigate(group: dist.ProcessGroup, own: Report, open_sends: list[dist.Work]) -> Findings:
-    """Report this rank's failure in `group`, collect the reports of others, and make ranks fail that wait for this one.
+def investigate(own: Report, open_sends: list[dist.Work]) -> Findings:
+    """Report this rank's failure, collect the reports of others, and make ranks fail that wait for this one.
 
     Args:
         open_sends: from `probe`.
     """
     found = Findings(dist.get_rank(), {dist.get_rank(): own})
-    others = [other for other in _torch.groups() if other is not group and other.size() > 1]
+    others = [other for other in _torch.groups() if _torch.group_name(other) != own.group and other.size() > 1]
     for other in others:
         if _torch.is_gloo(other):
             open_sends += probe(other, enough=1)[1]
     # In a thread: a store whose host has lost power may never answer.
     names = [own.group, *(_torch.group_name(other) for other in others)]
-    store = _torch.group_store(dist.group.WORLD or group)  # one for all groups
+    assert dist.group.WORLD is not None
+    store = _torch.group_store(dist.group.WORLD)  # one for all groups
     asking = threading.Thread(target=_ask, args=(store, names, open_sends, found), daemon=True)
     asking.start()
     asking.join(GRACE + LINGER + 1.0)
