@@ -33,6 +33,7 @@ HOT = [
     "attention/kernels/table.py",
     "attention/kernels/_checks.py",
     "attention/kernels/_flex_cpu.py",
+    "attention/kernels/_guard.py",
     "attention/kernels/_rounds.py",
     "attention/kernels/flex.py",
     "attention/kernels/merge.py",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels._guard import enter, leave
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 
 
@@ -55,6 +56,9 @@ def reference(
     """Attention of one local problem, dense.
 
     float64 is computed in float64, every other dtype in float32.
+
+    A row is NaN if its q or a key or value that it reads is not finite; so are its gradients and those of all keys that
+    it reads. All else is as exact as without. Tensors that a `score_mod` reads get no gradient from such a row.
 
     Args:
         q: Queries ``[B, H, Q, D]``.
@@ -105,14 +109,11 @@ def _reference(
 
     keys = torch.arange(kv_len, device=q.device)
     mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
-    # Unread keys may be uninitialised buffer; 0 * NaN would still reach the output and the gradients.
-    is_read = mask.any(1)[:, None, :, None]
-    k = torch.where(is_read, k.to(dtype), 0)
-    v = torch.where(is_read, v.to(dtype), 0)
+    exact_q, k, v, *rows = enter(q.to(dtype), k.to(dtype), v.to(dtype), mask, (end > start).any(1))
     group = num_heads // kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
-    scores = (q.to(dtype) @ k.mT) * scale
+    scores = (exact_q @ k.mT) * scale
     if score_mod is not None and scores.numel() > 0:
         scores = _apply_score_mod(scores, score_mod, q_pos, kv_pos)
     if softcap is not None:
@@ -124,11 +125,13 @@ def _reference(
     else:
         top = scores.detach().amax(-1, keepdim=True)
     has_key = top != float("-inf")
-    top = torch.where(has_key, top, 0)
+    # Scores that overflow: the weights of keys that a row does not read stay 0.
+    top = torch.where(top.isfinite(), top, 0)
     weights = torch.exp(scores - top)
-    total = torch.where(has_key, weights.sum(-1, keepdim=True), 1)
-    out = (weights @ v) / total
-    lse = torch.where(has_key, top + torch.log(total), float("-inf")).squeeze(-1)
+    total = weights.sum(-1, keepdim=True)
+    lse = torch.where(has_key, top + torch.log(torch.where(has_key, total, 1)), float("-inf")).squeeze(-1)
+    out = (weights @ v) / torch.where(has_key & total.isfinite(), total, 1)
+    out, lse = leave(out, lse, *rows)
     return out.to(q.dtype), lse
 
 
