@@ -10,9 +10,10 @@ import torch
 
 from spanwise import SpanMask
 from spanwise.attention.kernels.reference import reference
+from spanwise.attention.kernels.sdpa import sdpa
 from tests.oracle import make_problem, reached_by
 
-KERNELS = [pytest.param(reference, id="reference")]
+KERNELS = [pytest.param(reference, id="reference"), pytest.param(sdpa, id="sdpa")]
 
 
 def _masks() -> dict[str, SpanMask]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -57,10 +56,12 @@ class Engine:
         self.max_columns = max(128, min(4096, torch.get_num_threads() * _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
         self._buffers: dict[str, Tensor] = {}
-        self._pieces: list[tuple[Tile, Spans]] = []
+        # Whether numbers that are not finite must not reach rows that do not read them, nor keys that these rows do not
+        # read. A weight of 0 times nan is nan, so each product is then computed twice.
+        self.careful = self._again = False
 
     def tiles(self, start: Tensor, end: Tensor) -> Iterator[tuple[int, Tile, Spans]]:
-        """Batch row, tile, and the spans of the tile's rows, over the whole problem; after `isolate` the pieces."""
+        """Batch row, tile, and the spans of the tile's rows, over the whole problem; after `take_care` once more."""
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
@@ -70,25 +71,17 @@ class Engine:
             first, last = masks[b % len(masks)]
             for tile in plans[b % len(masks)]:
                 rows = slice(tile.first, tile.stop)
-                yield b, tile, (first[:, rows, None], last[:, rows, None])
-                while self._pieces:
-                    yield b, *self._pieces.pop()
+                spans = first[:, rows, None], last[:, rows, None]
+                yield b, tile, spans
+                if self._again:
+                    self.careful, self._again = True, False
+                    yield b, tile, spans
+                self.careful = False
 
-    def isolate(self, tile: Tile, spans: Spans) -> bool:
-        """Yield the tile's rows once more, those apart whose spans start at other keys; whether there are any.
-
-        For a tile with nan: rows of another document multiply it with a weight of 0, and 0 * nan is nan.
-        """
-        first, last = spans[0][..., 0], spans[1][..., 0]
-        begins = np.where(last > first, first, -1)
-        cuts = np.flatnonzero((begins[:, 1:] != begins[:, :-1]).any(0)) + 1
-        for a, b in pairwise([0, *cuts.tolist(), first.shape[1]] if len(cuts) else []):
-            settings = {"max_rows": _MAX_ROWS, "max_columns": self.max_columns, "min_saving": self.min_saving}
-            for piece in plan_tiles(first[:, a:b], last[:, a:b], **settings):
-                rows, offset = slice(a + piece.first, a + piece.stop), tile.first
-                moved = Tile(offset + rows.start, offset + rows.stop, piece.strips)
-                self._pieces.append((moved, (spans[0][:, rows], spans[1][:, rows])))
-        return len(cuts) > 0
+    def take_care(self, tile: Tile) -> bool:
+        """Yield the tile once more, to be computed carefully; False if that was done or would change nothing."""
+        self._again = not self.careful and any(strip.masked for strip in tile.strips)
+        return self._again
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""
@@ -137,12 +130,34 @@ class Engine:
         return scores, slope
 
     def _mask(self, scores: Tensor, strip: Strip, spans: Spans) -> None:
+        if self.careful:
+            scores.masked_fill_(~self.reads(strip, spans), NO_KEY)
+            return
         by_row = scores.unflatten(1, (self.group, -1))
         for column, k0, k1 in strip.masked:
             key = np.arange(k0, k1, dtype=spans[0].dtype)
             is_read = torch.from_numpy(((key >= spans[0]) & (key < spans[1])).any(0))  # numpy's any is the faster one
             # 0 or -inf, added: ten times as fast as masked_fill_ with a mask that broadcasts.
             by_row[..., column : column + k1 - k0] += torch.where(is_read, self.zero, self.no_key)
+
+    def reads(self, strip: Strip, spans: Spans) -> Tensor:
+        """Whether a row of a careful tile reads a column: bool ``[G * R, C]``."""
+        key = np.concatenate([np.arange(k0, k1, dtype=spans[0].dtype) for k0, k1 in strip.runs])
+        return torch.from_numpy(((key >= spans[0]) & (key < spans[1])).any(0)).repeat(self.group, 1)
+
+    def add_product(self, total: Tensor, weights: Tensor, x: Tensor, reads: Tensor | None) -> None:
+        """Add ``weights @ x`` to total ``[K, M, D]``: ``[K, M, N]``, 0 where not `reads`, times ``[K, N, D]``.
+
+        Args:
+            reads: bool ``[M, N]`` to be careful: numbers of x that are not finite reach only rows that read them.
+        """
+        is_bad = None if reads is None else ~x.isfinite().all(-1)
+        if reads is None or is_bad is None or not is_bad.any():
+            total.baddbmm_(weights, x)
+            return
+        is_reached = (reads & is_bad[:, None]).any(-1, keepdim=True)
+        clean = weights @ x.masked_fill(is_bad[..., None], 0)
+        total.add_(torch.where(is_reached, weights @ x, clean))
 
 
 @torch.no_grad()

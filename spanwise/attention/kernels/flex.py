@@ -102,6 +102,9 @@ def flex(
     With a `score_mod` or a softcap it is exact while the modified scores of a row lie within ±600; beyond, the row
     gets an infinite lse.
 
+    NaN is not kept apart: on the CPU, NaN in a value reaches all rows of its blocks, because torch gives it a
+    weight of 0, and NaN in q or k may vanish. Kernels "sdpa" and "reference" keep it apart.
+
     Args:
         q: Queries ``[B, H, Q, D]``, float32, bfloat16 or float16. Any strides; other than contiguous are copied.
         k: Keys ``[B, K, T, D]``, ``H % K == 0``. Rows that no span reads may hold any finite number.

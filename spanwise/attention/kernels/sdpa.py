@@ -129,10 +129,11 @@ def _sdpa(
             weights = scores.sub_(shift).exp2_()
             decay = top.sub_(shift).exp2_()
             total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-            acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], strip, "v"))
+            reads = engine.reads(strip, spans) if engine.careful else None
+            engine.add_product(acc.mul_(decay), weights, engine.load_columns(v[b], strip, "v"), reads)
             top = new_top
         total.masked_fill_(top == NO_KEY, 1)
-        if not acc.div_(total).sum().isfinite() and engine.isolate(tile, spans):
+        if not acc.div_(total).sum().isfinite() and engine.take_care(tile):
             continue
         rows = slice(tile.first, tile.stop)
         out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
@@ -177,6 +178,7 @@ def _sdpa_backward(
     """
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     heads = (engine.kv_heads, engine.group)
+    may_spread = not _are_finite(q, k, v, grad_out, grad_lse, torch.where(lse == NO_KEY, 0, lse))
     dq = torch.zeros(q.shape, dtype=engine.dtype)
     dk, dv = torch.zeros(k.shape, dtype=engine.dtype), torch.zeros(v.shape, dtype=engine.dtype)
     for b, tile, spans in engine.tiles(start, end):
@@ -188,8 +190,7 @@ def _sdpa_backward(
         delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
         if out is not None:
             delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
-        # It holds what is not finite in q, k, v and grad_out of these rows and of the keys that they read.
-        if not delta.sum().isfinite() and engine.isolate(tile, spans):
+        if may_spread and engine.take_care(tile):
             continue
         shift, share = _split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
         delta = delta.to(engine.dtype).mul_(share)
@@ -199,13 +200,18 @@ def _sdpa_backward(
             keys, values = engine.load_columns(k[b], strip, "k"), engine.load_columns(v[b], strip, "v")
             scores, slope = engine.scores_and_slope(q_tile, keys, strip, spans)
             weights = scores.sub_(shift).exp2_()
-            _add_columns(dv[b], strip, weights, do_tile)
+            reads = engine.reads(strip, spans) if engine.careful else None
+            if reads is not None:
+                weights.masked_fill_(~reads, 0)
+            _add_columns(engine, dv[b], strip, weights, do_tile, reads)
             ds = torch.bmm(do_tile, values.mT, out=engine.buffer("ds", *weights.shape))
             ds.sub_(delta).mul_(weights)
             if slope is not None:
                 ds.mul_(slope)
-            dq_tile.baddbmm_(ds, keys)
-            _add_columns(dk[b], strip, ds, q_tile)
+            if reads is not None:
+                ds.masked_fill_(~reads, 0)
+            engine.add_product(dq_tile, ds, keys, reads)
+            _add_columns(engine, dk[b], strip, ds, q_tile, reads)
         dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.mul_(scale).unflatten(1, (engine.group, -1))
     dk.mul_(engine.unscale)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -223,11 +229,20 @@ def _split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return shift, rest.exp2_().to(dtype)
 
 
-def _add_columns(total: Tensor, strip: Strip, weights: Tensor, rows: Tensor) -> None:
+def _are_finite(*tensors: Tensor) -> bool:
+    """False if a number is not finite; now and then also for sums that overflow."""
+    return all(bool(x.sum(dtype=lse_dtype(x)).isfinite()) for x in tensors)
+
+
+def _add_columns(
+    engine: Engine, total: Tensor, strip: Strip, weights: Tensor, rows: Tensor, reads: Tensor | None
+) -> None:
     """Adds transposed weights ``[K, G * R, C]`` times rows ``[K, G * R, D]`` to the strip in total ``[K, T, D]``."""
     column = 0
     for k0, k1 in strip.runs:
-        total[:, k0:k1].baddbmm_(weights[:, :, column : column + k1 - k0].mT, rows)
+        columns = slice(column, column + k1 - k0)
+        by = None if reads is None else reads[:, columns].T
+        engine.add_product(total[:, k0:k1], weights[:, :, columns].mT, rows, by)
         column += k1 - k0
 
 
