@@ -176,6 +176,8 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
     """
     import torch.distributed.checkpoint as dcp
 
+    from spanwise.train.writing import os_error
+
     folder = checkpoints(out)
     path = folder / f"step-{state.step:08d}"
     temporary = folder / f".{path.name}.partial"
@@ -185,13 +187,13 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
             _publish(temporary, path, keep)
         dist.barrier()
     except (OSError, RuntimeError, dcp.CheckpointException) as error:  # the latter is no Exception
-        if (cause := _os_error(error)) is None:
+        if (cause := os_error(error)) is None:
             raise
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(
-            f"step {state.step} cannot be saved in {folder}: {cause}. Earlier checkpoints are as they were: make room "
-            "and go on with --resume"
+            f"step {state.step} cannot be saved in {folder}: {cause.strerror or cause}. Earlier checkpoints are "
+            "as they were: make room and go on with --resume"
         ) from error
     return path
 
@@ -201,13 +203,15 @@ def _write(temporary: Path, state: RunState, model: Any, optimizer: Any) -> None
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    from spanwise.train.writing import Writer
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=Writer(temporary))
     if rank == 0:
         write_json(temporary / "run.json", dataclasses.asdict(state))
     dist.barrier()
@@ -229,20 +233,6 @@ def _publish(temporary: Path, path: Path, keep: int) -> None:
     os.replace(pointer, folder / "latest")
     for old in [found for found in sorted(folder.glob("step-*")) if found.name <= path.name][:-keep]:
         shutil.rmtree(old)
-
-
-def _os_error(error: BaseException) -> str | None:
-    """The failure of the file system behind an error of a save, in words."""
-    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
-    seen: list[BaseException] = []
-    for one in [error, *failures]:
-        cause: BaseException | None = one
-        while cause is not None and cause not in seen:
-            seen.append(cause)
-            if isinstance(cause, OSError) and cause.errno is not None:
-                return cause.strerror or str(cause)
-            cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def load(path: Path, model: Any, optimizer: Any) -> None:
