@@ -103,6 +103,7 @@ def everything(rank: int, mesh, out: str | None, options: dict) -> tuple[dict, d
     return result.hardware.to_dict(), {s.what: s.seconds for s in result.samples}, time.perf_counter() - begin
 
 
+@pytest.mark.slow
 def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
     path = tmp_path / "here.json"
     results = gloo_pool.run(2, everything, str(path), QUICK, timeout=110)

@@ -192,7 +192,7 @@ def eager_and_compiled(rank: int, mesh: DeviceMesh, all_compiled: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("all_compiled", [False, True])
+@pytest.mark.parametrize("all_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_calls_are_compared_before_their_collectives(gloo_pool: GlooPool, all_compiled: bool) -> None:
     for text in gloo_pool.run(2, eager_and_compiled, all_compiled):
         assert "compiled context_parallel_attention" in text and "ranks disagree on call 1" in text, text

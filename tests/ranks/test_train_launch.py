@@ -133,6 +133,7 @@ def _stops_on_one(rank: Rank) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_is_reported_and_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
