@@ -1,0 +1,53 @@
+"""Write the table of faults in guides/faults.md from benchmarks/results/faults-cpu.json.
+
+python docs/make_faults.py
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from pages import DOCS, filled, table
+
+RESULTS = DOCS.parent / "benchmarks" / "results" / "faults-cpu.json"
+SHOWN = 130  # characters of a message
+
+
+def happens(row: dict[str, Any]) -> str:
+    """What the script says, and what it measured about it."""
+    found = [row["happens"]]
+    if "status" in row:
+        found.append(f"Exit status {row['status']}.")
+    if row.get("resumed") == 0:
+        found.append("`--resume` goes on.")
+    return " ".join(found)
+
+
+def seen(row: dict[str, Any]) -> str:
+    """The error and the beginning of its text."""
+    kinds = " or ".join(f"`{name}`" for name in row.get("errors", ()))
+    text = textwrap.shorten(row["said"].replace("|", "\\|"), SHOWN, placeholder=" …")
+    return f"{kinds}{': ' if kinds else ''}`{text}`"
+
+
+def seconds(row: dict[str, Any]) -> str:
+    return "< 0.1" if row["seconds"] < 0.1 else f"{row['seconds']:.1f}"
+
+
+def faults() -> str:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    body = [[row["fault"], happens(row), seen(row), seconds(row), row["lost"]] for row in rows]
+    return table(["fault", "what happens", "what you see", "seconds", "what is lost"], body)
+
+
+def page(text: str) -> str:
+    """guides/faults.md with its table made anew."""
+    return filled(text, Path(__file__).name, {"faults": faults()})
+
+
+if __name__ == "__main__":
+    path = DOCS / "guides" / "faults.md"
+    path.write_text(page(path.read_text()))
