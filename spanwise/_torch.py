@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,10 +45,9 @@ def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tenso
     if not _runs_in_gloo_threads(x, name):
         return _ops.all_gather_into_tensor(x, group_size, name)
     received = x.new_empty(group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])
-    handed = x.detach()
-    before, group = handed._use_count(), find_group(name)  # type: ignore[attr-defined]
-    work = group.allgather_into_tensor_coalesced([received], [handed])
-    return _outlive_gloo(received, handed, before, work)
+    handed = Handed(x, received)
+    work = find_group(name).allgather_into_tensor_coalesced(handed.tensors[1:], handed.tensors[:1])
+    return _outlive_gloo(received, handed, work)
 
 
 def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
@@ -102,10 +103,9 @@ def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     if not _runs_in_gloo_threads(x, name):
         return _ops.all_reduce(x.contiguous(), op, name)
     reduced = x.detach().clone(memory_format=torch.contiguous_format)
-    handed = reduced.detach()
-    before, options = handed._use_count(), dist.AllreduceOptions()  # type: ignore[attr-defined]
+    handed, options = Handed(reduced), dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-    return _outlive_gloo(reduced, handed, before, find_group(name).allreduce([handed], options))
+    return _outlive_gloo(reduced, handed, find_group(name).allreduce(handed.tensors, options))
 
 
 def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
@@ -117,21 +117,40 @@ def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
     return "cpu:gloo" in dist.get_backend_config(find_group(name))
 
 
-def _outlive_gloo(result: torch.Tensor, handed: torch.Tensor, before: int, work: dist.Work) -> torch.Tensor:
-    """Let :func:`wait` for `result` return only when gloo's thread has let go of `handed`, which nobody else has.
+class Handed:
+    """Tensors handed to gloo's threads: the memory of `given`, in tensors that nobody else has.
 
-    That thread drops its references only after it has announced the result. If the last one to a tensor that Python
-    knows is among them, the thread asks for the interpreter's lock, and if the interpreter is ending, the process
-    aborts. Results of an all-gather reach gloo as views that Python does not know; a reduce-scatter works on copies.
-
-    Args:
-        before: references to `handed` before `work` had any.
+    A thread of gloo drops its references only after it has announced the result. If it thereby leaves a tensor to
+    Python alone, it asks for the interpreter's lock, and if the interpreter is ending, the process aborts. So whoever
+    waits for the result also waits until the thread has let go.
     """
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        # Not views: a view refers to the tensor that it is a view of, and so would the parts that gloo makes.
+        self.tensors = [
+            torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+            for x in given
+        ]
+        self._before = self._references()
+
+    def _references(self) -> list[int]:
+        # Of C++, and of Python: the last step of letting go drops the reference that C++ has to Python's tensor.
+        return [n for x in self.tensors for n in (x._use_count(), sys.getrefcount(x))]  # type: ignore[attr-defined]
+
+    def await_release(self) -> None:
+        """Return when gloo has no reference any more."""
+        until = time.monotonic() + _LET_GO_SECONDS
+        while any(map(operator.gt, self._references(), self._before)) and time.monotonic() < until:
+            time.sleep(1e-5)
+
+
+def _outlive_gloo(result: torch.Tensor, handed: Handed, work: dist.Work) -> torch.Tensor:
+    """Let :func:`wait` for `result` return only when gloo's thread has let go of `handed`."""
     works = [work]
 
     def finish(_: timedelta) -> bool:
         works.pop().wait()  # and drop it
-        _await_release(handed, before)
+        handed.await_release()
         return True
 
     torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(finish))
@@ -161,12 +180,6 @@ def compiled_if_exact(function: _Function) -> _Function:
         return eager(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
-
-
-def _await_release(handed: torch.Tensor, before: int) -> None:
-    deadline = time.monotonic() + _LET_GO_SECONDS
-    while handed._use_count() > before and time.monotonic() < deadline:  # type: ignore[attr-defined]
-        time.sleep(1e-5)
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
@@ -263,34 +276,6 @@ def has_processes(group: dist.ProcessGroup) -> bool:
 def host_group(store: dist.Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
     """gloo connections between ranks that find each other through ``store``, unknown to torch. A collective."""
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
-
-
-class HostGather:
-    """An all-gather of numbers over a `host_group`, started when it is made.
-
-    Args:
-        numbers: int64, equally many on every rank.
-    """
-
-    def __init__(self, host: Any, numbers: list[int], num_ranks: int) -> None:
-        with without_modes():
-            self._gathered = torch.empty(num_ranks, len(numbers), dtype=torch.int64)
-            self._handed = [torch.tensor(numbers, dtype=torch.int64), *self._gathered.unbind()]
-            self._before = [x._use_count() for x in self._handed]  # type: ignore[attr-defined]
-            self._work = host.allgather([self._handed[1:]], [self._handed[0]])
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work.is_completed()
-
-    def wait(self) -> list[list[int]]:
-        """The numbers of every rank; returns when gloo's thread has let go of them, see `_outlive_gloo`."""
-        self._work.wait()
-        self._work = None
-        for handed, before in zip(self._handed, self._before, strict=True):
-            _await_release(handed, before)
-        with without_modes():
-            return self._gathered.tolist()
 
 
 @contextlib.contextmanager

@@ -84,7 +84,6 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "_torch.py": {"torch.tensor(numbers, dtype=torch.int64)", "self._gathered.tolist()"},  # of `HostGather`
     "attention/compare.py": {"digest.numpy()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},

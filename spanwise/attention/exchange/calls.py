@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from spanwise import _torch
@@ -70,6 +71,32 @@ def in_words(facts: dict[str, str]) -> str:
     """``name(plan 1f…, dtype float32, …)``."""
     rest = ", ".join(f"{label} {value}" for label, value in facts.items() if label != "call")
     return f"{facts['call']}({rest})"
+
+
+class _Gather:
+    """An all-gather of numbers over a `_torch.host_group`, started when it is made.
+
+    Args:
+        numbers: int64, equally many on every rank.
+    """
+
+    def __init__(self, host: Any, numbers: list[int], num_ranks: int) -> None:
+        with _torch.without_modes():
+            rows = torch.empty(num_ranks, len(numbers), dtype=torch.int64)
+            self._handed = _torch.Handed(torch.tensor(numbers, dtype=torch.int64), *rows.unbind())
+            self._work = host.allgather([self._handed.tensors[1:]], self._handed.tensors[:1])
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+    def wait(self) -> list[list[int]]:
+        """The numbers of every rank."""
+        self._work.wait()
+        self._work = None
+        self._handed.await_release()
+        with _torch.without_modes():
+            return [row.tolist() for row in self._handed.tensors[1:]]
 
 
 class Expectation:
@@ -139,7 +166,7 @@ class CallLog:
         self._digests: dict[Call, int] = {}
         self._own: deque[int] = deque()  # digests that were not sent
         self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
-        self._round: _torch.HostGather | None = None
+        self._round: _Gather | None = None
         self._broken = False
         _alive.add(self)
         threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
@@ -207,10 +234,10 @@ class CallLog:
             self._round = None
             self._take(rows)
 
-    def _start_round(self) -> _torch.HostGather:
+    def _start_round(self) -> _Gather:
         digests = [self._own.popleft() for _ in range(min(len(self._own), _WIDTH))]
         numbers = [len(digests), *digests, *[0] * (_WIDTH - len(digests))]
-        return _torch.HostGather(self.host, numbers, self.size)
+        return _Gather(self.host, numbers, self.size)
 
     def _take(self, rows: list[list[int]]) -> None:
         for heard, row in zip(self._heard, rows, strict=True):
