@@ -1,8 +1,8 @@
 """Calls of all ranks of a mesh, compared by number.
 
 Ranks that make different calls compute wrong numbers without an error, or abort inside the backend. So every rank
-numbers its calls and keeps a digest of each. Digests travel by all-gathers over gloo connections of their
-own, beside the collectives of the calls; a thread starts them, so that a call costs microseconds.
+numbers its calls and keeps a digest of each. The digests travel over gloo connections of their own. A thread gathers
+them while the calls run, so that a call costs microseconds.
 
 A call that was to be expected does not wait: its collectives start at once, and the comparison comes later. Any other
 call waits until all ranks have made it. What is expected follows from the calls so far, in the same way on all ranks.
