@@ -30,13 +30,16 @@ class ListOptions:
             the node.
         queue: milliseconds of work below which a stream gets its next collective. It leaves no gap where collectives
             take less time, or compute takes more, than estimated.
-        budget: bytes of memory; default: that of the problem's limit.
     """
 
     ahead: float
     patience: float = 0.0
     queue: float = 0.0
-    budget: int | None = None
+
+    def scaled(self, ms: float) -> ListOptions:
+        """These rules, if `ahead` and `queue` are shares of `ms`."""
+        ahead = math.inf if self.ahead == math.inf else self.ahead * ms  # also if `ms` is 0
+        return ListOptions(ahead, self.patience, self.queue * ms)
 
 
 def list_schedule(problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> ListSchedule:
@@ -67,7 +70,7 @@ class _ListScheduler:
         self.ms, self.stream, self.users = problem.ms, problem.stream, problem.users
         self.start_of, self.is_instant = problem.start_of, problem.is_instant
         count = len(problem.ms)
-        self.memory = memory = problem.limits[0].copy(options.budget)
+        self.memory = memory = problem.limits[0].copy()
         self.is_safe, self.limit_run = memory.is_safe, memory.run
         if len(problem.limits) > 1:
             limits = AllLimits([memory, *(limit.copy() for limit in problem.limits[1:])])
