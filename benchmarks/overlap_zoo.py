@@ -2,6 +2,7 @@
 
     python benchmarks/overlap_zoo.py                                   # all families and links, about 15 minutes
     python benchmarks/overlap_zoo.py --families dlrm dit --links slow
+    python benchmarks/overlap_zoo.py --pytorch before.json             # their orders from an earlier run, ours anew
     python benchmarks/overlap_zoo.py --show benchmarks/results/overlap-zoo.json
 
 The families (`overlap_zoo_models`) are training steps on fake ranks. None of them chose a constant of the search. Every
@@ -50,7 +51,11 @@ LINKS = {
     "middle": dataclasses.replace(CALIBRATED, links=(Link(200e9, 10e-6, ranks=8), Link(12e9, 30e-6))),
     "slow": dataclasses.replace(CALIBRATED, links=(Link(25e9, 15e-6, ranks=8), Link(3e9, 50e-6))),
 }
-UNLIMITED = 2**60
+OURS: dict[str, dict[str, Any]] = {
+    "spanwise": {"bucket": False},
+    "spanwise, buckets": {"bucket": True},
+    "spanwise, unlimited": {"bucket": False, "memory_budget": 2**60},
+}
 MARGIN = 1.005
 
 
@@ -96,7 +101,14 @@ def order_of(timeline: Timeline, seconds: float = 0.0) -> Order:
 
 
 def case_of(
-    family: str, name: str, gm: fx.GraphModule, ranks: Mapping[str, Sequence[int]], links: str, *, peers: bool
+    family: str,
+    name: str,
+    gm: fx.GraphModule,
+    ranks: Mapping[str, Sequence[int]],
+    links: str,
+    *,
+    peers: bool,
+    ours: Sequence[str],
 ) -> Case:
     """All orders of one graph."""
     hardware: Hardware = LINKS[links]
@@ -117,20 +129,18 @@ def case_of(
             continue
         orders["PyTorch, buckets" if bucket else "PyTorch"] = order_of(timeline, seconds)
     budget = 0
-    for what, options in (
-        ("spanwise", {"bucket": False}),
-        ("spanwise, buckets", {"bucket": True}),
-        ("spanwise, unlimited", {"bucket": False, "memory_budget": UNLIMITED}),
-    ):
+    for what in ours:
         gc.collect()
         began = time.perf_counter()
-        result = optimize(gm, cost, **options)  # type: ignore[arg-type]
+        result = optimize(gm, cost, **OURS[what])
         orders[what] = order_of(result.timeline, time.perf_counter() - began)
         budget = budget or result.budget
     return Case(family, name, links, len(gm.graph.nodes), lower_bounds(dag).makespan, budget / 1e9, orders)
 
 
-def cases(families: Sequence[str], links: Sequence[str], folder: Path | None, *, peers: bool) -> Iterator[Case]:
+def cases(
+    families: Sequence[str], links: Sequence[str], folder: Path | None, *, peers: bool, ours: Sequence[str]
+) -> Iterator[Case]:
     """All cases; graphs are read from `folder` where they are there, and else traced and saved to it."""
     for family in families:
         path = folder / f"{family}.pt" if folder else None
@@ -145,7 +155,7 @@ def cases(families: Sequence[str], links: Sequence[str], folder: Path | None, *,
         for name, gm in graphs.items():
             if any("c10d" in str(node.target) for node in gm.graph.nodes):
                 for one in links:
-                    yield case_of(family, name, gm, ranks, one, peers=peers)
+                    yield case_of(family, name, gm, ranks, one, peers=peers, ours=ours)
 
 
 def losses(found: Sequence[Case]) -> dict[str, dict[str, float]]:
@@ -166,6 +176,7 @@ def losses(found: Sequence[Case]) -> dict[str, dict[str, float]]:
             case.orders[ours].makespan / case.orders[theirs].makespan
             for case in found
             if theirs in case.orders
+            and ours in case.orders
             and (ours == "spanwise, unlimited" or case.orders[theirs].peak <= case.budget or "PyTorch" in theirs)
         ]
         if ratios:
@@ -187,12 +198,12 @@ def losses(found: Sequence[Case]) -> dict[str, dict[str, float]]:
 
 def times(found: Sequence[Case]) -> Iterator[str]:
     """Times of the passes."""
-    small = [c for c in found if c.nodes < 500]
     for ours, theirs in (("spanwise", "PyTorch"), ("spanwise, buckets", "PyTorch, buckets")):
+        small = [c for c in found if c.nodes < 500 and ours in c.orders]
         if small:
             most = max(c.orders[ours].seconds for c in small)
             yield f"{ours}: at most {most:.2f} s below 500 nodes"
-        large = [c for c in found if c.nodes > 2000 and theirs in c.orders]
+        large = [c for c in found if c.nodes > 2000 and theirs in c.orders and ours in c.orders]
         if large:
             ratios = [c.orders[ours].seconds / c.orders[theirs].seconds for c in large]
             mean = sum(ratios) / len(ratios)
@@ -234,27 +245,38 @@ def loaded(path: Path) -> list[Case]:
     return [Case(**(row | {"orders": {k: Order(**o) for k, o in row["orders"].items()}})) for row in rows]
 
 
+def case_key(case: Case) -> tuple[str, str, str]:
+    return case.family, case.graph, case.links
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS))
     parser.add_argument("--graphs", type=Path, help="folder of traced graphs; read if there, else written")
     parser.add_argument("--no-peers", action="store_true", help="without PyTorch's pass")
+    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--pytorch", type=Path, help="results to take PyTorch's orders and their seconds from")
     parser.add_argument("--show", type=Path, help="print a file of results, and run nothing")
     parser.add_argument("--out", type=Path, help="JSON file of all cases")
     args = parser.parse_args()
     print(f"{'':36}{'bound ms':>9}" + "".join(f"{what.replace('spanwise', 's')[:8]:>9}" for what in HEAD))
     found: list[Case] = []
+    known = {case_key(case): case for case in loaded(args.pytorch)} if args.pytorch else {}
+    live = not args.no_peers and not args.pytorch
     for case in (
-        loaded(args.show) if args.show else cases(args.families, args.links, args.graphs, peers=not args.no_peers)
+        loaded(args.show) if args.show else cases(args.families, args.links, args.graphs, peers=live, ours=args.ours)
     ):
+        if case_key(case) in known:
+            theirs = {what: order for what, order in known[case_key(case)].orders.items() if "PyTorch" in what}
+            case.orders.update(theirs)
         found.append(case)
         print(show(case), flush=True)
+        if args.out:
+            text: dict[str, Any] = {"torch": torch.__version__, "summary": losses(found)}
+            text["cases"] = [dataclasses.asdict(case) for case in found]
+            args.out.write_text(json.dumps(text, indent=1) + "\n")
     print(summary(found))
-    if args.out:
-        text: dict[str, Any] = {"torch": torch.__version__, "summary": losses(found)}
-        text["cases"] = [dataclasses.asdict(case) for case in found]
-        args.out.write_text(json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,11 @@ class _ListScheduler:
             heappush(self.ready[stream], self.rank[i])
 
     def wait_in_turn(self) -> None:
-        """Wait for collectives that have ended and whose turn has come; others may end later than estimated."""
+        """Wait for collectives that have ended and whose turn has come; others may end later than estimated.
+
+        The turn of a wait has come at once if other collectives can start after it.
+        """
+        feeds_stream = self.problem.feeds_stream
         waits, ended, compute, has_run, by_priority = (
             self.waits,
             self.ended,
@@ -164,7 +168,11 @@ class _ListScheduler:
         )
         while waits and (waits[0][0] <= self.now or has_run[waits[0][1]]):
             wait = heappop(waits)[1]
-            if not has_run[wait]:
+            if has_run[wait]:
+                continue
+            if feeds_stream[wait] and self.is_safe(wait):
+                self.issue(wait)
+            else:
                 heappush(ended, self.rank[wait])
         while compute and has_run[by_priority[compute[0]]]:
             heappop(compute)

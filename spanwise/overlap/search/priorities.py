@@ -64,6 +64,7 @@ class SchedulingProblem:
         tail: of each node, the longest path from its issue to the end of the graph.
         slack: of each node, `longest` less the longest path through it.
         scarce: bytes alive above which waits are not deferred and little runs ahead.
+        feeds_stream: of each node, whether only nodes that take no time lie between it and a start.
         is_instant: of each node, whether it takes neither time nor anything that is limited. It runs when it is ready.
     """
 
@@ -81,6 +82,11 @@ class SchedulingProblem:
         peak = dag.peak_bytes(order)
         self.scarce = peak + (limits[0].budget - peak) // 2
         self.is_instant = [stream == 0 and ms == 0.0 for stream, ms in zip(self.stream, self.ms, strict=True)]
+        self.feeds_stream = [False] * len(dag)
+        for i in reversed(order):
+            self.feeds_stream[i] = any(
+                self.stream[user] > 0 or (self.is_instant[user] and self.feeds_stream[user]) for user in self.users[i]
+            )
         for limit in limits:
             self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
 

@@ -29,13 +29,14 @@ from spanwise.overlap.search.priorities import (
     ListSchedule,
     SchedulingProblem,
     backward_pass,
-    before_users,
     nearest_collective,
     order_priorities,
 )
 
 GIB = 2**30
-EFFORT = 8  # orders tried of a large graph; not measured apart
+# Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
+# time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
+EFFORT, _LARGE = 8, 1_800
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; not measured apart
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
@@ -43,7 +44,6 @@ _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lo
 _RULES = tuple(ListOptions(ahead, queue=queue) for queue in (1 / 32, 1 / 2) for ahead in (5 / 64, math.inf))
 _NEAR, _EAGER, _, _EAGER_DEEP = _RULES
 _KICK = 1 / 16  # of the longest path: most noise in the priorities of a restart; not measured apart
-_AHEAD, _MARGIN = 1 / 4, 1 / 32  # `ahead` and `margin` of the polished order, the same shares; not measured apart
 _TINY = 1e-4  # share of the longest path below which compute is moved as late as possible; not measured apart
 
 
@@ -80,8 +80,8 @@ def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
 
 
 def default_effort(dag: Dag) -> int:
-    """Number of orders to try: `EFFORT` of a large graph, up to four times as many of a small one."""
-    return min(4 * EFFORT, max(EFFORT, 32_000 // max(1, len(dag))))
+    """Number of orders to try: `EFFORT` of a large graph, three times as many of a small one."""
+    return 3 * EFFORT if len(dag) < _LARGE else EFFORT
 
 
 def schedule(
@@ -197,13 +197,8 @@ class _ScheduleSearch:
         late = as_late_as_possible(problem, order, cheap)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
             order, makespan, peak = late, late_span, late_peak
-        # Costs are estimates: collectives are started earlier, as far as the order's own peak allows.
-        known = problem.along(order, peak)
-        priorities = before_users(known, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
-        found = list_schedule(known, priorities, ListOptions(_AHEAD, queue=_NEAR.queue).scaled(scale))
-        if (found.makespan if self.same_costs else self._simulated(found.order)) <= makespan:
-            known = problem.along(found.order, found.peak)
-        return starts_early_waits_late(known)
+        # Costs are estimates: collectives start earlier, as far as the order's own peak allows.
+        return starts_early_waits_late(problem.along(order, peak))
 
     def _candidates(self) -> Iterator[ListSchedule]:
         """Schedules without end: different greedy ones, the best of them improved, then restarts near the best."""
@@ -220,7 +215,7 @@ class _ScheduleSearch:
             first.append(run(priorities, rule))
             yield first[-1]
         first.sort(key=value)
-        best, draw = first[0], random.Random(0)
+        best, draw = min(first, key=value), random.Random(0)
         for number in itertools.count():
             if number < len(first):
                 current = first[number]
@@ -246,6 +241,8 @@ class _ScheduleSearch:
         yield order_priorities(problem, 0.0), patient  # the known order, collectives as soon as they are ready
         yield nearest_collective(problem), _EAGER
         yield order_priorities(problem, math.inf), _EAGER_DEEP  # longest path first
+        # The known order, but what nothing waits for later: streams with a limit in flight need that.
+        yield order_priorities(problem, self.scale / 8, self.scale / 64), _EAGER
 
 
 def _slower_collectives(dag: Dag, multiplier: float) -> Dag:
