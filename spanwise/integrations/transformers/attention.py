@@ -76,7 +76,6 @@ def attention(
         key,
         value,
         spanwise_plan.plan,
-        spanwise_plan.mesh,
         mask=kind,
         scale=kwargs.get("scaling"),
         softcap=kwargs.get("softcap"),

@@ -76,13 +76,10 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     _check_plan(plan, documents, site.mesh)
     device = next(x.device for x in (batch.get("input_ids"), batch.get("inputs_embeds")) if x is not None)
     local = plan.local(site.mesh, device)
-    positions = documents.positions.to(device)
     planned = PlannedBatch(
         plan=local,
-        mesh=site.mesh,
         documents=documents,
-        positions=spanwise.shard(local, site.mesh, positions),
-        last=_largest_position(batch, documents, positions),
+        last=_largest_position(batch, documents, device),
         image_blocks=image_blocks(batch, config, documents) is not None,
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
@@ -172,12 +169,11 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
         )
 
 
-def _largest_position(batch: Mapping[str, Any], documents: Documents, positions: torch.Tensor) -> torch.Tensor:
+def _largest_position(batch: Mapping[str, Any], documents: Documents, device: torch.device) -> torch.Tensor:
     """int64 ``[1]``: the largest position of a kept token of the batch."""
     given = batch.get("position_ids")
-    if given is not None:
-        positions = documents.flat(given, given.dim() - 2)
-    return positions.max().view(1)
+    positions = documents.positions if given is None else documents.flat(given, given.dim() - 2)
+    return positions.max().view(1).to(device)
 
 
 def _labels(
