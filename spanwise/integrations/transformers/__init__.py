@@ -11,7 +11,9 @@ Models take whole batches, the same on all ranks of the cp mesh. What cannot be 
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("spanwise.integrations.transformers needs transformers: pip install 'spanwise[transformers]'") from error
+    raise ImportError(
+        "spanwise.integrations.transformers needs transformers: pip install 'spanwise[transformers]'"
+    ) from error
 
 from spanwise.integrations.transformers.inputs import prepare
 from spanwise.integrations.transformers.masks import make_plan

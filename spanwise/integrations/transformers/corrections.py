@@ -14,7 +14,7 @@ _LAST = "_spanwise_last"  # attribute of a rotary embedding: the largest positio
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
-def with_global_temperature(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Queries of Llama 4's layers without rotary embedding, scaled by their position in the document.
 
     The module has scaled `query` ``[B, H, T, D]`` by a token's index in its input, which here is a shard.

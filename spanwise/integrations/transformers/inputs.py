@@ -74,7 +74,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     if plan is None:
         plan = make_plan(batch, config, site.mesh.size(), **site.options)
     _check_plan(plan, documents, site.mesh)
-    device = next(x.device for x in (batch.get("input_ids"), batch.get("inputs_embeds")) if x is not None)
+    device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(site.mesh, device)
     planned = PlannedBatch(
         plan=local,
@@ -137,8 +137,7 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
         if not rotary_by_model:
             flat = torch.zeros(documents.rows * documents.length, dtype=torch.int64)
             flat[slice(None) if documents.keep is None else documents.keep] = documents.positions[0]
-            tokens = given.get("input_ids", given.get("inputs_embeds"))
-            given["position_ids"] = flat.view(documents.rows, documents.length).to(tokens.device)
+            given["position_ids"] = flat.view(documents.rows, documents.length).to(planned.positions.device)
         elif len(documents.cu_seqlens) - 1 > documents.rows:
             raise ValueError(
                 f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "
