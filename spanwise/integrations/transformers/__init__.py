@@ -18,5 +18,6 @@ except ImportError as error:
 from spanwise.integrations.transformers.inputs import prepare
 from spanwise.integrations.transformers.masks import make_plan
 from spanwise.integrations.transformers.model import context_parallel
+from spanwise.integrations.transformers.verify import verify
 
-__all__ = ["context_parallel", "make_plan", "prepare"]
+__all__ = ["context_parallel", "make_plan", "prepare", "verify"]
