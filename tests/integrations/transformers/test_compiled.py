@@ -15,7 +15,7 @@ from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.ranks.gloo import GlooPool
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.timeout(300)]
 
 NAME, LAYERS = "gemma3", 3
 PACKINGS = [
@@ -24,6 +24,7 @@ PACKINGS = [
 
 
 def _layers(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+    torch._dynamo.reset()  # processes are reused
     model = hf.context_parallel(tiny.model_of(NAME), mesh)
     counter = CompileCounterWithBackend("aot_eager")
     for layer in model.model.layers:
@@ -37,6 +38,7 @@ def _layers(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
 
 
 def _whole(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+    torch._dynamo.reset()  # processes are reused
     model = hf.context_parallel(tiny.model_of(NAME), mesh)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -56,7 +58,7 @@ def _compare(results: list[Any]) -> None:
 
 
 def test_compiled_layers(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(2, _layers, [tiny.packed(d) for d in PACKINGS], timeout=115)
+    results = gloo_pool.run(2, _layers, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(results)
     for _, graphs in results:
         # Three layers of two kinds: a graph a kind, once more when lengths change, and never again.
@@ -65,7 +67,7 @@ def test_compiled_layers(gloo_pool: GlooPool) -> None:
 
 @pytest.mark.slow
 def test_compiled_model(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=115)
+    results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(results)
     for _, graphs in results:
         assert graphs == [1, 2, 2, 2]
