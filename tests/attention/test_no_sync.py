@@ -18,6 +18,8 @@ DOORS = [
     "attention/attention.py",
     "attention/packed.py",
     "attention/context_parallel.py",
+    "batch/linear_loss.py",
+    "batch/logprobs.py",
     "batch/loss.py",
     "batch/sharding.py",
     "layouts/thd_order.py",
@@ -48,6 +50,9 @@ HOT = [
     "attention/exchange/rows.py",
     "attention/exchange/refetch.py",
     "attention/tokens.py",
+    "batch/fused.py",
+    "batch/token_scores.py",
+    "batch/vocabulary.py",
     "attention/exchange/all_gather.py",
     "attention/_limits.py",
     "attention/compare.py",
@@ -88,6 +93,7 @@ ON_HOST = {
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},
+    "batch/vocabulary.py": {"wrong[:4].tolist()"},
     "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 
