@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.all_gather import AllGather
@@ -92,12 +93,13 @@ def verify(
     *,
     inputs: Sequence[torch.Tensor] | None = None,
     dim: int | None = None,
-    mask: str = "default",
+    mask_name: str = "default",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     num_probes: int = 8,
     seed: int = 0,
     tolerance: float | None = None,
+    mask: str | None = None,
 ) -> VerifyReport:
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
@@ -114,11 +116,12 @@ def verify(
         mesh: the cp mesh, 2-D for a plan of two levels; None for a plan of one rank.
         inputs: whole tensors, equal on all ranks; floating ones get gradients.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
-        mask: which of the plan's masks the call uses.
+        mask_name: which of the plan's masks the call uses.
         dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or the next number that
             Ulysses can divide).
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
+        mask: deprecated name of `mask_name`.
 
     Parameters do not change. Gradients of a plain `nn.Module`'s parameters, summed over ranks, are compared too, as
     "dparameters"; those of DTensor parameters, as FSDP2 makes them, are not.
@@ -137,7 +140,7 @@ def verify(
         raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
-    attention = inputs is None
+    attention, name = inputs is None, _moved.mask_name(mask_name, mask)
     cross = plan.kv_layout != plan.layout
     if cross and not attention:
         raise ValueError(
@@ -145,7 +148,7 @@ def verify(
             f"inputs belong to the keys; verify the attention call alone, without inputs"
         )
     tokens = _probe_tokens(plan, num_probes)
-    must, may = _reach(plan, mask, tokens, attention)
+    must, may = _reach(plan, name, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     generator = torch.Generator("cpu").manual_seed(seed)
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
@@ -155,7 +158,7 @@ def verify(
         plan=plan,
         local=plan.local(mesh, where),
         mesh=mesh,
-        mask=mask,
+        mask=name,
         dim=(2 if attention else 1) if dim is None else dim,
         whole=tuple(x.detach().to(where) for x in whole),
         names=("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole))),
@@ -228,7 +231,7 @@ def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     # Dense for short sequences; otherwise the CPU kernel in float64, which is tested against the dense one.
     kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
     q, k, v = inputs
-    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=problem.mask, kernel=kernel)
+    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask_name=problem.mask, kernel=kernel)
 
 
 Cells = tuple[tuple[int, int], ...]

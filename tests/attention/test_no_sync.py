@@ -24,6 +24,7 @@ DOORS = [
 ]
 HOT = [
     *DOORS,
+    "_moved/__init__.py",
     "_torch.py",
     "attention/kv.py",
     "attention/rank_plan.py",
