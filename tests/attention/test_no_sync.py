@@ -60,6 +60,7 @@ HOT = [
 ]
 NOT_HOT = {
     "attention/exchange/head_bytes.py": "numpy, when a plan is made",
+    "batch/contents.py": "reads attention masks, which loaders make in host memory",
     "masks/flex.py": "masks from and to torch, when a plan is made",
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
