@@ -79,6 +79,10 @@ class ContextParallel(ParallelStyle):
             applied: causal, one sequence; two causal sequences for "varlen", in bfloat16 on a GPU.
         mask: deprecated name of `mask_name`.
 
+    Attributes:
+        num_applied: modules that this style was applied to. `parallelize_module` only warns where a pattern matches
+            nothing and does not call the style, so compare the number with your layers.
+
     >>> import spanwise
     >>> style = spanwise.ContextParallel(attention_type="sdpa", kernel="sdpa")
     >>> style.attention_type, style.seq_dim
@@ -107,6 +111,7 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"seq_dim={seq_dim} is not for attention_type 'varlen', whose tensors are [T, H, D]")
         if plan is not None and not isinstance(plan, (Plan, RankPlan)):
             raise ValueError(f"plan must be a Plan or RankPlan, got {type(plan).__name__}")
+        self.num_applied = 0
         self.seq_dim = seq_dim
         self.attention_type = attention_type
         self.plan = plan
@@ -138,6 +143,7 @@ class ContextParallel(ParallelStyle):
             return self._attend(tensors, plan, mesh, options)
 
         module.forward = forward
+        self.num_applied += 1
         return module
 
     def _attend(
