@@ -26,6 +26,7 @@ DOORS = [
 ]
 HOT = [
     *DOORS,
+    "_moved/__init__.py",
     "_torch.py",
     "attention/kv.py",
     "attention/rank_plan.py",
@@ -64,6 +65,7 @@ HOT = [
 ]
 NOT_HOT = {
     "attention/exchange/head_bytes.py": "numpy, when a plan is made",
+    "batch/contents.py": "reads attention masks, which loaders make in host memory",
     "masks/flex.py": "masks from and to torch, when a plan is made",
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
