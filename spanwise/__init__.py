@@ -10,6 +10,8 @@ from spanwise.attention.exchange.errors import ExchangeError, MismatchError
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.linear_loss import linear_cross_entropy
+from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
@@ -45,6 +47,7 @@ __all__ = [
     "context_parallel_attention",
     "contiguous_to_dualchunk_order_thd",
     "cross_entropy",
+    "linear_cross_entropy",
     "dualchunk_to_contiguous_order_thd",
     "make_plan",
     "packed_attention",
@@ -52,6 +55,7 @@ __all__ = [
     "roll",
     "shard",
     "shard_batch",
+    "token_logprobs",
     "unshard",
     "verify",
 ]

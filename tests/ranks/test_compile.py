@@ -261,7 +261,7 @@ def compiled_layers(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[f
 
     @torch.compile(backend=counter, fullgraph=True)
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> list[torch.Tensor]:
-        return [spanwise.context_parallel_attention(q, k, v, plan, mesh, mask=name) for name in names]
+        return [spanwise.context_parallel_attention(q, k, v, plan, mesh, mask_name=name) for name in names]
 
     errors = []
     for i in range(num_plans):

@@ -223,7 +223,7 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
         if rank == lost and step == 1 and moment == "forward":
             lose(how)
         with mock.patch.object(failure, "start", dying(moment, how) if rank == lost and step == 1 else failure.start):
-            out, _ = spanwise.context_parallel_attention(q, k, v, local, mesh, mask="full", return_aux=aux)
+            out, _ = spanwise.context_parallel_attention(q, k, v, local, mesh, mask_name="full", return_aux=aux)
             if rank == lost and step == 1 and moment == "backward":
                 lose(how)
             out.sum().backward()

@@ -55,7 +55,7 @@ def attend(options: dict[str, Any], mesh: DeviceMesh, compiled: bool = False) ->
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another plan": ({"plan": "b"}, "rank 1: plan "),
-    "another mask": ({"mask": "near"}, "rank 1: mask near"),
+    "another mask": ({"mask_name": "near"}, "rank 1: mask near"),
     "half precision of another kind": ({"dtype": torch.float16}, "dtype float16"),
     "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
     "batch": ({"batch": 3}, r"\(3, 4, 8\)"),
@@ -70,7 +70,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def options_for(plan: str, plans: dict[str, spanwise.RankPlan], changes: dict[str, Any]) -> dict[str, Any]:
-    options = {"mask": "full", "kernel": "sdpa", "plan": plan} | changes
+    options = {"mask_name": "full", "kernel": "sdpa", "plan": plan} | changes
     if options.get("dtype") == torch.float16:
         options["kernel"] = "reference"
     return options | {"plan": plans[options["plan"]]}
