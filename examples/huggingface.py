@@ -16,7 +16,7 @@ hf.context_parallel(model, mesh["cp"])
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 lengths = (300, 700, 1024)  # documents of one packed row
-for step in range(5):
+for _ in range(5):
     ids = torch.arange(sum(lengths)).remainder(97)[None]
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     loss = model(**batch).loss  # planned, cut, and the mean over all ranks

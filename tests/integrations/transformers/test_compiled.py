@@ -61,8 +61,8 @@ def test_compiled_layers(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(2, _layers, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(results)
     for _, graphs in results:
-        # Three layers of two kinds: a graph a kind, once more when lengths change, and never again.
-        assert graphs == [2, 4, 4, 4]
+        # Three layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
+        assert graphs[0] == 2 and graphs[2] == graphs[3] == 4
 
 
 @pytest.mark.slow
@@ -70,4 +70,4 @@ def test_compiled_model(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(results)
     for _, graphs in results:
-        assert graphs == [1, 2, 2, 2]
+        assert graphs[0] == 1 and graphs[2] == graphs[3] == 2
