@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import spanwise
@@ -90,6 +90,7 @@ def test_bad_chunks() -> None:
 
 
 @given(documents(), st.integers(1, 5), st.sampled_from([None, 3]))
+@example([0, 3, 4], 1, 3)
 def test_position_ids(cu: list[int], start: int, chunk: int | None) -> None:
     cu = np.unique(cu).tolist()
     if cu[-1] == 0:
@@ -103,7 +104,9 @@ def test_position_ids(cu: list[int], start: int, chunk: int | None) -> None:
     two = np.stack([positions, np.arange(start, start + len(positions))])
     batch = SpanMask.from_position_ids(two, chunk=chunk)
     rows = [mask, SpanMask.documents([0, len(positions)], chunk=chunk)]
-    assert batch == (mask if rows[0] == rows[1] else SpanMask.stack(rows))
+    # Rows of different documents stay apart, also where their chunks are the same.
+    assert batch == (mask if cu == [0, len(positions)] else SpanMask.stack(rows))
+    assert offsets(batch) == ([cu] if cu == [0, len(positions)] else [cu, [0, len(positions)]])
     ends = [*cu, 2 * len(positions)]
     assert Packing.from_position_ids(two) == Packing(ends)
 
