@@ -15,6 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # A line that the example prints only after its own checks.
 PRINTED = {
     "attend.py": r"rank 1: \d+ tokens, reads \d+ elsewhere",
+    "huggingface.py": r"rank 1: loss \S+, verified",
     "overlap_graph.py": r"--- backward ---\nmakespan +\S+ ms, was \S+ ms",
     "own_balancer.py": r"WholeDocuments: imbalance \S+, tokens received \[0, 0\], verified",
     "train_packed.py": r"step 9: loss \S+, on one device \S+",
@@ -25,7 +26,7 @@ PRINTED = {
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=() if path.stem in ("attend", "own_balancer") else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=() if path.stem in ("huggingface", "own_balancer") else pytest.mark.slow)
         for path in EXAMPLES
     ],
 )
@@ -47,6 +48,6 @@ def test_they_are_short() -> None:
 def test_the_readme_shows_the_first_example() -> None:
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)
-    assert (ROOT / "examples/attend.py").read_text() in blocks
-    assert "torchrun --nproc-per-node 2 examples/attend.py" in readme
+    assert blocks[0] == (ROOT / "examples/huggingface.py").read_text()
+    assert "torchrun --nproc-per-node 2 examples/huggingface.py" in readme
     assert len(readme.splitlines()) <= 130

@@ -98,5 +98,7 @@ def test_reference_lists_every_public_name() -> None:
     listed = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in DOCS.glob("reference/*.md")), re.MULTILINE)
     public = {f"spanwise.{name}" for name in spanwise.__all__}
     public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
+    hf = pytest.importorskip("spanwise.integrations.transformers", reason="transformers is not installed")
+    public |= {f"spanwise.integrations.transformers.{name}" for name in hf.__all__}
     # Two functions hide the modules that define them, and are listed by their place in these.
     assert sorted(re.sub(r"\.(optimize|backend)\.\1$", r".\1", name) for name in listed) == sorted(public)
