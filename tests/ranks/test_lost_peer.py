@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention.exchange import failure, findings
+from tests.scripts import forked
 
 TIMEOUT = 2.0  # seconds, of the process groups
 NEVER = 600.0  # a timeout that no test reaches
@@ -54,9 +54,7 @@ class World:
         timeout: float = TIMEOUT,
         store_in_rank_0: bool = False,
     ) -> None:
-        # The processes of a forkserver start in milliseconds once it has imported torch.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.ranks.test_lost_peer", "torch._dynamo"])
+        context = forked()
         self._folder = tempfile.mkdtemp(prefix="lost-peer-")
         if not store_in_rank_0:  # as under torchrun, where the agent hosts it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
