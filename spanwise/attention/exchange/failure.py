@@ -184,7 +184,7 @@ def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | Non
     report = own._replace(
         said=str(error).strip().split("\n")[0][:500].rstrip("."),
         closed=tuple(ranks[peer] for peer in lost_here),
-        calls=[f"{number}. {calls.in_words(call.facts())}" for number, call in log.recent] if log is not None else [],
+        calls=log.recent() if log is not None else [],
     )
     found = investigate(report, open_sends)
     explained = ExchangeError(describe(found))
