@@ -357,6 +357,11 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `x` is inside a vmap that maps over it; also in compiled code."""
+    return torch._C._functorch.is_batchedtensor(x)
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     from torch.autograd import forward_ad

@@ -120,7 +120,7 @@ def context_parallel_attention(
             a kernel or option that does not go with the device or with another option.
         spanwise.MismatchError: ranks make different calls, here or in the backward; lists what each rank has.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
-            ranks. Compiled code raises torch's own error.
+            ranks. Compiled code raises torch's own error; see `spanwise.exchange_errors`.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
