@@ -59,9 +59,9 @@ def compare_attention(
     scale, mod = options.scale, options.score_mod
     values: tuple[Any, ...] = (
         mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
-        head_dim**-0.5 if scale is None else scale, options.softcap,
+        head_dim**-0.5 if scale is None else _plain(scale), _plain(options.softcap),
         None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
-        None if sinks is None else tuple(sinks.shape), returns,
+        None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         what = " ".join(str(value) for value in (*values[:3], *values[5:]))
@@ -114,6 +114,11 @@ def compare_backward(outputs: Sequence[torch.Tensor | None], compare: Compare | 
     for out in outputs:
         if out is not None and out.grad_fn is not None:
             out.grad_fn.register_prehook(once)
+
+
+def _plain(number: Any) -> Any:
+    """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
+    return number if number is None or torch.compiler.is_compiling() else float(number)
 
 
 def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:

@@ -152,7 +152,7 @@ def expected(exchange: str, pieces: int) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("num_ranks", "way", "num_plans"),
     [
-        (2, {"exchange": "all_gather"}, 5),
+        pytest.param(2, {"exchange": "all_gather"}, 5, marks=pytest.mark.slow),
         pytest.param(2, {"exchange": "needed", "stages": 3}, 5, marks=pytest.mark.slow),
         (3, {"exchange": "needed", "stages": 1, "reads": (3, 0, 1, 5, 1, 0, 2)}, 7),
         pytest.param(3, {"exchange": "ring", "keep_kv": True}, 4, marks=pytest.mark.slow),

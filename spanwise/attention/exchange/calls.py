@@ -40,6 +40,7 @@ POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 CONTEXTS = (12, 4, 1)  # numbers of calls before a call, from which it is expected
+LONGEST_RUN = 1024  # calls of one name in a row that are counted, as of the layers of a model
 RECENT = 4  # calls of a rank in an error
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
@@ -106,6 +107,9 @@ class _Gather:
 class Expectation:
     """What the next call will be, from the calls so far: the plan of the last call, and what followed the last calls.
 
+    A model makes one call for each of its layers, then as many backwards. So the first context also has the lengths of
+    the last two runs of calls of one name.
+
     Equal histories give equal expectations, which is all that correctness needs.
 
     >>> expected, a, b = Expectation(), Call(b"1", "f", (), (0,)), Call(b"1", "f", (), (1,))
@@ -116,24 +120,29 @@ class Expectation:
     def __init__(self) -> None:
         self._plan = b""
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self._after: dict[tuple[int, ...], int] = {}
+        self._after: dict[tuple[Any, ...], int] = {}
         self._last: tuple[int, ...] = ()
+        self._runs: tuple[tuple[str, int], ...] = ()  # the last two: name, calls so far
 
     def meets(self, call: Call) -> bool:
         """Whether `call` is the expected one; it then belongs to the calls so far."""
         if max(len(self._kinds), len(self._after)) > 4096:  # values that never come back
             self._kinds.clear()
             self._after.clear()
-            self._last = ()
+            self._last = self._runs = ()
         kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
-        last = self._last
-        contexts = [last[-length:] for length in CONTEXTS]
-        # The longest context that has been seen decides.
+        last, runs = self._last, self._runs
+        contexts = [(runs, last), *[last[-length:] for length in CONTEXTS]]
+        # The first context that has been seen decides.
         known = next((context for context in contexts if context in self._after), None)
         met = known is not None and self._after[known] == kind and call.plan == self._plan
         for context in contexts:  # only now: what is expected must not depend on this call
             self._after[context] = kind
         self._plan, self._last = call.plan, (*last, kind)[-CONTEXTS[0] :]
+        if runs and runs[-1][0] == call.name:
+            self._runs = (*runs[:-1], (call.name, min(runs[-1][1] + 1, LONGEST_RUN)))
+        else:
+            self._runs = (*runs, (call.name, 1))[-2:]
         return met
 
 
