@@ -7,6 +7,7 @@ from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.context_parallel import ContextParallel
 from spanwise.attention.exchange.errors import ExchangeError, MismatchError
+from spanwise.attention.exchange.failure import exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
@@ -49,6 +50,7 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "dualchunk_to_contiguous_order_thd",
+    "exchange_errors",
     "make_plan",
     "packed_attention",
     "ptrr_schedule",

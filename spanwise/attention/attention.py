@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from spanwise import _moved, _torch
 from spanwise.attention._limits import check_numbers, check_sinks, check_transforms, first_order_only, with_sinks
 from spanwise.attention.chunks import Chunk
-from spanwise.attention.compare import compare_attention, confirm_in_backward
+from spanwise.attention.compare import compare_attention, compare_backward
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
@@ -123,7 +123,7 @@ def context_parallel_attention(
             that differ between the ranks, a kernel or option that does not go with the device or with another option.
         spanwise.MismatchError: ranks make different calls, here or in the backward; lists what each rank has.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
-            ranks. Compiled code raises torch's own error.
+            ranks. Compiled code raises torch's own error; see `spanwise.exchange_errors`.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
@@ -157,7 +157,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         return _with_dtensors(q, k, v, call)
     local, mesh, kernel = _checked(q, k, v, call)
     returns = call.request.lse, call.request.max_logit
-    confirm = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
+    compare = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
@@ -199,7 +199,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    confirm_in_backward((out, lse), confirm)
+    compare_backward((out, lse), compare)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 

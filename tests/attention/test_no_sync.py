@@ -91,7 +91,8 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "attention/compare.py": {"digest.numpy()"},
+    "attention/compare.py": {"digest.numpy()", "float(number)"},
+    "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},
