@@ -312,7 +312,7 @@ def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
             attend(options_for("apart", local, {}), mesh)
         q, k, v = inputs({"plan": local["a"]})
         checkpoint(
-            lambda q, k, v: spanwise.context_parallel_attention(q, k, v, local["a"], mesh, mask="full"),
+            lambda q, k, v: spanwise.context_parallel_attention(q, k, v, local["a"], mesh, mask_name="full"),
             q, k, v, use_reentrant=number % 2 == 0,
         ).sum().backward()  # fmt: skip
     (log,) = calls.logs()
