@@ -302,7 +302,7 @@ def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
     local = {which: plan_of(which, "needed", mesh.size()).local(mesh, kernel="sdpa") for which in ("a", "apart")}
     aux = {"return_aux": spanwise.AuxRequest(lse=True)}
     for number in range(6):
-        outs = [attend(options_for("a", local, {"mask": mask}), mesh) for mask in ("full", "near")]
+        outs = [attend(options_for("a", local, {"mask_name": mask}), mesh) for mask in ("full", "near")]
         sum(out.sum() for out in outs).backward(retain_graph=True)
         outs[0].sum().backward()
         out, extra = attend(options_for("a", local, aux), mesh)
