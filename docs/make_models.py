@@ -24,6 +24,8 @@ _REASONS = {
     "rule of its own": "positions counted from padding",
     "a mask or a bias of its own": "a mask or bias of its own",
     "computes its loss itself": "a loss of its own",
+    "asks for attention of": "a mask that its config does not tell",
+    "logits must be": "logits of another shape",
 }
 
 
