@@ -19,6 +19,7 @@ import draw_gallery  # noqa: E402
 import make_benchmarks  # noqa: E402
 import make_faults  # noqa: E402
 import make_gpu  # noqa: E402
+import make_models  # noqa: E402
 import make_versions  # noqa: E402
 import run_blocks  # noqa: E402
 
@@ -75,6 +76,11 @@ def test_faults_are_what_the_script_writes() -> None:
 def test_versions_are_what_the_script_writes() -> None:
     page = (DOCS / "status.md").read_text()
     assert make_versions.page(page) == page
+
+
+def test_models_are_what_the_script_writes() -> None:
+    page = (DOCS / "guides" / "huggingface.md").read_text()
+    assert make_models.page(page) == page
 
 
 def test_gpu_page_is_what_the_script_writes() -> None:

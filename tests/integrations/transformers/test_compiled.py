@@ -15,7 +15,7 @@ from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.ranks.gloo import GlooPool
 
-pytestmark = [pytest.mark.compiles, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.compiles, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NAME, LAYERS = "gemma3", 3
 PACKINGS = [
@@ -65,7 +65,6 @@ def test_compiled_layers(gloo_pool: GlooPool) -> None:
         assert graphs[0] == 2 and graphs[2] == graphs[3] == 4
 
 
-@pytest.mark.slow
 def test_compiled_model(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(results)

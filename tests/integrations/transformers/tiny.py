@@ -182,15 +182,18 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reference(
-    model: PreTrainedModel, documents: Documents, more: Sequence[Mapping[str, Any]] | None = None
+    model: PreTrainedModel,
+    documents: Documents,
+    more: Sequence[Mapping[str, Any]] | None = None,
+    attention: str = "eager",
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process that forwards one document at a time, in eager attention.
+    """Loss and gradients of one process that forwards one document at a time.
 
     Args:
         more: further arguments of each document's forward.
     """
     model = copy.deepcopy(model)
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(attention)
     total = sum(len(d) - 1 for d in documents)
     losses, routers = [], []
     for document, given in zip(documents, more or [{}] * len(documents), strict=True):
