@@ -1,0 +1,220 @@
+"""The attention and mask functions that transformers calls under a name of `AttentionInterface`.
+
+With a planned batch attention is `spanwise.context_parallel_attention`. Without one it is what it was before.
+"""
+
+# B rows, H heads, T tokens of this rank, D head dim
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import spanwise
+from spanwise.integrations.transformers import corrections
+from spanwise.integrations.transformers.masks import CHUNKED, FULL, KINDS, SLIDING
+from spanwise.integrations.transformers.planned import (
+    OTHER,
+    UNKNOWN,
+    PlannedBatch,
+    is_request,
+    kind_of,
+    no_mask,
+    planned_of,
+)
+
+PREFIX = "spanwise_"
+KIND = "_spanwise_kind"  # attribute of an attention module: its kind of mask, by its layer in the config
+
+# Arguments of attention calls that say nothing which the plan does not know.
+_IGNORED = frozenset(
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "return_dict",
+        "is_causal",
+        "is_training",
+        "layer_idx",
+        "position_embeddings_global",
+        "position_embeddings_local",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "input_ids",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "attention_mask",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "deterministic",
+    ]
+)
+
+
+def register(before: str) -> str:
+    """The name under which attention is spanwise's for planned batches, and `before` for others."""
+    name = PREFIX + before
+    AttentionInterface.register(name, functools.partial(attention, before))
+    AttentionMaskInterface.register(name, functools.partial(mask, before))
+    return name
+
+
+def attention(
+    before: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *args: Any,
+    spanwise_plan: PlannedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """One attention call of a model: ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
+
+    Raises:
+        ValueError: a call that a plan cannot serve.
+    """
+    spanwise_plan = spanwise_plan or planned_of(attention_mask)
+    if spanwise_plan is None:
+        if kind_of(attention_mask) is not None:
+            raise ValueError(
+                f"{type(module).__name__} was called without the plan of its batch: the model does not pass keyword "
+                f"arguments on to its attention; such models cannot be compiled under context parallelism"
+            )
+        return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
+    names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
+    kwargs |= dict(zip(names, args, strict=True))
+    kind = _checked_kind(module, query, key, attention_mask, kwargs, spanwise_plan.image_blocks)
+    query = corrections.with_global_temperature(module, query, spanwise_plan.positions)
+    out = spanwise.context_parallel_attention(
+        query,
+        key,
+        value,
+        spanwise_plan.plan,
+        mask_name=kind,
+        scale=kwargs.get("scaling"),
+        softcap=kwargs.get("softcap"),
+        sinks=_sinks(kwargs.get("s_aux"), query),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask(before: str, *args: Any, **kwargs: Any) -> Any:
+    """The mask of an attention call: made as before, or for planned batches a `no_mask` that names its kind."""
+    given = kwargs.get("attention_mask")
+    if given is None or not is_request(given):
+        function = ALL_MASK_ATTENTION_FUNCTIONS[before]
+        return function(*args, **kwargs)
+    kind = _kind_of_function(kwargs["mask_function"], kwargs["config"], given.device)
+    return no_mask(kind, given.device, planned_of(given))
+
+
+def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function called `before`."""
+    if before != "eager":
+        return ALL_ATTENTION_FUNCTIONS[before]
+    for cls in type(module).__mro__:  # each modeling file has its own; FSDP2 derives classes in other files
+        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise ValueError(f"{type(module).__name__} has no eager attention; load the model with attn_implementation='sdpa'")
+
+
+def _checked_kind(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: Any,
+    options: dict[str, Any],
+    image_blocks: bool,
+) -> str:
+    """The kind of mask of a call with a plan, after its arguments were checked."""
+    name = type(module).__name__
+    if options.get("dropout"):
+        raise ValueError(
+            f"context parallelism has no attention dropout, got dropout={options['dropout']} in {name}; set the "
+            f"config's attention_dropout (attn_pdrop in some models) to 0"
+        )
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise ValueError(f"{name} is not causal; plans of a model's config hold causal masks")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: context parallelism goes without a KV cache "
+            f"and without cross attention; pass use_cache=False"
+        )
+    known = {"scaling", "softcap", "s_aux", "dropout", "sliding_window"} | _IGNORED
+    strange = sorted(n for n, x in options.items() if n not in known and x is not None and x is not False)
+    if strange:
+        raise ValueError(f"{name} passes {strange} to its attention, which context parallelism does not know")
+    kind, asked = getattr(module, KIND, None), kind_of(attention_mask)
+    if asked is None:
+        raise ValueError(
+            f"{name} makes a mask or a bias of its own, so that its attention is not given by a plan of full, sliding "
+            f"and chunked masks"
+        )
+    window = options.get("sliding_window")
+    allowed = (kind, UNKNOWN, OTHER) if image_blocks else (kind, UNKNOWN)
+    if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
+        raise ValueError(
+            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of "
+            f"an image that read each other, for example, are not in a plan of full, sliding and chunked masks"
+        )
+    return kind
+
+
+def _sinks(sinks: Any, query: torch.Tensor) -> torch.Tensor | None:
+    """Logits of sinks beside `query`; of this rank's heads, where tensor parallelism has sharded them."""
+    if isinstance(sinks, DTensor) and not isinstance(query, DTensor):
+        return sinks.to_local(grad_placements=sinks.placements)
+    return sinks
+
+
+def _kind_of_function(function: Callable[..., Any], config: Any, device: torch.device) -> str:
+    """The kind of mask that `function` computes, by its values where the kinds differ."""
+    if _reads_tokens(function):
+        return OTHER
+    config = config.get_text_config()
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    edges = sorted({abs(n + d) for n in (0, window or 0, chunk or 0, 2 * (chunk or 0)) for d in (-2, -1, 0, 1, 2)})
+    kv = torch.tensor(edges, device=device)
+    q = kv[:, None]
+    expected = {FULL: kv <= q}
+    if window:
+        expected[SLIDING] = (kv <= q) & (kv > q - window)
+    if chunk:
+        expected[CHUNKED] = (kv <= q) & (kv // chunk == q // chunk)
+    got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(edges), len(edges))
+    for kind in KINDS:
+        if kind in expected and torch.equal(got, expected[kind]):
+            return kind
+    return OTHER
+
+
+def _reads_tokens(function: Callable[..., Any]) -> bool:
+    """Whether a mask function looks up something for each token, such as the image that it belongs to."""
+    for cell in getattr(function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for one in held if isinstance(held, (tuple, list)) else [held]:
+            if isinstance(one, torch.Tensor) and one.dim() >= 2 and bool((one >= 0).any()):  # -1: no image
+                return True
+            if callable(one) and _reads_tokens(one):
+                return True
+    return False

@@ -1,0 +1,87 @@
+"""What models compute from the length of their input, corrected for input that is one rank's shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import spanwise
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
+
+_LAST = "_spanwise_last"  # attribute of a rotary embedding: the largest position of all ranks, or None
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}
+
+
+def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Queries of Llama 4's layers without rotary embedding, scaled by their position in the document.
+
+    The module has scaled `query` ``[B, H, T, D]`` by a token's index in its input, which here is a shard.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def temperature(index: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(((index.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1
+
+    index = torch.arange(query.shape[2], device=query.device)
+    ratio = temperature(positions) / temperature(index)
+    return (query * ratio[:, None, :, None]).to(query.dtype)
+
+
+def length_dependent(decoder: nn.Module) -> list[nn.Module]:
+    """Rotary embeddings of `decoder` whose frequencies depend on the largest position."""
+    found = []
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        if _LENGTH_DEPENDENT & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+            found.append(module)
+    return found
+
+
+def see_last_position(rotary: nn.Module) -> None:
+    """Let `rotary` see the largest position of all ranks, as one more token that is dropped again."""
+    setattr(rotary, _LAST, None)
+    rotary.register_forward_pre_hook(_append_last, with_kwargs=True)
+    rotary.register_forward_hook(_drop_last)
+
+
+def set_last_position(rotary: nn.Module, planned: PlannedBatch | None) -> None:
+    """Before each forward of the decoder; None for a batch without a plan."""
+    setattr(rotary, _LAST, None if planned is None else planned.last)
+
+
+def _append_last(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    last = getattr(rotary, _LAST)
+    if last is None:
+        return None
+    by_name = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if by_name else args[1]
+    longer = torch.cat([positions, last.to(positions).expand(*positions.shape[:-1], 1)], dim=-1)
+    if by_name:
+        return args, kwargs | {"position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def _drop_last(rotary: nn.Module, args: Any, output: Any) -> Any:
+    if getattr(rotary, _LAST) is None:
+        return None
+    if isinstance(output, tuple):
+        return tuple(x[..., :-1, :] for x in output)
+    return output[..., :-1, :]
+
+
+def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A forward hook of the decoder: router logits ``[N, experts]`` of all ranks in place of this rank's.
+
+    The auxiliary loss of experts is a product of two means over all tokens, not a sum over tokens.
+    """
+    planned = kwargs.get(ARGUMENT)
+    logits = getattr(output, "router_logits", None)
+    if planned is None or logits is None:
+        return None
+    output.router_logits = tuple(
+        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
+    )
+    return output

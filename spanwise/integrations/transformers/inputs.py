@@ -1,0 +1,201 @@
+"""Whole batches in, this rank's part out: planned, cut, labels shifted before the cut."""
+
+# B rows, S tokens a row, T tokens of this rank
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import spanwise
+from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
+from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, make_plan
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
+
+SITE = "_spanwise"  # attribute of a model: its Site
+_LABELS = ("labels", "shift_labels")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What `context_parallel` leaves on a model.
+
+    Attributes:
+        mesh: the cp mesh.
+        loss_mesh: all axes over which gradients are averaged.
+        options: arguments of `spanwise.make_plan`.
+        cut_in_decoder: whether the decoder's inputs are cut, because images are merged into whole sequences before.
+    """
+
+    mesh: DeviceMesh
+    loss_mesh: DeviceMesh
+    options: Mapping[str, Any]
+    cut_in_decoder: bool
+
+    def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
+        return self
+
+
+def site_of(model: Any) -> Site:
+    """What `context_parallel` left on `model`, also inside of wrappers such as PEFT's and DDP's."""
+    while not hasattr(model, SITE) and hasattr(model, "module"):
+        model = model.module
+    if not hasattr(model, SITE):
+        raise ValueError(f"{type(model).__name__} is not prepared; call hf.context_parallel(model, mesh) first")
+    return getattr(model, SITE)
+
+
+def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = None) -> dict[str, Any]:
+    """Arguments of this rank's ``model(**arguments)`` for a whole batch.
+
+    ``model(**batch)`` does this itself while the model trains. Call it to cut a batch for evaluation, to give a plan
+    that was made elsewhere, or before a model that is compiled as one graph. A collective call over the cp mesh.
+
+    Args:
+        batch: a whole batch, the same on all ranks of the cp mesh; as `find_documents` takes it. Tensors ``[B, S, …]``
+            are cut. ``labels`` are shifted inside documents and then cut; ``shift_labels`` are cut as they are.
+        model: a model after `context_parallel`.
+        plan: of this batch, for the ranks of the cp mesh, with a mask for each kind of the model's layers; default: by
+            `make_plan`.
+
+    Returns:
+        The arguments; tensors of tokens are ``[1, T, …]``, without padding.
+
+    Raises:
+        ValueError: a batch that cannot be cut, or a plan of another batch; on all ranks alike.
+    """
+    site, config = site_of(model), model.config
+    documents = find_documents(batch)
+    if plan is None:
+        plan = make_plan(batch, config, site.mesh.size(), **site.options)
+    _check_plan(plan, documents, site.mesh, config)
+    device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
+    local = plan.local(site.mesh, device)
+    planned = PlannedBatch(
+        plan=local,
+        documents=documents,
+        last=_largest_position(batch, documents, device),
+        image_blocks=image_blocks(batch, config, documents) is not None,
+    )
+    given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
+    if given.pop("logits_to_keep", 0):
+        raise ValueError("logits_to_keep does not go with context parallelism: the logits of a rank are its shard's")
+    if given.pop("use_cache", False) or given.pop("past_key_values", None) is not None:
+        raise ValueError("a KV cache does not go with context parallelism; pass use_cache=False")
+    labels = _labels(batch, documents, plan, site.mesh, model)
+    given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
+    return given | labels | {"use_cache": False, ARGUMENT: planned}
+
+
+def cut(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str, Any]:
+    """Arguments with every tensor ``[B, S, …]`` cut to ``[1, T, …]``, and position ids."""
+    shape = planned.documents.rows, planned.documents.length
+    result = dict(given)
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and name != "position_ids" and tuple(x.shape[:2]) == shape:
+            result[name] = shard(planned, x)
+    positions = given.get("position_ids")
+    result["position_ids"] = planned.positions if positions is None else shard(planned, positions, positions.dim() - 2)
+    result["attention_mask"] = None  # there is no padding
+    return result
+
+
+def cut_for_decoder(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str, Any]:
+    """`cut` for the arguments that a model with images gives its decoder.
+
+    Raises:
+        ValueError: a tensor that holds neither tokens nor features of image tokens.
+    """
+    shape = planned.documents.rows, planned.documents.length
+    result = cut(given, planned)
+    visual, features = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    if visual is not None and features is not None:  # [B, S], and a row for each image token in order
+        rows = (visual.flatten().cumsum(0) - 1).view(visual.shape)
+        mine = shard(planned, rows)[shard(planned, visual)]
+        result["deepstack_visual_embeds"] = [x.index_select(0, mine) for x in features]
+    known = {"position_ids", "attention_mask", "deepstack_visual_embeds", "cache_position", *_LABELS}
+    for name, x in given.items():
+        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor) and y.dim()]
+        if name not in known and any(tuple(y.shape[:2]) != shape for y in tensors):
+            raise ValueError(
+                f"the decoder gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which context parallelism "
+                f"does not know how to cut over its {shape} tokens"
+            )
+    return result
+
+
+def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str, Any]:
+    """Arguments of a model whose decoder's inputs are cut."""
+    documents = planned.documents
+    rotary_by_model = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))
+    if given.get("position_ids") is None:
+        if not rotary_by_model:
+            flat = torch.zeros(documents.rows * documents.length, dtype=torch.int64)
+            flat[slice(None) if documents.keep is None else documents.keep] = documents.positions[0]
+            given["position_ids"] = flat.view(documents.rows, documents.length).to(planned.positions.device)
+        elif len(documents.cu_seqlens) - 1 > documents.rows:
+            raise ValueError(
+                f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "
+                f"documents a row; pass their position_ids, [3, B, S]"
+            )
+    if not rotary_by_model:
+        given["attention_mask"] = request(planned)
+    return given
+
+
+def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh, config: Any) -> None:
+    missing = sorted(set(layer_kinds(config)) - set(plan.masks))
+    if missing:
+        raise ValueError(f"the model's layers need masks named {missing}, the plan has {sorted(plan.masks)}")
+    tokens = int(documents.cu_seqlens[-1])
+    if plan.seq_len != tokens or plan.num_ranks != mesh.size():
+        raise ValueError(
+            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {tokens} tokens without "
+            f"padding, the mesh {mesh.size()} ranks"
+        )
+    if plan.cu_seqlens is not None and plan.cu_seqlens[0].tolist() != documents.cu_seqlens.tolist():
+        raise ValueError(
+            f"the plan's documents start at {plan.cu_seqlens[0].tolist()[:16]}, the batch's at "
+            f"{documents.cu_seqlens.tolist()[:16]}"
+        )
+    shards = plan.layout.tokens_per_rank
+    if shards.min() == 0:
+        raise ValueError(
+            f"models need a token on every rank, and {tokens} tokens are divided into shards of {shards.tolist()}; use "
+            f"longer batches or fewer ranks"
+        )
+
+
+def _largest_position(batch: Mapping[str, Any], documents: Documents, device: torch.device) -> torch.Tensor:
+    """int64 ``[1]``: the largest position of a kept token of the batch."""
+    given = batch.get("position_ids")
+    positions = documents.positions if given is None else documents.flat(given, given.dim() - 2)
+    return positions.max().view(1).to(device)
+
+
+def _labels(
+    batch: Mapping[str, Any], documents: Documents, plan: spanwise.Plan, mesh: DeviceMesh, model: Any
+) -> dict[str, torch.Tensor]:
+    """This rank's labels, under both names that models read; nothing if the batch has none."""
+    shifted = batch.get("shift_labels") is not None
+    labels = batch["shift_labels"] if shifted else batch.get("labels")
+    if labels is None:
+        return {}
+    if model.loss_function is not getattr(model, "_loss_function", None):
+        raise ValueError("the model's loss function was replaced after hf.context_parallel; replace it before")
+    if tuple(labels.shape) != shape_of(batch):
+        raise ValueError(f"labels must be [B, S] = {shape_of(batch)}, got shape {tuple(labels.shape)}")
+    cut = spanwise.shard_batch(
+        {"labels": documents.flat(labels)}, plan, mesh, cu_seqlens=documents.cu_seqlens, shift_labels=not shifted
+    )["labels"]
+    return dict.fromkeys(_LABELS, cut)
+
+
+def is_causal_loss(model: Any) -> bool:
+    """Whether the model's own loss is that of a causal language model."""
+    return model.loss_function is ForCausalLMLoss

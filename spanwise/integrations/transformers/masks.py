@@ -1,0 +1,108 @@
+"""Masks of a model's layers, from its config: full, sliding and chunked attention, inside of documents.
+
+The rules are those of `transformers.masking_utils`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import spanwise
+from spanwise.integrations.transformers.documents import Documents, find_documents
+
+FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of attention of each layer of a model's config.
+
+    Raises:
+        ValueError: layers of a kind that is not attention over spans of keys.
+
+    >>> class Config:
+    ...     num_hidden_layers, sliding_window = 2, 4096
+    ...     def get_text_config(self): return self
+    >>> layer_kinds(Config())
+    ('sliding_attention', 'sliding_attention')
+    """
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        kinds = [SLIDING if window is not None else CHUNKED if chunk is not None else FULL] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
+            f"all among {list(KINDS)}"
+        )
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        raise ValueError(
+            f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
+        )
+    return tuple(kinds[: config.num_hidden_layers])
+
+
+def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMask:
+    """The mask of layers of `kind` for documents at `cu_seqlens`."""
+    config = config.get_text_config()
+    if kind == SLIDING:
+        return spanwise.SpanMask.documents(cu_seqlens, window=(config.sliding_window - 1, 0))
+    if kind == CHUNKED:
+        return spanwise.SpanMask.documents(cu_seqlens, chunk=config.attention_chunk_size)
+    return spanwise.SpanMask.documents(cu_seqlens)
+
+
+# Models whose image tokens read each other in both directions: the argument that marks them with 1.
+_IMAGE_TOKENS = {"gemma3": "token_type_ids"}
+
+
+def image_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> tuple[np.ndarray, np.ndarray] | None:
+    """Starts and ends of runs of image tokens that read each other, int64 ``[num_blocks]``; None if there are none."""
+    marks = batch.get(_IMAGE_TOKENS.get(config.model_type, ""))
+    if marks is None:
+        return None
+    image = documents.flat(marks)[0].cpu().numpy() == 1
+    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
+    run = np.where(image, document, 0)  # a run ends with its document
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
+    starts, ends = edges[:-1], edges[1:]
+    starts, ends = starts[run[starts] > 0], ends[run[starts] > 0]
+    return (starts, ends) if len(starts) else None
+
+
+def with_blocks(mask: spanwise.SpanMask, starts: np.ndarray, ends: np.ndarray) -> spanwise.SpanMask:
+    """`mask` of one span a row, where the tokens of each block ``[start, end)`` also read each other."""
+    first, last = mask.start.copy(), mask.end.copy()
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        # A row reads its own token, so that its span and the block are one interval.
+        first[..., start:end] = np.minimum(first[..., start:end], start)
+        last[..., start:end] = np.maximum(last[..., start:end], end)
+    return spanwise.SpanMask(first, last, mask.kv_len)
+
+
+def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
+    """One plan for a batch: a mask for each kind of layer, weighted by how many layers have it; pure.
+
+    Runs where the batch is made, for example in a collator of a data loader's worker.
+
+    Args:
+        batch: as `find_documents` takes it.
+        config: the model's `PreTrainedConfig`.
+        num_ranks: ranks of the cp mesh.
+        options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
+
+    Raises:
+        ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
+    """
+    documents = find_documents(batch)
+    offsets, blocks = documents.cu_seqlens, image_blocks(batch, config, documents)
+    weights = Counter(layer_kinds(config))
+    masks = {kind: span_mask(config, kind, offsets) for kind in weights}
+    if blocks is not None:
+        masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}
+    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), cu_seqlens=offsets, **options)

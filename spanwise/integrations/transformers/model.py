@@ -1,0 +1,176 @@
+"""context_parallel: a Hugging Face model that trains with its sequences cut over a mesh.
+
+Three hooks do it. The model's plans and cuts a batch; the decoder's takes care of masks and, where images are merged
+into the sequence first, cuts; the decoder's second one completes router logits. Attention itself is replaced through
+`AttentionInterface`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from spanwise.integrations.transformers import corrections
+from spanwise.integrations.transformers.attention import KIND, PREFIX, register
+from spanwise.integrations.transformers.inputs import SITE, Site, cut_for_decoder, is_causal_loss, prepare
+from spanwise.integrations.transformers.loss import global_loss
+from spanwise.integrations.transformers.masks import layer_kinds
+from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, PlannedBatch, kind_of, no_mask, request
+
+_ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend on the largest position
+
+
+def context_parallel(
+    model: Any, mesh: DeviceMesh, *, loss_mesh: DeviceMesh | None = None, reduce_loss: bool = True, **options: Any
+) -> Any:
+    """Let `model` train with each batch cut over the ranks of `mesh`.
+
+    After it, ``model(**batch)`` in training mode takes whole batches, the same on all ranks of `mesh`: packed, padded,
+    or one document a row. It plans from the batch, cuts it, and returns this rank's logits and the loss of all ranks.
+    Evaluation, `generate`, `save_pretrained` and copies work as before; `prepare` cuts a batch for evaluation.
+
+    Args:
+        model: a model whose attention goes through `AttentionInterface`, such as those of `AutoModelForCausalLM`; also
+            wrapped by PEFT. Before or after `fully_shard`.
+        mesh: the cp mesh, 1-D.
+        loss_mesh: all axes over which gradients are averaged: dp and cp, or cp alone (default).
+        reduce_loss: False to keep the model's loss function; labels then reach it shifted and cut.
+        options: arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: a model that context parallelism cannot serve exactly; the text says why.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(f"context_parallel takes a model of transformers, got {type(model).__name__}")
+    if hasattr(base, SITE):
+        raise ValueError(f"{type(base).__name__} is under context parallelism already")
+    decoder = _checked_decoder(base)
+    _set_attention(base)
+    kinds = layer_kinds(base.config)
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index < len(kinds):
+            setattr(module, KIND, kinds[index])
+    rotary = corrections.length_dependent(decoder)
+    for module in rotary:
+        corrections.see_last_position(module)
+    setattr(decoder, _ROTARY, rotary)
+    cut_in_decoder = base.config.get_text_config() is not base.config
+    loss_mesh = mesh if loss_mesh is None else loss_mesh
+    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder))
+    if reduce_loss and is_causal_loss(base):
+        base.loss_function = global_loss(loss_mesh, base.loss_function)
+    base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
+    base.register_forward_hook(_check_loss, with_kwargs=True)
+    decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=base is not decoder)
+    decoder.register_forward_hook(corrections.gather_router_logits, with_kwargs=True)
+    return model
+
+
+def _checked_decoder(model: PreTrainedModel) -> nn.Module:
+    """The decoder of `model`, after the checks that need no batch."""
+    name = type(model).__name__
+    layer_kinds(model.config)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
+        decoder = model.base_model
+    for module in {id(m): m for m in (model, decoder)}.values():
+        parameters = inspect.signature(type(module).forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise ValueError(
+                f"{type(module).__name__}.forward takes no further keyword arguments, so that no plan reaches its "
+                f"attention; context parallelism needs a model that passes them on"
+            )
+    own = [type(m).__name__ for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
+    if own:
+        raise ValueError(
+            f"{own[0]} of {name} counts positions by a rule of its own, from padding; context parallelism counts from 0"
+        )
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise ValueError(
+            f"{type(decoder).__name__}.forward takes no position_ids, so that positions would count from the start of "
+            f"each rank's tokens"
+        )
+    return decoder
+
+
+def _set_attention(model: PreTrainedModel) -> None:
+    """Let the layers of the decoder take their attention from `attention.register`."""
+    text = model.config.get_text_config()
+    before = text._attn_implementation
+    key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
+    name = register(before)
+    if type(model)._can_set_attn_implementation():
+        model.set_attn_implementation({key: name} if key else name)
+    if text._attn_implementation != name or not name.startswith(PREFIX):
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from AttentionInterface; context parallelism needs a "
+            f"model that does"
+        )
+
+
+def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's hook: plan and cut a whole batch."""
+    if kwargs.get(ARGUMENT) is not None or not model.training or kwargs.get("past_key_values") is not None:
+        return None
+    return (), _planned_arguments(model, args, kwargs)
+
+
+@torch.compiler.disable  # a graph break before the model; `prepare` avoids it
+def _planned_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return prepare(_by_name(model, args) | dict(kwargs), model)
+
+
+def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The decoder's hook: no masks, and cut inputs where the model's hook left them whole."""
+    planned: PlannedBatch | None = kwargs.get(ARGUMENT)
+    for rotary in getattr(decoder, _ROTARY):
+        corrections.set_last_position(rotary, planned)
+    if planned is None:
+        if decoder.training and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+            raise ValueError(
+                f"{type(decoder).__name__} trains on a batch that was not cut: it was called without the model around "
+                f"it, or by a wrapper that calls forward itself; call the model, or pass hf.prepare(batch, model)"
+            )
+        return None
+    kwargs = _by_name(decoder, args) | kwargs
+    mask = kwargs.get("attention_mask")
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    assert tokens is not None
+    if tokens.shape[:2] != planned.positions.shape:
+        kwargs = cut_for_decoder(kwargs, planned)
+    if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
+        mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
+    return (), kwargs | {"attention_mask": mask}
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of a module's forward, by name."""
+    if not args:
+        return {}
+    return dict(inspect.signature(functools.partial(type(module).forward, module)).bind_partial(*args).arguments)
+
+
+def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After the model: its loss is the one that knows of ranks."""
+    planned: PlannedBatch | None = kwargs.get(ARGUMENT)
+    if planned is None or kwargs.get("labels") is None or torch.compiler.is_compiling():
+        return
+    if not planned.losses and getattr(output, "loss", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "
+            f"and call spanwise.cross_entropy on the logits with the labels of hf.prepare"
+        )

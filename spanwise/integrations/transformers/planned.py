@@ -1,0 +1,89 @@
+"""What travels with a planned batch: through ``model(**kwargs)`` to every attention call."""
+
+# N tokens of the batch that are kept, T of them this rank's
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import spanwise
+from spanwise.integrations.transformers.documents import Documents
+from spanwise.integrations.transformers.masks import KINDS
+
+ARGUMENT = "spanwise_plan"  # the keyword of a model's forward
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedBatch:
+    """This rank's part of a batch. Not a pytree: frameworks that cast or move tensors in arguments leave it alone.
+
+    Attributes:
+        plan: this rank's part of the plan.
+        documents: of the whole batch.
+        last: int64 ``[1]``, the largest position of all ranks.
+        image_blocks: whether the plan's masks let tokens of one image read each other.
+        losses: what has computed a loss of this batch.
+    """
+
+    plan: spanwise.RankPlan
+    documents: Documents
+    last: torch.Tensor
+    image_blocks: bool = False
+    losses: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[1, T]``, of this rank's tokens in their documents."""
+        assert self.plan.positions is not None  # plans of batches know their documents
+        return self.plan.positions
+
+    def __deepcopy__(self, memo: Any) -> PlannedBatch:
+        return self
+
+
+def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's tokens of `x` ``[…, B, S, …]`` of the whole batch, whose rows are dim `dim`: ``[…, 1, T, …]``."""
+    return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
+
+
+# Attention of a planned batch gets a mask without contents, whose last dim tells the kind of attention that the model
+# asked for: 1 + the index in _KINDS.
+UNKNOWN, OTHER = "an unknown kind", "another kind"  # not looked at; none of KINDS
+_KINDS = (*KINDS, UNKNOWN, OTHER)
+_PLANNED = "_spanwise_planned"  # attribute of such a mask, for models that do not pass keyword arguments on
+
+
+def no_mask(kind: str, device: torch.device, planned: PlannedBatch | None) -> torch.Tensor:
+    """A mask of four dims, which transformers hands through to attention as it is."""
+    return _marked(torch.ones(1, 1, 1, 1 + _KINDS.index(kind), dtype=torch.bool, device=device), planned)
+
+
+def kind_of(mask: Any) -> str | None:
+    """The kind that `no_mask` was made for; None for other masks."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[:3] != (1, 1, 1):
+        return None
+    return _KINDS[mask.shape[3] - 1] if mask.shape[3] <= len(_KINDS) else None
+
+
+def request(planned: PlannedBatch) -> torch.Tensor:
+    """An attention mask ``[1, 0]`` for which the registered mask function makes a `no_mask`."""
+    return _marked(torch.ones(1, 0, dtype=torch.bool, device=planned.positions.device), planned)
+
+
+def is_request(mask: Any) -> bool:
+    """Whether `mask` is a `request`, or a view of one."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == 0
+
+
+def planned_of(mask: Any) -> PlannedBatch | None:
+    """The batch of a `no_mask`; None for other masks, in compiled code, and where the model made a view."""
+    return getattr(mask, _PLANNED, None)
+
+
+def _marked(mask: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        setattr(mask, _PLANNED, planned)
+    return mask
