@@ -1,0 +1,61 @@
+"""What `trainer` refuses before training starts, because the result would differ from that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+_OF_TRL = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+
+
+def check_trainer(base: type[Any]) -> None:
+    """Raise ValueError for a base class that is not known to be right."""
+    if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
+        raise ValueError(f"hf.trainer takes transformers.Trainer or a subclass, got {base!r}")
+    if base.__name__.startswith("ContextParallel"):
+        raise ValueError(f"{base.__name__} is a trainer for context parallelism already")
+    of_trl = [cls.__name__ for cls in base.__mro__ if cls.__module__.startswith("trl.")]
+    if of_trl and not set(of_trl) & set(_OF_TRL):
+        raise ValueError(
+            f"hf.trainer takes {', '.join(_OF_TRL)} of trl, got {of_trl[0]}; for its loss call hf.context_parallel and "
+            f"write the loop"
+        )
+    seq2seq = getattr(transformers, "Seq2SeqTrainer", None)
+    if seq2seq is not None and issubclass(base, seq2seq):
+        raise ValueError("hf.trainer takes trainers of causal language models, got Seq2SeqTrainer")
+
+
+def check_training(trainer: Any) -> None:
+    """Raise ValueError for training arguments that are not exact under context parallelism; with a remedy."""
+    args, accelerator = trainer.args, trainer.accelerator
+    config = args.accelerator_config
+    if config.dispatch_batches is None:  # accelerate's default hands parts of a stream's batches to all ranks
+        accelerator.dataloader_config.dispatch_batches = False
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    refused = {
+        "parallelism_config": (
+            accelerator.parallelism_config is not None,
+            "leave it out: accelerate's context parallelism drops masks; the mesh of hf.trainer takes its place",
+        ),
+        "deepspeed": (trainer.is_deepspeed_enabled, "use FSDP2 (fsdp_config={'version': 2}) or DDP"),
+        "fsdp version 1": (fsdp is not None and fsdp.fsdp_version != 2, "use fsdp_config={'version': 2}"),
+        "dispatch_batches=True": (config.dispatch_batches is True, "leave it None or False"),
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+            "use 'random', 'sequential' or 'group_by_length'; each batch's work is balanced over cp ranks by its plan",
+        ),
+        "eval_use_gather_object": (args.eval_use_gather_object, "leave it False; ranks gather tensors"),
+        "torch_compile": (args.torch_compile, "compile the layers of the model before: for layer in model.model.layers: "
+                          "layer.compile()"),
+        "use_liger_kernel": (args.use_liger_kernel, "leave it False: its loss would be that of one rank's tokens"),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "leave it None: its noise depends on the length of a rank's input",
+        ),
+        "use_vllm": (getattr(args, "use_vllm", False), "leave it False; each cp group generates with the model"),
+        "log_completions": (getattr(args, "log_completions", False), "leave it False: completions would be logged once a rank"),
+    }  # fmt: skip
+    for name, (given, remedy) in refused.items():
+        if given:
+            raise ValueError(f"{name} does not go with hf.trainer; {remedy}")
