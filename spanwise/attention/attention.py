@@ -29,7 +29,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group
+from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group, mesh_of
 from spanwise.planning.plan import Plan
 
 
@@ -72,7 +72,7 @@ def context_parallel_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None = None,
     *,
     mask: str = "default",
     scale: float | None = None,
@@ -91,7 +91,8 @@ def context_parallel_attention(
         v: ``[B, Hkv, T, Dv]``.
         plan: the `RankPlan` that `plan.local` made, or a `Plan`, which each call then compares across the ranks.
             Compiled code takes a `RankPlan` only.
-        mesh: the 1-D cp mesh, or both cp axes for a plan of two levels; None is allowed for a plan of one rank.
+        mesh: of a `Plan`: the 1-D cp mesh, or both cp axes for a plan of two levels; None if it has one rank. A
+            `RankPlan` has its mesh.
         mask: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
         kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA), or a `Kernel` of your own; see
@@ -116,8 +117,8 @@ def context_parallel_attention(
     of `torch.func` (vmap, grad, …) raise ``NotImplementedError``.
 
     Raises:
-        ValueError: shapes that are not this plan's shard, a mesh of another size, plans that differ between the ranks,
-            a kernel or option that does not go with the device or with another option.
+        ValueError: shapes that are not this plan's shard, a mesh of another size or other than the rank plan's, plans
+            that differ between the ranks, a kernel or option that does not go with the device or with another option.
         spanwise.MismatchError: ranks make different calls, here or in the backward; lists what each rank has.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
             ranks. Compiled code raises torch's own error.
@@ -125,7 +126,7 @@ def context_parallel_attention(
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
     >>> q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    >>> spanwise.context_parallel_attention(q, k, v, plan, mesh=None).shape
+    >>> spanwise.context_parallel_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([1, 4, 6, 8])
     """
     request = AuxRequest() if return_aux is None else return_aux
@@ -151,10 +152,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
-    local, kernel = _checked(q, k, v, call)
+    local, mesh, kernel = _checked(q, k, v, call)
     returns = call.request.lse, call.request.max_logit
-    confirm = compare_attention((q, k, v), local, call.mesh, kernel, call.mask, call.options, call.sinks, returns)
-    mesh, mask, sinks, request, score_mod = call.mesh, call.mask, call.sinks, call.request, call.options.score_mod
+    confirm = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
+    mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
 
@@ -199,8 +200,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[RankPlan, Kernel]:
-    """The rank plan and the kernel, after all checks that one rank can make.
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
+) -> tuple[RankPlan, DeviceMesh | None, Kernel]:
+    """The rank plan, its mesh and the kernel, after all checks that one rank can make.
 
     All errors come first: an error on one rank after an exchange has started would leave the others waiting.
     """
@@ -212,8 +215,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> 
     kernel = resolve(call.kernel, q.device, options.score_mod)
     check_numbers(options)
     local = plan.local(call.mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    mesh = mesh_of(local, call.mesh)
     if local.num_ranks > 1:
-        check_rank(local, call.mesh)
+        check_rank(local, mesh)
     if call.mask not in local.chunks:
         raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
     own = local.chunks[call.mask][0]
@@ -222,7 +226,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> 
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
-    return local, kernel
+    return local, mesh, kernel
 
 
 def check_plan(plan: object, caller: str) -> None:

@@ -26,7 +26,7 @@ def packed_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None = None,
     *,
     mask: str = "default",
     scale: float | None = None,
@@ -57,7 +57,7 @@ def packed_attention(
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 4, 10]), num_ranks=1)
     >>> q, k, v = torch.randn(3, 10, 2, 8).unbind()
-    >>> spanwise.packed_attention(q, k, v, plan, mesh=None).shape
+    >>> spanwise.packed_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([10, 2, 8])
     """
     tensors = {"q": q, "k": k, "v": v}

@@ -9,9 +9,10 @@ tensors carry sizes. Other fields are equal in all plans of one rank, or a compi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from spanwise.attention.exchange.ulysses import Trade
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.kernels.table import for_plan
 from spanwise.layouts.layout import Layout
+from spanwise.planning import documents
 from spanwise.planning.plan_data import PlanData
 
 
@@ -52,6 +54,10 @@ class RankPlan:
         causal: names of the masks that are the plain causal mask.
         packed: whether the plan has a packing.
         attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None where `make_plan` was called without it.
+        positions: int64 ``[B, T]``, position of each token in its document, 0 in padding; one row more than `tokens`
+            has where documents differ by batch row. None where the plan does not know its documents: give
+            `make_plan` its ``cu_seqlens``.
+        mesh: the cp mesh that ``plan.local`` was given; calls that name none use it.
         digest: uint8 ``[16]`` in host memory, the plan's fingerprint; compared across the ranks in each call.
 
     >>> import spanwise
@@ -81,6 +87,8 @@ class RankPlan:
     packed: bool
     attention_shape: tuple[int | None, ...]
     digest: torch.Tensor
+    positions: torch.Tensor | None
+    mesh: DeviceMesh | None
 
     @property
     def seq_len(self) -> int:
@@ -112,10 +120,25 @@ class RankPlan:
         """Positions of the rank's keys: `kv_tokens`, or `tokens` where they are the same."""
         return self.tokens if self.kv_tokens is None else self.kv_tokens
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankPlan:
+        # A copy of a model that holds a plan talks over the same mesh.
+        return _torch.tree_map(lambda x: copy.deepcopy(x, memo), self)
+
 
 _torch.register_pytree_dataclass(
     RankPlan,
-    static=("exchange", "rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape"),
+    static=(
+        "exchange",
+        "rank",
+        "num_ranks",
+        "inner",
+        "batched",
+        "keep_kv",
+        "causal",
+        "packed",
+        "attention_shape",
+        "mesh",
+    ),
 )
 
 
@@ -136,9 +159,12 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
     rows = range(layout.batch_size)
     group = rank // plan.inner
 
-    def tokens_of(of: Layout, index: int) -> torch.Tensor:
-        tokens = on_device(np.stack([of.indices(index, row) for row in rows]), device)
+    def placed(numbers: np.ndarray) -> torch.Tensor:
+        tokens = on_device(numbers, device)
         return _torch.mark_dynamic(tokens, 1) if kernel.dynamic_queries else tokens
+
+    def tokens_of(of: Layout, index: int) -> torch.Tensor:
+        return placed(np.stack([of.indices(index, row) for row in rows]))
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
@@ -151,6 +177,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         trade = plan.head_exchange.trade(plan, layout, plan.groups, rank, device)
         kv_trade = None if same else plan.head_exchange.trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
     builder = ChunkBuilder(plan, group, device, kernel)
+    positions = documents.positions(plan, rank)
     return RankPlan(
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
@@ -173,6 +200,8 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         packed=plan.packing is not None,
         attention_shape=(plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
         digest=torch.tensor(list(bytes.fromhex(plan.fingerprint)), dtype=torch.uint8),
+        positions=None if positions is None else placed(positions),
+        mesh=None,
     )
 
 
@@ -182,7 +211,8 @@ def local_plan(
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
     A collective call: every rank of the mesh makes it, outside compiled code. Each call compares plans by one eager
-    gather of 16 bytes. The tensors are built once for each plan object.
+    gather of 16 bytes. The tensors are built once for each plan object. The result carries `mesh`, and calls that take
+    it need none.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
@@ -214,9 +244,11 @@ def local_plan(
         if mesh is not None and plan.num_ranks > 1:
             compare_fingerprints(plan.fingerprint, mesh)
             failure.connect(*mesh_ranks(mesh))
-        if key not in plan.built:
-            plan.built[key] = build(plan, rank, device, kernel=chosen)
-    return to_active_mode(plan.built[key])
+        local = plan.built.get(key) or build(plan, rank, device, kernel=chosen)
+        if local.mesh is not mesh:  # by identity: an equal mesh may belong to groups that are gone
+            local = dataclasses.replace(local, mesh=mesh)
+        plan.built[key] = local
+    return to_active_mode(local)
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
@@ -246,6 +278,28 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
             f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}"
         )
     return mesh.get_local_rank(0)
+
+
+def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of a call: the rank plan's, or the call's `mesh` if the rank plan has none.
+
+    Raises:
+        ValueError: `mesh` is another mesh than the rank plan's, or none.
+    """
+    own = local.mesh
+    if mesh is None or mesh is own:
+        return own
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh must be a DeviceMesh, or None for the rank plan's, got a {type(mesh).__name__}; name other "
+            f"arguments, as in shard(rank_plan, x=x)"
+        )
+    if local.num_ranks > 1 and own is not None and mesh != own:
+        raise ValueError(
+            f"the rank plan is for the mesh {own}, and the call for {mesh}; leave mesh out, or make the rank plan with "
+            f"plan.local(mesh)"
+        )
+    return mesh
 
 
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:

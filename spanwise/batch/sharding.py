@@ -13,20 +13,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.rank_plan import RankPlan, rank_on
+from spanwise.attention.rank_plan import RankPlan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
-from spanwise.batch import documents
+from spanwise.batch.documents import shift
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
 from spanwise.masks.checks import check_offset_rows
+from spanwise.planning import documents
 from spanwise.planning.plan import Plan
 
 
 def shard(
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
-    x: Any,
+    mesh: DeviceMesh | None = None,
+    x: Any = None,
     dim: int = 1,
     *,
     batch_dim: int | None = 0,
@@ -36,7 +37,8 @@ def shard(
 
     Args:
         plan: the plan, or this rank's `RankPlan`.
-        mesh: the cp mesh; None for a plan of one rank.
+        mesh: the cp mesh of a `Plan`; None if it has one rank. A `RankPlan` has its mesh: leave it out and name the
+            next, ``shard(rank_plan, x=x)``.
         x: a tensor with the whole sequence along `dim`, or a pytree of such tensors.
         dim: the sequence dim.
         batch_dim: the batch dim; read only when batch rows have different layouts. None: `x` has no batch dim, for
@@ -53,9 +55,12 @@ def shard(
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4), num_ranks=1)
     >>> spanwise.shard(plan, None, {"input_ids": torch.tensor([[5, 6, 7, 8]])})
     {'input_ids': tensor([[5, 6, 7, 8]])}
+    >>> spanwise.shard(plan.local(mesh=None), x=torch.tensor([5, 6, 7, 8]), dim=0)
+    tensor([5, 6, 7, 8])
     """
     check_side(side)
     if isinstance(plan, RankPlan):
+        mesh_of(plan, mesh)
         tokens, length = (plan.tokens, plan.seq_len) if side == "q" else (plan.key_tokens, plan.kv_len)
         return _torch.tree_map(lambda t: take(t, tokens, length, dim, batch_dim), x)
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
@@ -64,8 +69,8 @@ def shard(
 
 def unshard(
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
-    x: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    x: Any = None,
     dim: int = 1,
     *,
     batch_dim: int | None = 0,
@@ -93,6 +98,8 @@ def unshard(
     tensor([[5, 6, 7, 8]])
     """
     check_side(side)
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"unshard takes a tensor, got a {type(x).__name__}")
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     return gather(plan, local, mesh, x, dim, batch_dim, side)
 
@@ -101,7 +108,7 @@ def roll(
     x: torch.Tensor,
     shifts: int,
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None = None,
     cu_seqlens: Any = None,
     *,
     dim: int = 1,
@@ -143,7 +150,7 @@ def _shift(
     x: torch.Tensor, ids: np.ndarray, shifts: int, dim: int, batch_dim: int | None, fill_value: float
 ) -> torch.Tensor:
     """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`, or `fill_value`."""
-    source, inside = documents.shift(ids, shifts)
+    source, inside = shift(ids, shifts)
     moved = x.index_select(dim, to_device_of(x, torch.from_numpy(source)))
     return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
 
@@ -166,17 +173,11 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
-    """The documents of every batch row (one entry serves all), with their padding.
-
-    From the plan's packing, or `cu_seqlens`, or the plan's offsets. Otherwise one document, if the mask cannot hold
-    several.
-    """
+    """The documents of every batch row (one entry serves all), with their padding; `cu_seqlens` before the plan's."""
     if isinstance(plan, RankPlan) and plan.packed:
         raise ValueError("a RankPlan does not know where its packed sequences and their padding lie; pass the Plan")
-    if isinstance(plan, Plan) and plan.packing is not None:
-        if cu_seqlens is not None:
-            raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
-        return [plan.packing]
+    if isinstance(plan, Plan) and plan.packing is not None and cu_seqlens is not None:
+        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
     length = plan.seq_len if side == "q" else plan.kv_len
     if cu_seqlens is not None:
         return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]
@@ -184,20 +185,7 @@ def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[
         raise ValueError(
             f"a RankPlan does not know where documents start; pass cu_seqlens ([0, {length}] for one document)"
         )
-    if plan.cu_seqlens is not None:
-        return [Packing(row) for row in plan.cu_seqlens]
-    if plan.kv_layout != plan.layout:
-        raise ValueError(
-            f"a mask of cross attention does not tell where documents start; pass cu_seqlens ([0, {length}] for one "
-            f"document)"
-        )
-    cuts = documents.cuts(plan.masks.values(), plan.seq_len)
-    if len(cuts):
-        raise ValueError(
-            f"no span of the mask crosses token {cuts[0]}, so a document may start there, and spans alone do not tell; "
-            f"pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
-        )
-    return [Packing([0, length])]
+    return documents.packings(plan, side)
 
 
 def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
@@ -208,7 +196,7 @@ def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
 def shard_batch(
     batch: dict[str, torch.Tensor],
     plan: Plan | RankPlan,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None = None,
     *,
     cu_seqlens: Any = None,
     shift_labels: bool = True,

@@ -68,7 +68,8 @@ def make_plan(
         keep_kv: keep received K/V for the backward; False: drop them after the forward and refetch them. Default:
             False for "ring", else True.
         quality: of the "local" search, "best" or "fast" (a quarter of the time).
-        block_size: tile in tokens that block-wise balancers assign.
+        block_size: tile in tokens that block-wise balancers assign; smaller tiles where a rank would get no token
+            although there are enough. `Plan.block_size` is the one used.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape of one rank; under tensor parallelism its
             share of the heads. Bytes and seconds follow from it, and attention refuses tensors of another shape.
             ``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``. Without them "auto" assumes 32
@@ -117,8 +118,11 @@ def make_plan(
     )
 
     def assigned(to: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
-        layout, kv_layout = problem.layouts(to, outer, inner)
-        return base(layout=layout, kv_layout=kv_layout, balancer=label, num_ranks=outer * inner, inner=inner)
+        layout, kv_layout, block_size = problem.layouts(to, outer, inner)
+        return base(
+            layout=layout, kv_layout=kv_layout, block_size=block_size, balancer=label, num_ranks=outer * inner,
+            inner=inner,
+        )  # fmt: skip
 
     def variants(to: str | LoadBalancer, label: str = "") -> list[Plan]:
         label = label or (to if isinstance(to, str) else type(to).__name__)
@@ -132,7 +136,7 @@ def make_plan(
         plans = [plan for name in _BALANCERS_BASELINE for plan in variants(name)]
     else:
         plans = [plan for name in _BALANCERS for plan in variants(name)]
-        if problem.num_blocks >= outer:  # with fewer blocks, the search would leave ranks without tokens
+        if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
             bound = choice.exchange_bound(plans)
             plans += variants("local")
             if bound:  # less balance may pay off

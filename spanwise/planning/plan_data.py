@@ -101,7 +101,7 @@ class PlanData:
         num_ranks: ranks of the cp axis or axes.
         inner: ranks that trade heads for tokens among themselves (Ulysses); 1 without it. Ranks ``[0, inner)`` are the
             first such group.
-        block_size: tile in tokens.
+        block_size: tile in tokens; smaller than requested where whole tiles would have left ranks without tokens.
         balancer: name of the balancer.
         kv_exchange: moves K/V between groups.
         head_exchange: trades heads for tokens inside groups; None where `inner` is 1.

@@ -162,7 +162,8 @@ def test_calibration_on_a_gpu(cuda: types.SimpleNamespace) -> None:
 
 def test_rank_plans_are_built_on_the_current_device(cuda: types.SimpleNamespace) -> None:
     plan = spanwise.make_plan(SpanMask.causal(70), 1)
-    with FakeTensorMode(), mock.patch("spanwise.attention.rank_plan.build") as built:
+    local = build(plan, 0)
+    with FakeTensorMode(), mock.patch("spanwise.attention.rank_plan.build", return_value=local) as built:
         plan.local(None, "cuda")
     assert built.call_args.args[2] == torch.device("cuda", 3) and built.call_args.kwargs["kernel"].name == "flex"
 

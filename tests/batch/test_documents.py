@@ -1,4 +1,4 @@
-"""Documents token by token: shifts and cuts, against their definitions."""
+"""Documents token by token: shifts, against their definition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.batch import documents
-from spanwise.masks.span_mask import SpanMask
 
 
 @st.composite
@@ -33,14 +32,3 @@ def test_a_shift_stays_inside_documents(ids: np.ndarray, shifts: int) -> None:
             assert 0 <= source[i] < len(row)
             if there:
                 assert source[i] == i - shifts
-
-
-@given(st.integers(1, 30), st.integers(0, 10**6))
-def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    start = np.maximum(np.arange(length) - rng.integers(0, 3, length), 0)
-    end = np.minimum(start + rng.integers(0, 4, length), length)
-    mask = SpanMask(start[None], np.maximum(start, end)[None], length)
-    dense = mask.dense()[0]
-    expected = [t for t in range(1, length) if not dense[t:, :t].any() and not dense[:t, t:].any()]
-    assert documents.cuts([mask], length).tolist() == expected

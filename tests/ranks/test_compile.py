@@ -82,9 +82,9 @@ def compiled_steps(
     @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
         if padded is None:
-            return spanwise.context_parallel_attention(q, k, v, plan, mesh)
+            return spanwise.context_parallel_attention(q, k, v, plan)  # over the mesh of the rank plan
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return spanwise.packed_attention(q, k, v, plan, mesh).transpose(0, 1)[None]
+        return spanwise.packed_attention(q, k, v, plan).transpose(0, 1)[None]
 
     results = []
     for i in range(num_plans):
@@ -347,7 +347,7 @@ def checkpointed(
             leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
             context = {"context_fn": lambda: create_selective_checkpoint_contexts(save_attention)} if selective else {}
             out = checkpoint(
-                lambda q, k, v, p: spanwise.context_parallel_attention(q, k, v, p, mesh),
+                lambda q, k, v, p: spanwise.context_parallel_attention(q, k, v, p),
                 *leaves, plan.local(mesh), use_reentrant=False, **context,
             )  # fmt: skip
             pairs.append((out, spanwise.shard(plan, mesh, problem.grad_out, dim=2), leaves))

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.masks import CHUNKED, FULL, KINDS, SLIDING
-from spanwise.integrations.transformers.planned import OTHER, UNKNOWN, PlannedBatch, kind_of, no_mask, planned_of
+from spanwise.integrations.transformers.planned import OTHER, UNKNOWN, PlannedBatch, is_request, kind_of, no_mask, planned_of
 
 PREFIX = "spanwise_"
 KIND = "_spanwise_kind"  # attribute of an attention module: its kind of mask, by its layer in the config
@@ -69,7 +69,7 @@ def attention(
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
     kwargs |= dict(zip(names, args, strict=True))
-    kind = _checked_kind(module, query, key, attention_mask, kwargs)
+    kind = _checked_kind(module, query, key, attention_mask, kwargs, spanwise_plan.image_blocks)
     query = corrections.with_global_temperature(module, query, spanwise_plan.positions)
     out = spanwise.context_parallel_attention(
         query,
@@ -87,11 +87,12 @@ def attention(
 
 def mask(before: str, *args: Any, **kwargs: Any) -> Any:
     """The mask of an attention call: made as before, or for planned batches a `no_mask` that names its kind."""
-    planned = planned_of(kwargs.get("attention_mask"))
-    if planned is None:
+    given = kwargs.get("attention_mask")
+    if not is_request(given):
         function = ALL_MASK_ATTENTION_FUNCTIONS[before]
         return function(*args, **kwargs)
-    return no_mask(_kind_of_function(kwargs["mask_function"], kwargs["config"], planned.positions.device), planned)
+    kind = _kind_of_function(kwargs["mask_function"], kwargs["config"], given.device)
+    return no_mask(kind, given.device, planned_of(given))
 
 
 def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -106,7 +107,12 @@ def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _checked_kind(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, attention_mask: Any, options: dict[str, Any]
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: Any,
+    options: dict[str, Any],
+    image_blocks: bool,
 ) -> str:
     """The kind of mask of a call with a plan, after its arguments were checked."""
     name = type(module).__name__
@@ -133,7 +139,8 @@ def _checked_kind(
             f"and chunked masks"
         )
     window = options.get("sliding_window")
-    if kind is None or (asked not in (UNKNOWN, kind)) or (window is not None and kind != SLIDING):
+    allowed = (kind, UNKNOWN, OTHER) if image_blocks else (kind, UNKNOWN)
+    if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
         raise ValueError(
             f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of an "
             f"image that read each other, for example, are not in a plan of full, sliding and chunked masks"
@@ -150,6 +157,8 @@ def _sinks(sinks: Any, query: torch.Tensor) -> torch.Tensor | None:
 
 def _kind_of_function(function: Callable[..., Any], config: Any, device: torch.device) -> str:
     """The kind of mask that `function` computes, by its values where the kinds differ."""
+    if _reads_tokens(function):
+        return OTHER
     config = config.get_text_config()
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     edges = sorted({abs(n + d) for n in (0, window or 0, chunk or 0, 2 * (chunk or 0)) for d in (-2, -1, 0, 1, 2)})
@@ -160,11 +169,20 @@ def _kind_of_function(function: Callable[..., Any], config: Any, device: torch.d
         expected[SLIDING] = (kv <= q) & (kv > q - window)
     if chunk:
         expected[CHUNKED] = (kv <= q) & (kv // chunk == q // chunk)
-    try:
-        got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(edges), len(edges))
-    except (IndexError, RuntimeError):  # it looks up tokens: no function of distances alone
-        got = None
+    got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(edges), len(edges))
     for kind in KINDS:
-        if got is not None and kind in expected and torch.equal(got, expected[kind]):
+        if kind in expected and torch.equal(got, expected[kind]):
             return kind
     return OTHER
+
+
+def _reads_tokens(function: Callable[..., Any]) -> bool:
+    """Whether a mask function looks up something for each token, such as the image that it belongs to."""
+    for cell in getattr(function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for one in held if isinstance(held, (tuple, list)) else [held]:
+            if isinstance(one, torch.Tensor) and one.dim() >= 2 and bool((one >= 0).any()):  # -1: no image
+                return True
+            if callable(one) and _reads_tokens(one):
+                return True
+    return False

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import spanwise
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
-from spanwise.integrations.transformers.masks import make_plan
+from spanwise.integrations.transformers.masks import image_blocks, make_plan
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
 
 SITE = "_spanwise"  # attribute of a model: its Site
@@ -83,6 +83,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         documents=documents,
         positions=spanwise.shard(local, site.mesh, positions),
         last=_largest_position(batch, documents, positions),
+        image_blocks=image_blocks(batch, config, documents) is not None,
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
     if given.pop("logits_to_keep", 0):
@@ -99,11 +100,35 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str, Any]:
     shape = planned.documents.rows, planned.documents.length
     result = dict(given)
     for name, x in given.items():
-        if isinstance(x, torch.Tensor) and name != "position_ids" and x.dim() >= 2 and tuple(x.shape[:2]) == shape:
+        if isinstance(x, torch.Tensor) and name != "position_ids" and tuple(x.shape[:2]) == shape:
             result[name] = shard(planned, x)
     positions = given.get("position_ids")
     result["position_ids"] = planned.positions if positions is None else shard(planned, positions, positions.dim() - 2)
     result["attention_mask"] = None  # there is no padding
+    return result
+
+
+def cut_for_decoder(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str, Any]:
+    """`cut` for the arguments that a model with images gives its decoder.
+
+    Raises:
+        ValueError: a tensor that holds neither tokens nor features of image tokens.
+    """
+    shape = planned.documents.rows, planned.documents.length
+    result = cut(given, planned)
+    visual, features = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    if visual is not None and features is not None:  # [B, S], and a row for each image token in order
+        rows = (visual.flatten().cumsum(0) - 1).view(visual.shape)
+        mine = shard(planned, rows)[shard(planned, visual)]
+        result["deepstack_visual_embeds"] = [x.index_select(0, mine) for x in features]
+    known = {"position_ids", "attention_mask", "deepstack_visual_embeds", "cache_position", *_LABELS}
+    for name, x in given.items():
+        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor) and y.dim()]
+        if name not in known and any(tuple(y.shape[:2]) != shape for y in tensors):
+            raise ValueError(
+                f"the decoder gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which context parallelism "
+                f"does not know how to cut over its {shape} tokens"
+            )
     return result
 
 

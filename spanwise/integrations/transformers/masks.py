@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import spanwise
-from spanwise.integrations.transformers.documents import find_documents
+from spanwise.integrations.transformers.documents import Documents, find_documents
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -58,6 +58,34 @@ def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMa
     return spanwise.SpanMask.documents(cu_seqlens)
 
 
+# Models whose image tokens read each other in both directions: the argument that marks them with 1.
+_IMAGE_TOKENS = {"gemma3": "token_type_ids"}
+
+
+def image_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> tuple[np.ndarray, np.ndarray] | None:
+    """Starts and ends of runs of image tokens that read each other, int64 ``[num_blocks]``; None if there are none."""
+    marks = batch.get(_IMAGE_TOKENS.get(config.model_type, ""))
+    if marks is None:
+        return None
+    image = documents.flat(marks)[0].cpu().numpy() == 1
+    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
+    run = np.where(image, document, 0)  # a run ends with its document
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
+    starts, ends = edges[:-1], edges[1:]
+    starts, ends = starts[run[starts] > 0], ends[run[starts] > 0]
+    return (starts, ends) if len(starts) else None
+
+
+def with_blocks(mask: spanwise.SpanMask, starts: np.ndarray, ends: np.ndarray) -> spanwise.SpanMask:
+    """`mask` of one span a row, where the tokens of each block ``[start, end)`` also read each other."""
+    first, last = mask.start.copy(), mask.end.copy()
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        # A row reads its own token, so that its span and the block are one interval.
+        first[..., start:end] = np.minimum(first[..., start:end], start)
+        last[..., start:end] = np.maximum(last[..., start:end], end)
+    return spanwise.SpanMask(first, last, mask.kv_len)
+
+
 def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
     """One plan for a batch: a mask for each kind of layer, weighted by how many layers have it; pure.
 
@@ -72,7 +100,10 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
-    offsets = find_documents(batch).cu_seqlens
+    documents = find_documents(batch)
+    offsets, blocks = documents.cu_seqlens, image_blocks(batch, config, documents)
     weights = Counter(layer_kinds(config))
     masks = {kind: span_mask(config, kind, offsets) for kind in weights}
+    if blocks is not None:
+        masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}
     return spanwise.make_plan(masks, num_ranks, weights=dict(weights), cu_seqlens=offsets, **options)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
-from spanwise.integrations.transformers.inputs import SITE, Site, cut, is_causal_loss, prepare
+from spanwise.integrations.transformers.inputs import SITE, Site, cut_for_decoder, is_causal_loss, prepare
 from spanwise.integrations.transformers.loss import global_loss
 from spanwise.integrations.transformers.masks import layer_kinds
 from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, PlannedBatch, kind_of, no_mask, request
@@ -150,9 +150,9 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     mask = kwargs.get("attention_mask")
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens.shape[:2] != planned.positions.shape:
-        kwargs = cut(kwargs, planned)
+        kwargs = cut_for_decoder(kwargs, planned)
     if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
-        mask = no_mask(UNKNOWN, planned) if torch.compiler.is_compiling() else request(planned)
+        mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
     return (), kwargs | {"attention_mask": mask}
 
 

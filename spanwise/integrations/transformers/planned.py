@@ -27,6 +27,7 @@ class PlannedBatch:
         documents: of the whole batch.
         positions: int64 ``[1, T]``, of this rank's tokens in their documents.
         last: int64 ``[1]``, the largest position of all ranks.
+        image_blocks: whether the plan's masks let tokens of one image read each other.
         losses: what has computed a loss of this batch.
     """
 
@@ -35,6 +36,7 @@ class PlannedBatch:
     documents: Documents
     positions: torch.Tensor
     last: torch.Tensor
+    image_blocks: bool = False
     losses: list[str] = dataclasses.field(default_factory=list, compare=False)
 
     def __deepcopy__(self, memo: Any) -> PlannedBatch:
@@ -53,9 +55,9 @@ _KINDS = (*KINDS, UNKNOWN, OTHER)
 _PLANNED = "_spanwise_planned"  # attribute of such a mask, for models that do not pass keyword arguments on
 
 
-def no_mask(kind: str, planned: PlannedBatch) -> torch.Tensor:
+def no_mask(kind: str, device: torch.device, planned: PlannedBatch | None) -> torch.Tensor:
     """A mask of four dims, which transformers hands through to attention as it is."""
-    return _marked(torch.ones(1, 1, 1, 1 + _KINDS.index(kind), dtype=torch.bool, device=planned.positions.device), planned)
+    return _marked(torch.ones(1, 1, 1, 1 + _KINDS.index(kind), dtype=torch.bool, device=device), planned)
 
 
 def kind_of(mask: Any) -> str | None:
@@ -70,12 +72,17 @@ def request(planned: PlannedBatch) -> torch.Tensor:
     return _marked(torch.ones(1, 0, dtype=torch.bool, device=planned.positions.device), planned)
 
 
+def is_request(mask: Any) -> bool:
+    """Whether `mask` is a `request`, or a view of one."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == 0
+
+
 def planned_of(mask: Any) -> PlannedBatch | None:
-    """The batch of a `request` or a `no_mask`; None for other masks, and in compiled code."""
+    """The batch of a `no_mask`; None for other masks, in compiled code, and where the model made a view."""
     return getattr(mask, _PLANNED, None)
 
 
-def _marked(mask: torch.Tensor, planned: PlannedBatch) -> torch.Tensor:
+def _marked(mask: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         setattr(mask, _PLANNED, planned)
     return mask

@@ -1,0 +1,77 @@
+"""Documents of a plan: where they may begin, and the positions of each rank's tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import Packing, SpanMask
+from spanwise.planning import documents
+
+
+@given(st.integers(1, 30), st.integers(0, 10**6))
+def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    start = np.maximum(np.arange(length) - rng.integers(0, 3, length), 0)
+    end = np.minimum(start + rng.integers(0, 4, length), length)
+    mask = SpanMask(start[None], np.maximum(start, end)[None], length)
+    dense = mask.dense()[0]
+    expected = [t for t in range(1, length) if not dense[t:, :t].any() and not dense[:t, t:].any()]
+    assert documents.cuts([mask], length).tolist() == expected
+
+
+def test_positions_count_from_the_start_of_each_document() -> None:
+    cu = [0, 7, 7, 30, 41]
+    whole = Packing(cu).positions()
+    plan = spanwise.make_plan(SpanMask.documents(cu), 3, balancer="lpt", block_size=4, cu_seqlens=cu)
+    for rank in range(3):
+        assert documents.positions(plan, rank).tolist() == [whole[plan.layout.indices(rank)].tolist()]
+
+
+def test_positions_of_batch_rows() -> None:
+    rows = [[0, 7, 40], [0, 21, 40]]
+    whole = np.stack([Packing(row).positions() for row in rows])
+    mask = SpanMask.stack([SpanMask.documents(row) for row in rows])
+    for balancer in ("lpt", "contiguous"):  # a layout of two rows, and one that serves both
+        plan = spanwise.make_plan(mask, 2, balancer=balancer, block_size=4, cu_seqlens=rows)
+        assert plan.layout.batch_size == (2 if balancer == "lpt" else 1)
+        for rank in range(2):
+            for row, got in enumerate(documents.positions(plan, rank)):
+                at = plan.layout.indices(rank, row if plan.layout.batch_size > 1 else 0)
+                assert got.tolist() == whole[row, at].tolist()
+
+
+def test_positions_of_one_document_and_of_a_packing() -> None:
+    plan = spanwise.make_plan(SpanMask.causal(9), 2, balancer="head_tail")
+    assert documents.positions(plan, 1).tolist() == [plan.layout.indices(1).tolist()]
+    packing = Packing([0, 3, 5], cu_seqlens_q_padded=[0, 4, 8])
+    plan = spanwise.make_plan(packing.mask(), 1, packing=packing)
+    assert documents.positions(plan, 0).tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1), st.integers(0, 3), st.integers(0, 3))
+def test_positions_of_packed_sequences(slots: list[tuple[int, int]], before: int, after: int) -> None:
+    lens, padding = np.array(slots).T
+    offsets = before + np.cumsum([0, *(lens + padding)])
+    if offsets[-1] + after == 0:
+        return
+    packing = Packing(np.cumsum([0, *lens]), cu_seqlens_q_padded=offsets, q_len=offsets[-1] + after)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="contiguous")
+    for rank in range(2):
+        wanted = packing.positions()[plan.layout.indices(rank)]
+        assert documents.positions(plan, rank).tolist() == [wanted.tolist()]
+
+
+def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
+    mask = SpanMask.block_causal(12, 4, num_previous=0)
+    plan = spanwise.make_plan(mask, 2)
+    assert documents.positions(plan, 0) is None
+    with pytest.raises(ValueError, match="no span of the mask crosses token 4, so a document may start there"):
+        documents.packings(plan)
+    cross = spanwise.make_plan(SpanMask.full(8, 12), 2)
+    assert documents.positions(cross, 1) is None
+    with pytest.raises(ValueError, match=r"cross attention does not tell.*\[0, 12\]"):
+        documents.packings(cross, "kv")

@@ -1,0 +1,180 @@
+"""A rank plan carries its mesh and its positions through everything that a model's arguments go through."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_flatten, tree_map
+
+import spanwise
+from spanwise import Packing, SpanMask
+from spanwise.attention.rank_plan import build
+from tests.oracle import make_problem, relative_error
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+
+CU = [0, 11, 12, 40, 67]
+
+
+def plan_of(num_ranks: int | tuple[int, int], **way: Any) -> spanwise.Plan:
+    options: dict[str, Any] = {"balancer": "lpt", "exchange": "needed", "block_size": 4, "cu_seqlens": CU} | way
+    return spanwise.make_plan(SpanMask.documents(CU), num_ranks, **options)
+
+
+@pytest.mark.parametrize("num_ranks", [2, (2, 2)])
+def test_no_call_needs_the_mesh_again(num_ranks: Any) -> None:
+    plan = plan_of(num_ranks)
+    problem = make_problem(plan.mask().dense())
+    whole = torch.arange(CU[-1])[None]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        if mesh.ndim == 1 and isinstance(num_ranks, tuple):
+            mesh = init_device_mesh("cpu", num_ranks, mesh_dim_names=("outer", "inner"))
+        local = plan.local(mesh)
+        assert local.mesh is mesh and plan.local(mesh) is local
+        q, k, v, grad = (spanwise.shard(local, x=x, dim=2) for x in problem[:4])
+        assert torch.equal(q, spanwise.shard(local, None, problem.q, 2))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = spanwise.context_parallel_attention(*leaves, local)
+        out.backward(grad)
+        wanted = (problem.out, problem.dq, problem.dk, problem.dv)
+        for got, want in zip((out.detach(), *(x.grad for x in leaves)), wanted, strict=True):
+            assert relative_error(got, plan.shard(want, rank, dim=2)) <= 1e-10
+        packed = spanwise.packed_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), local)
+        assert relative_error(packed.detach(), out[0].detach().transpose(0, 1)) <= 1e-12
+        assert torch.equal(spanwise.unshard(local, x=local.tokens), whole)
+        assert torch.equal(
+            spanwise.roll(local.tokens, -1, local, cu_seqlens=CU), spanwise.roll(local.tokens, -1, plan, mesh)
+        )
+        batch = spanwise.shard_batch({"input_ids": whole}, local, cu_seqlens=CU)
+        assert torch.equal(batch["position_ids"], local.positions)
+        assert torch.equal(local.positions[0], torch.from_numpy(Packing(CU).positions())[local.tokens[0]])
+
+    run_ranks(plan.num_ranks, on_rank)
+
+
+def test_another_mesh_is_an_error() -> None:
+    plan = plan_of(2)
+    shards = [torch.randn(1, 2, plan.layout.num_tokens(rank), 8) for rank in range(2)]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        local, q = plan.local(mesh["cp"]), shards[rank]
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+        with pytest.raises(ValueError, match="the rank plan is for the mesh .*cp.*, and the call for .*other"):
+            spanwise.context_parallel_attention(q, q, q, local, other)
+        with pytest.raises(ValueError, match="the rank plan is for the mesh"):
+            spanwise.unshard(local, other, local.tokens)
+        with pytest.raises(ValueError, match=r"got a Tensor; name other arguments, as in shard\(rank_plan, x=x\)"):
+            spanwise.shard(local, local.tokens)
+        with pytest.raises(ValueError, match="the plan is for 2 ranks and needs their mesh; got mesh=None"):
+            spanwise.context_parallel_attention(q, q, q, build(plan, rank))
+        with pytest.raises(ValueError, match="the plan is for 2 ranks and needs their mesh; got mesh=None"):
+            spanwise.context_parallel_attention(q, q, q, plan)
+        out = spanwise.context_parallel_attention(q, q, q, local)
+        for given in (mesh["cp"], mesh):  # equal ones, positionally as before
+            assert torch.equal(out, spanwise.context_parallel_attention(q, q, q, local, given))
+        assert torch.equal(out, spanwise.context_parallel_attention(q, q, q, build(plan, rank), mesh))
+        assert plan.local(other).mesh is other  # not the one built before
+
+    run_ranks(2, on_rank)
+
+
+def test_copies_share_the_mesh() -> None:
+    plan = plan_of(2)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        local = plan.local(mesh)
+        holder = nn.Linear(2, 2)
+        holder.plan = local
+        for other in (copy.copy(local), copy.deepcopy(local), copy.deepcopy(holder).plan, tree_map(lambda x: x, local)):
+            assert other is not local and other.mesh is mesh
+            assert torch.equal(other.positions, local.positions)
+        assert copy.deepcopy(local).tokens is not local.tokens
+        assert tree_flatten(local)[1] == tree_flatten(copy.deepcopy(local))[1]
+
+    run_ranks(2, on_rank)
+
+
+def test_fake_tensors_keep_mesh_and_positions() -> None:
+    plan = plan_of(2)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        with FakeTensorMode():
+            local = plan.local(mesh)
+            assert isinstance(local.positions, FakeTensor) and local.mesh is mesh
+            assert spanwise.shard(local, x=torch.zeros(1, CU[-1])).shape == local.positions.shape
+        assert not isinstance(plan.local(mesh).positions, FakeTensor)
+
+    run_ranks(2, on_rank)
+
+
+class Block(nn.Module):
+    """Attention that gets its plan as an argument, and adds what the positions say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        out = spanwise.context_parallel_attention(q, k, v, plan).transpose(1, 2).flatten(2)
+        return out + plan.positions[..., None].to(out)
+
+
+def through_fully_shard(rank: int, mesh: DeviceMesh, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.ModuleList([Block(), Block()])
+    plan = plan_of(2)
+    local, whole = plan.local(mesh), torch.randn(1, CU[-1], 8)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    x = spanwise.shard(local, x=whole)
+    for layer in model:
+        x = layer(x, local)
+    assert local.positions.dtype == torch.int64
+    return [spanwise.unshard(local, x=x.detach())]
+
+
+def test_fully_shard_passes_it_on(gloo_pool: GlooPool) -> None:
+    torch.manual_seed(0)
+    model, whole = nn.ModuleList([Block(), Block()]), torch.randn(1, CU[-1], 8)
+    x, one = whole, plan_of(1).local(None)
+    with torch.no_grad():
+        for layer in model:
+            x = layer(x, one)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for (got,) in gloo_pool.run(2, through_fully_shard, dtype):
+            assert relative_error(got.float(), x) <= limit
+
+
+def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
+    """One graph for plans that differ, though the caller slices its mesh anew in each step."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    block = torch.compile(Block(), backend=counter, fullgraph=True)
+    for i in range(5):
+        cu = np.unique([0, 5 + 3 * i, 40, 67 + 2 * i])
+        plan = spanwise.make_plan(
+            SpanMask.documents(cu), 2, balancer="lpt", block_size=4, exchange="needed", stages=1, cu_seqlens=cu
+        )
+        local = plan.local(mesh["cp"])
+        x = torch.randn(1, local.tokens.shape[1], 8)
+        with torch.no_grad():
+            assert relative_error(block(x, local), block._orig_mod(x, local)) <= 1e-5
+    return counter.frame_count
+
+
+@pytest.mark.compiles
+def test_meshes_and_positions_make_no_more_graphs(gloo_pool: GlooPool) -> None:
+    for graphs in gloo_pool.run(2, compiled_with_positions, timeout=100):
+        assert graphs <= 2
