@@ -60,6 +60,8 @@ __path__.append(f"{__path__[0]}/_moved")  # module paths of version 0.1, for one
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "hf":  # imports transformers
+        return _importlib.import_module("spanwise.integrations.transformers")
     if name in _moved.MODULES:
         return _importlib.import_module(f"spanwise.{name}")
     raise AttributeError(f"module 'spanwise' has no attribute {name!r}")

@@ -12,7 +12,10 @@ try:
     import accelerate as _accelerate  # noqa: F401
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("spanwise.integrations.transformers needs transformers and accelerate: pip install 'spanwise[transformers]'") from error
+    raise ImportError(
+        "spanwise.integrations.transformers needs transformers and accelerate: "
+        "pip install 'spanwise[transformers]'"
+    ) from error
 
 from spanwise.integrations.transformers.inputs import prepare
 from spanwise.integrations.transformers.masks import make_plan

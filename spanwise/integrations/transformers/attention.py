@@ -21,17 +21,50 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.masks import CHUNKED, FULL, KINDS, SLIDING
-from spanwise.integrations.transformers.planned import OTHER, UNKNOWN, PlannedBatch, is_request, kind_of, no_mask, planned_of
+from spanwise.integrations.transformers.planned import (
+    OTHER,
+    UNKNOWN,
+    PlannedBatch,
+    is_request,
+    kind_of,
+    no_mask,
+    planned_of,
+)
 
 PREFIX = "spanwise_"
 KIND = "_spanwise_kind"  # attribute of an attention module: its kind of mask, by its layer in the config
 
 # Arguments of attention calls that say nothing which the plan does not know.
 _IGNORED = frozenset(
-    """position_ids position_embeddings cache_position past_key_values use_cache output_attentions output_hidden_states
-    output_router_logits num_items_in_batch return_dict is_causal is_training layer_idx position_embeddings_global
-    position_embeddings_local labels shift_labels logits_to_keep input_ids token_type_ids mm_token_type_ids
-    attention_mask cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic""".split()
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "return_dict",
+        "is_causal",
+        "is_training",
+        "layer_idx",
+        "position_embeddings_global",
+        "position_embeddings_local",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "input_ids",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "attention_mask",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "deterministic",
+    ]
 )
 
 
@@ -77,7 +110,6 @@ def attention(
         key,
         value,
         spanwise_plan.plan,
-        spanwise_plan.mesh,
         mask=kind,
         scale=kwargs.get("scaling"),
         softcap=kwargs.get("softcap"),
@@ -95,7 +127,7 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
 def mask(before: str, *args: Any, **kwargs: Any) -> Any:
     """The mask of an attention call: made as before, or for planned batches a `no_mask` that names its kind."""
     given = kwargs.get("attention_mask")
-    if not is_request(given):
+    if given is None or not is_request(given):
         function = ALL_MASK_ATTENTION_FUNCTIONS[before]
         return function(*args, **kwargs)
     kind = _kind_of_function(kwargs["mask_function"], kwargs["config"], given.device)
@@ -149,8 +181,8 @@ def _checked_kind(
     allowed = (kind, UNKNOWN, OTHER) if image_blocks else (kind, UNKNOWN)
     if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
         raise ValueError(
-            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of an "
-            f"image that read each other, for example, are not in a plan of full, sliding and chunked masks"
+            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of "
+            f"an image that read each other, for example, are not in a plan of full, sliding and chunked masks"
         )
     return kind
 

@@ -14,7 +14,7 @@ _LAST = "_spanwise_last"  # attribute of a rotary embedding: the largest positio
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
-def with_global_temperature(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Queries of Llama 4's layers without rotary embedding, scaled by their position in the document.
 
     The module has scaled `query` ``[B, H, T, D]`` by a token's index in its input, which here is a shard.
@@ -82,6 +82,6 @@ def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], 
     if planned is None or logits is None:
         return None
     output.router_logits = tuple(
-        x if x is None else spanwise.unshard(planned.plan, planned.mesh, x.flatten(0, -2)[None])[0] for x in logits
+        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
     )
     return output

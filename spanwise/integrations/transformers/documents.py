@@ -78,7 +78,9 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
             starts |= restarts
         return Documents(rows, length, None, _offsets(starts.flatten()))
     if offsets is not None:
-        raise ValueError("the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed")
+        raise ValueError(
+            "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
+        )
     if restarts is not None:
         inside = restarts & valid & torch.nn.functional.pad(valid, (1, -1))
         if inside.any():
@@ -98,7 +100,9 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
         x = batch.get(name)
         if x is not None:
             if x.dim() != dims or 0 in x.shape[:2]:
-                raise ValueError(f"{name} must be [batch, tokens{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}")
+                raise ValueError(
+                    f"{name} must be [batch, tokens{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}"
+                )
             return x.shape[0], x.shape[1]
     raise ValueError(f"the batch needs input_ids or inputs_embeds; it has {sorted(batch)}")
 
@@ -127,8 +131,8 @@ def _valid(mask: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | 
     runs = (valid & ~torch.nn.functional.pad(valid, (1, -1))).sum(dim=1)
     if (runs > 1).any():
         raise ValueError(
-            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the left "
-            f"and right of a row only"
+            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the "
+            f"left and right of a row only"
         )
     if not valid.any():
         raise ValueError("attention_mask is 0 everywhere: the batch has no token")

@@ -74,15 +74,12 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     if plan is None:
         plan = make_plan(batch, config, site.mesh.size(), **site.options)
     _check_plan(plan, documents, site.mesh)
-    device = next(x.device for x in (batch.get("input_ids"), batch.get("inputs_embeds")) if x is not None)
+    device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(site.mesh, device)
-    positions = documents.positions.to(device)
     planned = PlannedBatch(
         plan=local,
-        mesh=site.mesh,
         documents=documents,
-        positions=spanwise.shard(local, site.mesh, positions),
-        last=_largest_position(batch, documents, positions),
+        last=_largest_position(batch, documents, device),
         image_blocks=image_blocks(batch, config, documents) is not None,
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
@@ -140,8 +137,7 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
         if not rotary_by_model:
             flat = torch.zeros(documents.rows * documents.length, dtype=torch.int64)
             flat[slice(None) if documents.keep is None else documents.keep] = documents.positions[0]
-            tokens = given.get("input_ids", given.get("inputs_embeds"))
-            given["position_ids"] = flat.view(documents.rows, documents.length).to(tokens.device)
+            given["position_ids"] = flat.view(documents.rows, documents.length).to(planned.positions.device)
         elif len(documents.cu_seqlens) - 1 > documents.rows:
             raise ValueError(
                 f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "
@@ -172,12 +168,11 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
         )
 
 
-def _largest_position(batch: Mapping[str, Any], documents: Documents, positions: torch.Tensor) -> torch.Tensor:
+def _largest_position(batch: Mapping[str, Any], documents: Documents, device: torch.device) -> torch.Tensor:
     """int64 ``[1]``: the largest position of a kept token of the batch."""
     given = batch.get("position_ids")
-    if given is not None:
-        positions = documents.flat(given, given.dim() - 2)
-    return positions.max().view(1)
+    positions = documents.positions if given is None else documents.flat(given, given.dim() - 2)
+    return positions.max().view(1).to(device)
 
 
 def _labels(

@@ -42,7 +42,9 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
             f"all among {list(KINDS)}"
         )
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
-        raise ValueError(f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}")
+        raise ValueError(
+            f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
+        )
     return tuple(kinds[: config.num_hidden_layers])
 
 

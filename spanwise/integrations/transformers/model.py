@@ -149,6 +149,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = _by_name(decoder, args) | kwargs
     mask = kwargs.get("attention_mask")
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    assert tokens is not None
     if tokens.shape[:2] != planned.positions.shape:
         kwargs = cut_for_decoder(kwargs, planned)
     if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
@@ -170,6 +171,6 @@ def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
         return
     if not planned.losses and getattr(output, "loss", None) is not None:
         raise ValueError(
-            f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch, and "
-            f"call spanwise.cross_entropy on the logits with the labels of hf.prepare"
+            f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "
+            f"and call spanwise.cross_entropy on the logits with the labels of hf.prepare"
         )

@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise.integrations.transformers.documents import Documents
@@ -23,21 +22,23 @@ class PlannedBatch:
 
     Attributes:
         plan: this rank's part of the plan.
-        mesh: the cp mesh.
         documents: of the whole batch.
-        positions: int64 ``[1, T]``, of this rank's tokens in their documents.
         last: int64 ``[1]``, the largest position of all ranks.
         image_blocks: whether the plan's masks let tokens of one image read each other.
         losses: what has computed a loss of this batch.
     """
 
     plan: spanwise.RankPlan
-    mesh: DeviceMesh
     documents: Documents
-    positions: torch.Tensor
     last: torch.Tensor
     image_blocks: bool = False
     losses: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[1, T]``, of this rank's tokens in their documents."""
+        assert self.plan.positions is not None  # plans of batches know their documents
+        return self.plan.positions
 
     def __deepcopy__(self, memo: Any) -> PlannedBatch:
         return self
@@ -45,7 +46,7 @@ class PlannedBatch:
 
 def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """This rank's tokens of `x` ``[…, B, S, …]`` of the whole batch, whose rows are dim `dim`: ``[…, 1, T, …]``."""
-    return spanwise.shard(planned.plan, planned.mesh, planned.documents.flat(x, dim), dim + 1)
+    return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
 
 
 # Attention of a planned batch gets a mask without contents, whose last dim tells the kind of attention that the model

@@ -50,7 +50,7 @@ def restore_outputs(model: nn.Module, calls: Calls) -> None:
 def whole(planned: PlannedBatch, x: torch.Tensor) -> torch.Tensor:
     """``[B, S, …]`` from the ranks' shards ``[1, T, …]``; 0 at padding. A collective call; its backward is one, too."""
     documents, dtype = planned.documents, x.dtype
-    x = spanwise.unshard(planned.plan, planned.mesh, x.to(torch.uint8) if dtype is torch.bool else x)[0].to(dtype)
+    x = spanwise.unshard(planned.plan, x=x.to(torch.uint8) if dtype is torch.bool else x)[0].to(dtype)
     if documents.keep is not None:
         x = x.new_zeros(documents.rows * documents.length, *x.shape[1:]).index_copy(0, documents.keep.to(x.device), x)
     return x.unflatten(0, (documents.rows, documents.length))

@@ -15,7 +15,16 @@ from tests.ranks.harness import run_ranks
 LENGTHS = (23, 41, 7, 30, 1)
 # Frequencies that depend on the longest document of a batch: a document alone would get others.
 EQUAL_LENGTHS = {"llama, dynamic NTK": (31, 31, 31), "phi3, longrope": (31, 31, 31)}
-DEFAULT = ("llama", "llama, dynamic NTK", "gemma3", "llama4", "deepseek_v3", "gpt_oss", "mixtral, auxiliary loss", "gpt2")
+DEFAULT = (
+    "llama",
+    "llama, dynamic NTK",
+    "gemma3",
+    "llama4",
+    "deepseek_v3",
+    "gpt_oss",
+    "mixtral, auxiliary loss",
+    "gpt2",
+)
 
 
 def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any], **options: Any) -> Any:

@@ -60,7 +60,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "qwen3": ("qwen3", {}, set()),
     "qwen2_moe": ("qwen2_moe", dict(shared_expert_intermediate_size=32, **_EXPERTS), {"head_dim"}),
     "qwen3_moe": ("qwen3_moe", _EXPERTS, set()),
-    "qwen3_moe, auxiliary loss": ("qwen3_moe", dict(output_router_logits=True, router_aux_loss_coef=0.1, **_EXPERTS), set()),
+    "qwen3_moe, auxiliary loss": (
+        "qwen3_moe",
+        dict(output_router_logits=True, router_aux_loss_coef=0.1, **_EXPERTS),
+        set(),
+    ),
     "mixtral": ("mixtral", dict(num_local_experts=4, sliding_window=16), set()),
     "mixtral, auxiliary loss": (
         "mixtral",
@@ -111,7 +115,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"num_key_value_heads", "head_dim", "intermediate_size"},
     ),
     "bert": ("bert", _NO_BERT, _BERT),
-    "modernbert": ("modernbert-decoder", dict(sliding_window=16, local_attention=16), {"num_key_value_heads", "head_dim"}),
+    "modernbert": (
+        "modernbert-decoder",
+        dict(sliding_window=16, local_attention=16),
+        {"num_key_value_heads", "head_dim"},
+    ),
 }
 
 
@@ -243,5 +251,3 @@ def step(model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[
     loss = model(**batch).loss
     loss.backward()
     return loss.item(), gradients(model)
-
-

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from tests.integrations.transformers import tiny
 
@@ -193,7 +194,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
     """A metric."""
     valid = prediction.label_ids[:, 1:] != -100
     hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-    return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(prediction.predictions.sum())}
+    scores = prediction.predictions[prediction.label_ids != -100]
+    return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(np.abs(scores).sum())}
 
 
 def sft(
@@ -258,7 +260,9 @@ def of_length(completions: list[Any], **_: Any) -> list[float]:
     return [sum(map(int, [w for w in c.split() if w.isdigit()])) / 100 for c in completions]
 
 
-def grpo(cls: Any, folder: str | None = None, model: str = "llama", more: Any = None, **changes: Any) -> Any:
+def grpo(
+    cls: Any, folder: str | None = None, model: str = "llama", saved: str | None = None, more: Any = None, **changes: Any
+) -> Any:
     """`trl.GRPOTrainer` whose completions are drawn by a generator that depends on the prompt and the step alone."""
     import trl
 
@@ -274,10 +278,8 @@ def grpo(cls: Any, folder: str | None = None, model: str = "llama", more: Any = 
             texts = [self.processing_class.decode(c) for c in completions]
             return ids, completions, None, texts, None, {}, None, None
 
-    saved = scratch()
-    model_of(model).save_pretrained(saved)  # the reference model is loaded from there
     trainer = cls(Fixed)(
-        saved,
+        saved or model_of(model),
         reward_funcs=of_length,
         args=arguments(
             trl.GRPOConfig,

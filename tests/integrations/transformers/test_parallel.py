@@ -1,0 +1,138 @@
+"""Hugging Face models under context parallelism and other parallelism, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.gloo import GlooPool
+
+LENGTHS = (23, 41, 7, 30)
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in held.items()}
+
+
+def _step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), _gradients(model)
+
+
+def _shard(model: Any, mesh: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: str) -> Any:
+    model = tiny.model_of(name)
+    if first == "fsdp":
+        _shard(model, mesh)
+    hf.context_parallel(model, mesh)
+    if first == "cp":
+        _shard(model, mesh)
+    return _step(model, batch)
+
+
+@pytest.mark.parametrize("first", ["fsdp", "cp"])
+def test_fsdp(gloo_pool: GlooPool, first: str) -> None:
+    documents = tiny.documents_of(LENGTHS)
+    results = gloo_pool.run(2, _with_fsdp, "gemma3", tiny.packed(documents), first, timeout=120)
+    want = tiny.reference(tiny.model_of("gemma3"), documents)
+    for result in results:  # FSDP2 has averaged
+        tiny.check([result], want)
+
+
+def _with_replicas(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
+    model = tiny.model_of(name)
+    both = mesh["dp", "cp"]
+    hf.context_parallel(model, mesh["cp"], loss_mesh=both)
+    _shard(model, both._flatten())
+    return _step(model, batches[mesh["dp"].get_local_rank()])
+
+
+def test_replicas_with_unequal_tokens(gloo_pool: GlooPool) -> None:
+    documents = tiny.documents_of((50, 11, 16, 9, 4))
+    batches = [tiny.packed(documents[:2]), tiny.packed(documents[2:])]
+    results = gloo_pool.run(
+        4, _with_replicas, "llama", batches, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"), timeout=120
+    )
+    want = tiny.reference(tiny.model_of("llama"), documents)
+    for result in results:
+        tiny.check([result], want)
+
+
+_TENSOR_PARALLEL = {
+    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(use_local_output=False),
+}
+
+
+def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
+    model = tiny.model_of(name)
+    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL)
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "sinks"):
+            sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
+            layer.self_attn.sinks = torch.nn.Parameter(sinks)
+    hf.context_parallel(model, mesh["cp"])
+    return _step(model, batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_tensor_parallelism(gloo_pool: GlooPool, name: str) -> None:
+    documents = tiny.documents_of(LENGTHS)
+    mesh = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
+    results = gloo_pool.run(4, _with_tensor_parallelism, name, tiny.packed(documents), timeout=120, **mesh)
+    want = tiny.reference(tiny.model_of(name), documents)
+    for tp in range(2):
+        tiny.check([results[tp], results[2 + tp]], want)
+
+
+def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentrant: bool) -> Any:
+    model = hf.context_parallel(tiny.model_of(name), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    other = tiny.packed(tiny.documents_of((12, 50), seed=5))
+    loss = model(**batch).loss
+    with torch.no_grad():
+        model(**other)  # another batch before the recomputation of the first
+    loss.backward()
+    return loss.item(), _gradients(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["gemma3", "llama, dynamic NTK", "stablelm"])
+def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
+    documents = tiny.documents_of((31, 31))
+    results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant, timeout=120)
+    tiny.check(results, tiny.reference(tiny.model_of(name), documents))
+
+
+def _every_model(rank: int, mesh: Any, names: list[str], batch: dict[str, Any]) -> list[Any]:
+    return [_step(hf.context_parallel(tiny.model_of(name), mesh), batch) for name in names]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_on_processes(gloo_pool: GlooPool, ranks: int) -> None:
+    names = ["qwen3_moe, auxiliary loss", "gpt_oss", "deepseek_v3"]
+    documents = tiny.documents_of(LENGTHS)
+    results = gloo_pool.run(ranks, _every_model, names, tiny.packed(documents), timeout=120)
+    for index, name in enumerate(names):
+        tiny.check([result[index] for result in results], tiny.reference(tiny.model_of(name), documents))
