@@ -34,6 +34,8 @@ class CpAccelerator(Accelerator):
     def first_of_groups(self, gathered: Any) -> Any:
         """Rows of the first rank of each cp group, of tensors ``[all ranks * rows, …]``."""
         world = self.cp_groups.numel()
+        if world == 1:
+            return gathered
         first = self.cp_groups[:, 0]
 
         def rows(x: torch.Tensor) -> torch.Tensor:

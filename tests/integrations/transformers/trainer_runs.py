@@ -199,7 +199,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def sft(
-    cls: Any, folder: str | None = None, model: str = "llama", lora: str = "", data: Any = None, more: Any = None, **changes: Any
+    cls: Any, folder: str | None = None, model: str = "llama", lora: str = "", data: Any = None, eval_count: int = 0, more: Any = None, **changes: Any
 ) -> Any:
     """`trl.SFTTrainer` on documents of ready tokens."""
     import trl
@@ -208,6 +208,7 @@ def sft(
         adapted(model_of(model), lora),
         args=arguments(trl.SFTConfig, folder or scratch(), **{"max_length": 64} | changes),
         train_dataset=(data or documents)(22),
+        eval_dataset=documents(eval_count, seed=5) if eval_count else None,
         processing_class=tokenizer(),
         peft_config=adapter() if lora == "made" else None,
         **(more or {}),
@@ -216,15 +217,18 @@ def sft(
     return result_of(trainer)
 
 
-def dpo(cls: Any, folder: str | None = None, model: str = "llama", more: Any = None, **changes: Any) -> Any:
+def dpo(
+    cls: Any, folder: str | None = None, model: str = "llama", lora: str = "", eval_count: int = 0, more: Any = None, **changes: Any
+) -> Any:
     """`trl.DPOTrainer` on ready tokens, with a reference model."""
     import trl
 
     trainer = cls(trl.DPOTrainer)(
-        model_of(model),
-        ref_model=model_of(model, seed=1),
+        adapted(model_of(model), lora),
+        ref_model=None if lora else model_of(model, seed=1),
         args=arguments(trl.DPOConfig, folder or scratch(), **{"max_length": 64} | changes),
         train_dataset=preferences(22),
+        eval_dataset=preferences(eval_count) if eval_count else None,
         processing_class=tokenizer(),
         **(more or {}),
     )
@@ -289,6 +293,25 @@ def grpo(
         train_dataset=preferences(22).select_columns(["prompt"]),
         processing_class=tokenizer(),
         **(more or {}),
+    )
+    trainer.train()
+    return result_of(trainer)
+
+
+def sampled(cls: Any, **changes: Any) -> Any:
+    """`trl.GRPOTrainer` with completions of its own."""
+    import trl
+
+    trainer = cls(trl.GRPOTrainer)(
+        model_of("llama"),
+        reward_funcs=of_length,
+        args=arguments(
+            trl.GRPOConfig,
+            scratch(),
+            **dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=8) | changes,
+        ),
+        train_dataset=preferences(22).select_columns(["prompt"]),
+        processing_class=tokenizer(),
     )
     trainer.train()
     return result_of(trainer)
