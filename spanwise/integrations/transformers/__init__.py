@@ -9,12 +9,11 @@ Models take whole batches, the same on all ranks of the cp mesh. What cannot be 
 """
 
 try:
-    import accelerate as _accelerate  # noqa: F401
+    import accelerate as _accelerate  # type: ignore[import-untyped]  # noqa: F401
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "spanwise.integrations.transformers needs transformers and accelerate: "
-        "pip install 'spanwise[transformers]'"
+        "spanwise.integrations.transformers needs transformers and accelerate: pip install 'spanwise[transformers]'"
     ) from error
 
 from spanwise.integrations.transformers.inputs import prepare

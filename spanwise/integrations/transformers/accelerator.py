@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import recursively_apply
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -57,8 +57,8 @@ def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     strange = [name for name in names if name != "cp" and not name.startswith("dp")]
     if strange:
         raise ValueError(
-            f"hf.trainer takes data-parallel axes ('dp', 'dp_shard', 'dp_replicate') and 'cp', got {strange}; for other "
-            f"axes call hf.context_parallel and write the loop"
+            f"hf.trainer takes data-parallel axes ('dp', 'dp_shard', 'dp_replicate') and 'cp', got {strange}; for "
+            f"other axes call hf.context_parallel and write the loop"
         )
     world = accelerator.state.num_processes
     if sorted(mesh.mesh.flatten().tolist()) != list(range(world)):

@@ -6,7 +6,10 @@ from typing import Any
 
 import transformers
 
+from spanwise.integrations.transformers.inputs import is_causal_loss
+
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of attention, in configs
 
 
 def check_trainer(base: type[Any]) -> None:
@@ -26,6 +29,24 @@ def check_trainer(base: type[Any]) -> None:
         raise ValueError("hf.trainer takes trainers of causal language models, got Seq2SeqTrainer")
 
 
+def check_model(model: Any) -> None:
+    """Raise ValueError for a model that does not train as a causal language model, or with attention dropout."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not is_causal_loss(model):
+        raise ValueError(
+            f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of {name} is "
+            f"{getattr(model, 'loss_type', None)!r}"
+        )
+    dropout = {
+        key: getattr(config, key, None) for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    }
+    given = {key: x for key, x in dropout.items() if isinstance(x, float) and x > 0}
+    if given:
+        raise ValueError(
+            f"context parallelism has no attention dropout, and {name} has {given} in its config; set it to 0"
+        )
+
+
 def check_training(trainer: Any) -> None:
     """Raise ValueError for training arguments that are not exact under context parallelism; with a remedy."""
     args, accelerator = trainer.args, trainer.accelerator
@@ -36,26 +57,28 @@ def check_training(trainer: Any) -> None:
     refused = {
         "parallelism_config": (
             accelerator.parallelism_config is not None,
-            "leave it out: accelerate's context parallelism drops masks; the mesh of hf.trainer takes its place",
+            "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place",
         ),
         "deepspeed": (trainer.is_deepspeed_enabled, "use FSDP2 (fsdp_config={'version': 2}) or DDP"),
         "fsdp version 1": (fsdp is not None and fsdp.fsdp_version != 2, "use fsdp_config={'version': 2}"),
         "dispatch_batches=True": (config.dispatch_batches is True, "leave it None or False"),
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "use 'random', 'sequential' or 'group_by_length'; each batch's work is balanced over cp ranks by its plan",
+            "use 'random', 'sequential' or 'group_by_length'; each batch's plan balances the cp ranks",
         ),
         "eval_use_gather_object": (args.eval_use_gather_object, "leave it False; ranks gather tensors"),
-        "torch_compile": (args.torch_compile, "compile the layers of the model before: for layer in model.model.layers: "
-                          "layer.compile()"),
+        "torch_compile": (args.torch_compile, "compile the layers of the model before, with layer.compile()"),
         "use_liger_kernel": (args.use_liger_kernel, "leave it False: its loss would be that of one rank's tokens"),
         "neftune_noise_alpha": (
             args.neftune_noise_alpha is not None,
             "leave it None: its noise depends on the length of a rank's input",
         ),
         "use_vllm": (getattr(args, "use_vllm", False), "leave it False; each cp group generates with the model"),
-        "log_completions": (getattr(args, "log_completions", False), "leave it False: completions would be logged once a rank"),
-    }  # fmt: skip
+        "log_completions": (
+            getattr(args, "log_completions", False),
+            "leave it False: completions would be logged once for each rank",
+        ),
+    }
     for name, (given, remedy) in refused.items():
         if given:
             raise ValueError(f"{name} does not go with hf.trainer; {remedy}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.utils import send_to_device
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -28,8 +28,8 @@ class Rollouts(transformers.Trainer):
         samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks
         if rest or samples % generations:
             raise ValueError(
-                f"generation_batch_size={self.args.generation_batch_size} over all ranks leaves {samples} completions for "
-                f"the {self.args.world_size // size} cp groups, which must be a multiple of num_generations="
+                f"generation_batch_size={self.args.generation_batch_size} over all ranks leaves {samples} completions "
+                f"for the {self.args.world_size // size} cp groups, which must be a multiple of num_generations="
                 f"{generations}; raise per_device_train_batch_size or steps_per_generation"
             )
         self.args.generation_batch_size = samples

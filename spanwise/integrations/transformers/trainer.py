@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.integrations.transformers.accelerator import CpAccelerator, group_processes
 from spanwise.integrations.transformers.documents import find_documents
-from spanwise.integrations.transformers.inputs import SITE, is_causal_loss, site_of
+from spanwise.integrations.transformers.inputs import SITE, site_of
 from spanwise.integrations.transformers.model import context_parallel
-from spanwise.integrations.transformers.refusals import check_trainer, check_training
+from spanwise.integrations.transformers.refusals import check_model, check_trainer, check_training
 from spanwise.integrations.transformers.rollouts import Rollouts
 from spanwise.integrations.transformers.whole import Calls, restore_outputs
 
@@ -62,8 +62,9 @@ class _ContextParallel(transformers.Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._cp_calls = Calls()
         super().__init__(*args, **kwargs)
-        if getattr(self, "ref_model", None) is not None:
-            self._cut(self.ref_model)
+        reference = getattr(self, "ref_model", None)
+        if reference is not None:
+            self._cut(reference)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -80,14 +81,12 @@ class _ContextParallel(transformers.Trainer):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         mesh = self.cp_mesh["cp"]
         if not hasattr(inner, SITE):
-            if not is_causal_loss(inner):
-                raise ValueError(
-                    f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of "
-                    f"{type(inner).__name__} is {getattr(inner, 'loss_type', None)!r}"
-                )
+            check_model(inner)
             context_parallel(model, mesh, **self.cp_options)
         elif site_of(inner).mesh != mesh or site_of(inner).loss_mesh != mesh:
-            raise ValueError("the model was prepared for another mesh or loss_mesh; give hf.trainer a model as it was loaded")
+            raise ValueError(
+                "the model was prepared for another mesh or loss_mesh; give hf.trainer a model as it was loaded"
+            )
         restore_outputs(inner, self._cp_calls)
         return model
 
@@ -101,11 +100,11 @@ class _ContextParallel(transformers.Trainer):
         return super()._get_num_items_in_batch([_without_first_labels(batch) for batch in batch_samples], device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with _Whole(self._cp_calls, logits=not self._takes_loss_of_model()):
+        with self._cp_calls.returning_whole(logits=not self._takes_loss_of_model()):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        with _Whole(self._cp_calls, logits=not (prediction_loss_only and self._takes_loss_of_model())):
+        with self._cp_calls.returning_whole(logits=not (prediction_loss_only and self._takes_loss_of_model())):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _takes_loss_of_model(self) -> bool:
@@ -120,19 +119,6 @@ class _ContextParallel(transformers.Trainer):
         """`inputs`, after a comparison of the ranks' batches."""
         check_same_batch(inputs, self.cp_mesh["cp"], self.args.device)
         return inputs
-
-
-class _Whole:
-    """Within it models return whole outputs."""
-
-    def __init__(self, calls: Calls, logits: bool) -> None:
-        self.calls, self.logits = calls, logits
-
-    def __enter__(self) -> None:
-        self.calls.whole, self.calls.logits = True, self.logits
-
-    def __exit__(self, *_: object) -> None:
-        self.calls.whole = False
 
 
 def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
@@ -150,8 +136,8 @@ def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh, device: torch.
     dist.all_gather_into_tensor(totals, total[None], group=mesh.get_group())
     if (totals != totals[0]).any():
         raise ValueError(
-            "the ranks of a cp group got different batches; the dataset or the data collator draws random numbers. Draw "
-            "them from a generator with the same seed on all ranks of the group, or before training"
+            "the ranks of a cp group got different batches; the dataset or the data collator draws random numbers. "
+            "Draw them from a generator with the same seed on all ranks of the group, or before training"
         )
 
 
@@ -164,7 +150,7 @@ def _checksum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_first_labels(batch: Any) -> Any:
-    """The batch as it is counted: without labels of first tokens of documents, which no token of a document predicts."""
+    """The batch as it is counted: without labels of documents' first tokens, which nothing in a document predicts."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None or batch.get("shift_labels") is not None or labels.dim() != 2:
         return batch

@@ -10,9 +10,11 @@ loss.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,16 @@ class Calls:
 
     whole: bool = False
     logits: bool = True
+
+    @contextlib.contextmanager
+    def returning_whole(self, logits: bool) -> Iterator[None]:
+        """Within it models return whole outputs."""
+        before = self.whole, self.logits
+        self.whole, self.logits = True, logits
+        try:
+            yield
+        finally:
+            self.whole, self.logits = before
 
 
 def restore_outputs(model: nn.Module, calls: Calls) -> None:
@@ -70,8 +82,11 @@ def _restore(calls: Calls, model: nn.Module, args: Any, kwargs: dict[str, Any], 
     if not calls.whole or planned is None:
         return None
     if not isinstance(output, ModelOutput):
-        raise ValueError(f"{type(model).__name__} returned a {type(output).__name__}; set return_dict=True in its config")
-    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        raise ValueError(
+            f"{type(model).__name__} returned a {type(output).__name__}; set return_dict=True in its config"
+        )
+    names = [field.name for field in dataclasses.fields(output)]  # type: ignore[arg-type]  # all are dataclasses
+    values = {name: getattr(output, name) for name in names}
     if "log_probs" in values:
         values["loss"] = None  # trl's sum over one rank's tokens; its trainers take log_probs
     for name, x in values.items():
