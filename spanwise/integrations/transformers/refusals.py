@@ -42,9 +42,7 @@ def check_model(model: Any) -> None:
     }
     given = {key: x for key, x in dropout.items() if isinstance(x, float) and x > 0}
     if given:
-        raise ValueError(
-            f"context parallelism has no attention dropout, and {name} has {given} in its config; set it to 0"
-        )
+        raise ValueError(f"context parallelism has no attention dropout; set {given} in the config of {name} to 0")
 
 
 def check_training(trainer: Any) -> None:

@@ -22,7 +22,7 @@ WORDS = 96  # of the tokenizer, below the vocabulary of the models
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "total_flos", "train_loss")
 OF_TRL = ("num_tokens", "entropy", "mean_token_accuracy")
 FSDP: dict[str, Any] = dict(
-    fsdp="full_shard",
+    fsdp=True,
     fsdp_config={
         "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -37,6 +37,7 @@ def run(rank: int, mesh: Any, made: Callable[..., Any], cut: bool = True, **opti
     from spanwise.integrations import transformers as hf
 
     def cls(base: Any) -> Any:
+        base = sharded(base) if options.get("fsdp") else base
         return hf.trainer(base, mesh) if cut else base
 
     with fresh_process(rank, mesh.size()):
@@ -62,6 +63,21 @@ def fresh_process(rank: int, world: int) -> Iterator[None]:
         AcceleratorState._reset_state(True)
         PartialState._reset_state()
         GradientState._reset_state()
+
+
+def sharded(base: Any) -> Any:
+    """`base` with accelerate's FSDP2, which accelerate takes for accelerators alone, on the CPU."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    class Sharded(base):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            state = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    return Sharded
 
 
 @contextlib.contextmanager
@@ -134,7 +150,7 @@ def conversations(count: int) -> Any:
 
     def messages(row: dict[str, str]) -> list[dict[str, str]]:
         turns = [("user", row["prompt"]), ("assistant", row["chosen"]), ("user", "5 6"), ("assistant", row["rejected"])]
-        return [{"role": role, "content": text} for role, text in turns]
+        return [{"role": role, "content": text.strip()} for role, text in turns]
 
     return datasets.Dataset.from_list([{"messages": messages(row)} for row in preferences(count)])
 
@@ -354,7 +370,7 @@ def result_of(trainer: Any) -> dict[str, Any]:
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()
     }
-    sharded = all(isinstance(p, DTensor) for p in parameters.values())
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())  # the root's are whole after an evaluation
     return {"logs": trainer.state.log_history, "weights": weights, "sharded": sharded}
 
 
@@ -364,11 +380,13 @@ def result_of(trainer: Any) -> dict[str, Any]:
 def check(got: dict[str, Any], want: dict[str, Any], *names: str, close: float = 1e-5) -> None:
     """Both runs logged the same, and `names` among it; counts are equal, and weights within 10 times `close`."""
     assert len(got["logs"]) == len(want["logs"])
-    assert set(names) <= set().union(*want["logs"])
+    missing = set(names) - set().union(*want["logs"])
+    assert not missing, f"nothing logged {missing}"
     apart = []
     for a, b in zip(got["logs"], want["logs"], strict=True):
         for name in names:
-            limit = 0 if name.startswith("num_") else close * max(1e-3, abs(b.get(name, 0)))
+            floor = 1.0 if name.startswith("rewards/") else 1e-3  # differences of log-probabilities
+            limit = 0 if name.startswith("num_") else close * max(floor, abs(b.get(name, 0)))
             if name in b and not abs(a[name] - b[name]) <= limit:
                 apart.append(f"step {b['step']}: {name} is {a[name]} instead of {b[name]}")
     for name, x in want["weights"].items():
