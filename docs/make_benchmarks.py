@@ -301,6 +301,25 @@ def versions() -> str:
     return f"All results are from two CPU cores, with torch {', '.join(sorted(made))}."
 
 
+def linear_loss() -> str:
+    rows = load("linear-loss-cpu")["rows"]
+    body = [
+        [row["name"], f"{row['seconds']:.2f}", f"{row['ratio']:.2f}",
+         f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    return table(["variant", "seconds", "to all logits", "MiB", "to all logits"], body)
+
+
+def linear_loss_shape() -> str:
+    found = load("linear-loss-cpu")
+    flops, seconds = found["floor_flops"] / 1e9, 3 * found["product_seconds"]
+    return (
+        f"{found['tokens']:,} tokens, a vocabulary of {found['vocab']:,}, hidden size {found['dim']}, float32. "
+        f"The floor of three products, {flops:,.0f} GFLOP, took {seconds:.2f} s."
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "kernels": kernels,
@@ -317,6 +336,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "packed": packed,
     "memory": memory,
     "memory measured": memory_measured,
+    "linear loss": linear_loss,
+    "linear loss shape": linear_loss_shape,
     "layouts": layouts,
     "planning": planning,
     "fuzz": fuzz,

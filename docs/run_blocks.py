@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,28 @@ class PageError(AssertionError):
     """A block failed, or printed another output than its page shows."""
 
 
-def run_page(path: Path, folder: Path) -> str:
+def run_command(command: str, folder: Path, place: str) -> str:
+    """What the command printed; torch.distributed is kept to one thread a process and the loopback interface."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "COLUMNS": "100",
+    }
+    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise PageError(f"{place}: {command} failed\n{done.stdout}\n{done.stderr}")
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+
+
+def run_page(path: Path, folder: Path, run_command: Callable[[str, Path, str], str] = run_command) -> str:
     """Run the blocks of the page at `path`; the page with the outputs that they printed.
 
     Args:
         path: the page.
         folder: where files are saved and commands run.
+        run_command: runs the ``bash`` blocks.
 
     Raises:
         PageError: a command failed.
@@ -74,21 +90,6 @@ def working_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def run_command(command: str, folder: Path, place: str) -> str:
-    """What the command printed; torch.distributed is kept to one thread a process and the loopback interface."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "COLUMNS": "100",
-    }
-    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise PageError(f"{place}: {command} failed\n{done.stdout}\n{done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
 
 
 def main() -> None:

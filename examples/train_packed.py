@@ -46,7 +46,7 @@ for step in range(10):
     losses = []
     for module, cp, optimizer in runs:
         plan = spanwise.make_plan(mask, num_ranks=cp.size() if cp else 1)
-        batch = spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, cp, cu_seqlens=cu_seqlens)
+        batch = spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, cp)
         attn_mask = plan.local(cp) if cp else torch.from_numpy(mask.dense())
         logits = module(batch["input_ids"], batch["position_ids"], attn_mask)
         losses.append(spanwise.cross_entropy(logits, batch["labels"], cp))  # mean over the tokens of all ranks

@@ -7,9 +7,12 @@ from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.context_parallel import ContextParallel
 from spanwise.attention.exchange.errors import ExchangeError, MismatchError
+from spanwise.attention.exchange.failure import exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.linear_loss import linear_cross_entropy
+from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
@@ -45,13 +48,16 @@ __all__ = [
     "context_parallel_attention",
     "contiguous_to_dualchunk_order_thd",
     "cross_entropy",
+    "linear_cross_entropy",
     "dualchunk_to_contiguous_order_thd",
+    "exchange_errors",
     "make_plan",
     "packed_attention",
     "ptrr_schedule",
     "roll",
     "shard",
     "shard_batch",
+    "token_logprobs",
     "unshard",
     "verify",
 ]

@@ -347,9 +347,19 @@ def plain_tensors() -> Iterator[Callable[[Any], Any]]:
         yield lambda tree: tree if fake is None else _pytree.tree_map_only(torch.Tensor, fake.from_tensor, tree)
 
 
+def backward_number() -> int:
+    """Number of the backward pass that runs in this thread, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def inside_transform() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `x` is inside a vmap that maps over it; also in compiled code."""
+    return torch._C._functorch.is_batchedtensor(x)
 
 
 def has_tangent(x: torch.Tensor) -> bool:

@@ -102,7 +102,16 @@ def test_the_command_runs_from_another_folder(environment: Path, tmp_path: Path)
     assert required == DEPENDENCIES
 
     (tmp_path / "lengths.json").write_text("[600, 200, 1000, 248]")
-    command = [environment / "bin/spanwise", "plan", "--documents", "lengths.json", "--ranks", "4"]
+    command = [
+        environment / "bin/spanwise",
+        "plan",
+        "--documents",
+        "lengths.json",
+        "--ranks",
+        "4",
+        "--balancer",
+        "head_tail",
+    ]
     printed = run(*command, "--html", "report.html", cwd=tmp_path)
     assert "2,048 tokens" in printed
     page = (tmp_path / "report.html").read_text()

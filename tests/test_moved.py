@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import spanwise
 from spanwise import _moved
@@ -54,6 +55,32 @@ def test_names_that_never_were_are_errors() -> None:
         spanwise.attention.torch  # noqa: B018
     with pytest.raises(AttributeError, match="module 'spanwise' has no attribute 'costs'"):
         spanwise.costs  # noqa: B018
+
+
+def test_the_old_name_of_mask_name_works_and_warns() -> None:
+    masks = {"near": spanwise.SpanMask.sliding_window(8, 1), "far": spanwise.SpanMask.causal(8)}
+    plan = spanwise.make_plan(masks, 1)
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    attend, packed = spanwise.context_parallel_attention, spanwise.packed_attention
+    thd = [x[0].transpose(0, 1) for x in (q, k, v)]
+    warns = pytest.warns(DeprecationWarning, match="mask='near' is now mask_name='near'; the old name goes with")
+    with warns as seen:
+        assert torch.equal(attend(q, k, v, plan, None, mask="near"), attend(q, k, v, plan, mask_name="near"))
+    assert seen[0].filename == __file__
+    with warns as seen:
+        assert torch.equal(packed(*thd, plan, None, mask="near"), packed(*thd, plan, mask_name="near"))
+    assert seen[0].filename == __file__
+    with warns as seen:
+        assert spanwise.ContextParallel(mask="near").mask_name == "near"
+    assert seen[0].filename == __file__
+    with warns:
+        spanwise.verify(
+            lambda q, k, v, p: attend(q, k, v, p, mask_name="near"), plan, None, mask="near"
+        ).raise_if_failed()
+    with pytest.raises(ValueError, match="mask_name='far' and its old name mask='near' were both given"):
+        attend(q, k, v, plan, mask="near", mask_name="far")
+    with pytest.raises(ValueError, match="is now mask_name=; got a SpanMask"):
+        attend(q, k, v, plan, mask=masks["near"])
 
 
 def test_the_first_lines_of_the_old_readme_run() -> None:

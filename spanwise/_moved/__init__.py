@@ -1,7 +1,7 @@
-"""Module paths of version 0.1, kept for one release: each file forwards names to their new modules and warns.
+"""Module paths of version 0.1 and an argument's old name, kept for one release: they work and warn.
 
 `spanwise.__path__` includes this folder, so that ``from spanwise.cost import H100`` still works. Version 0.3 deletes
-this folder and the lines that name it in `spanwise`, `attention` and `batch`. docs/moved.md lists old and new paths.
+this folder and the lines that name it. docs/moved.md lists old and new paths.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 MODULES = (
     "balancers",
@@ -25,6 +27,21 @@ MODULES = (
     "rank_plan",
     "thd_order",
 )
+
+
+def mask_name(new: str, old: str | None) -> str:
+    """The value of an argument `mask_name` that was called `mask`; warns where the old name was used."""
+    if old is None:
+        return new
+    if new not in ("default", old):
+        raise ValueError(f"mask_name={new!r} and its old name mask={old!r} were both given; leave mask out")
+    if not isinstance(old, str):
+        raise ValueError(f"mask= named one of the plan's masks and is now mask_name=; got a {type(old).__name__}")
+    # The caller of the function that asks. Compiled code has no caller to name.
+    if not torch.compiler.is_compiling():
+        text = f"mask={old!r} is now mask_name={old!r}; the old name goes with spanwise 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return old
 
 
 def forward(old: str, *new: str) -> Callable[[str], Any]:

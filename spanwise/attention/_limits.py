@@ -9,17 +9,24 @@ import torch
 from spanwise import _torch
 from spanwise.attention.kernels.base import AttentionOptions
 
+_NO_TRANSFORM = (
+    "context parallelism does not run inside torch.func (vmap, grad, vjp, jvp, jacrev, …): its collectives and kernels "
+    "have no rules for them; use the batch dim in place of vmap, and torch.autograd.grad or backward() in place of "
+    "torch.func.grad"
+)
+
 
 def check_transforms(*tensors: torch.Tensor) -> None:
-    """``NotImplementedError`` inside a transform of `torch.func`, or for a tensor with a forward-mode tangent."""
+    """``NotImplementedError`` inside a transform of `torch.func`, or for a tensor with a forward-mode tangent.
+
+    Compiled code sees only vmap here; other transforms meet what Dynamo refuses.
+    """
     if torch.compiler.is_compiling():
+        if any([_torch.is_batched(x) for x in tensors]):
+            raise NotImplementedError(_NO_TRANSFORM)
         return
     if _torch.inside_transform():
-        raise NotImplementedError(
-            "context parallelism does not run inside torch.func (vmap, grad, vjp, jvp, jacrev, …): its collectives and "
-            "kernels have no rules for them; use the batch dim in place of vmap, and torch.autograd.grad or backward() "
-            "in place of torch.func.grad"
-        )
+        raise NotImplementedError(_NO_TRANSFORM)
     if any(_torch.has_tangent(x) for x in tensors):
         raise NotImplementedError(
             "context parallelism has no forward-mode derivatives; use torch.autograd.grad or backward()"

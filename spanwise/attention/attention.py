@@ -19,10 +19,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spanwise import _torch
+from spanwise import _moved, _torch
 from spanwise.attention._limits import check_numbers, check_sinks, check_transforms, first_order_only, with_sinks
 from spanwise.attention.chunks import Chunk
-from spanwise.attention.compare import compare_attention, confirm_in_backward
+from spanwise.attention.compare import compare_attention, compare_backward
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
@@ -74,13 +74,14 @@ def context_parallel_attention(
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
     *,
-    mask: str = "default",
+    mask_name: str = "default",
     scale: float | None = None,
     kernel: str | Kernel = "auto",
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
+    mask: str | None = None,
 ) -> Any:
     """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
 
@@ -93,7 +94,7 @@ def context_parallel_attention(
             Compiled code takes a `RankPlan` only.
         mesh: of a `Plan`: the 1-D cp mesh, or both cp axes for a plan of two levels; None if it has one rank. A
             `RankPlan` has its mesh.
-        mask: which of the plan's masks.
+        mask_name: which of the plan's masks.
         scale: factor on ``q @ kᵀ``; default ``1 / sqrt(Dk)``.
         kernel: "auto", "reference", "sdpa" (CPU), "flex", "varlen" (CUDA), or a `Kernel` of your own; see
             `spanwise.attention.kernels.table.resolve`.
@@ -106,13 +107,14 @@ def context_parallel_attention(
             (gpt-oss). The gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp
             ranks, like the gradient of any parameter.
         return_aux: ask for lse or max_logit.
+        mask: deprecated name of `mask_name`.
 
     Returns:
         out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
         0, lse −inf (the logsumexp of the sinks if there are any) and gradient 0.
 
-    A collective call: every rank of `mesh` makes it, with the same `mask`, batch size, heads, head dims and dtype. All
-    ranks run it in eager code, or all compiled. Inputs require gradients on all ranks or on no rank, and every rank's
+    A collective call: every rank of `mesh` makes it, with the same `mask_name`, batch size, heads, head dims and dtype.
+    All ranks run it in eager code, or all compiled. Inputs require gradients on all ranks or on none, and every rank's
     loss must depend on the output. Second derivatives (``create_graph=True``), forward-mode derivatives and transforms
     of `torch.func` (vmap, grad, …) raise ``NotImplementedError``.
 
@@ -121,7 +123,7 @@ def context_parallel_attention(
             that differ between the ranks, a kernel or option that does not go with the device or with another option.
         spanwise.MismatchError: ranks make different calls, here or in the backward; lists what each rank has.
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward; names the collective and the lost
-            ranks. Compiled code raises torch's own error.
+            ranks. Compiled code raises torch's own error; see `spanwise.exchange_errors`.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(6), num_ranks=1)
@@ -130,7 +132,8 @@ def context_parallel_attention(
     torch.Size([1, 4, 6, 8])
     """
     request = AuxRequest() if return_aux is None else return_aux
-    call = _Call(plan, mesh, mask, kernel, AttentionOptions(scale, score_mod, softcap), sinks, request)
+    name = _moved.mask_name(mask_name, mask)
+    call = _Call(plan, mesh, name, kernel, AttentionOptions(scale, score_mod, softcap), sinks, request)
     out, aux = _attend(q, k, v, call)
     return out if return_aux is None else (out, aux)
 
@@ -154,7 +157,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         return _with_dtensors(q, k, v, call)
     local, mesh, kernel = _checked(q, k, v, call)
     returns = call.request.lse, call.request.max_logit
-    confirm = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
+    compare = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
@@ -196,7 +199,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    confirm_in_backward((out, lse), confirm)
+    compare_backward((out, lse), compare)
     return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
 
 

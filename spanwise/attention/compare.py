@@ -15,7 +15,7 @@ from spanwise.attention.exchange.calls import Call
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.rank_plan import RankPlan, mesh_ranks
 
-Confirm = Callable[[], None]
+Compare = Callable[[], None]
 
 _ATTENTION = (
     "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
@@ -38,14 +38,14 @@ def compare_attention(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
     returns: tuple[bool, bool],
-) -> Confirm | None:
+) -> Compare | None:
     """Compare an attention call across the ranks of `mesh`; returns when its collectives may start.
 
     Args:
         returns: whether lse and max_logit are returned.
 
     Returns:
-        None if all ranks were found to make the call; else a function that waits until they are.
+        a function for `compare_backward`; None if the call is not compared in eager code.
 
     Raises:
         MismatchError: ranks make different calls.
@@ -59,9 +59,9 @@ def compare_attention(
     scale, mod = options.scale, options.score_mod
     values: tuple[Any, ...] = (
         mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
-        head_dim**-0.5 if scale is None else scale, options.softcap,
+        head_dim**-0.5 if scale is None else _plain(scale), _plain(options.softcap),
         None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
-        None if sinks is None else tuple(sinks.shape), returns,
+        None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         what = " ".join(str(value) for value in (*values[:3], *values[5:]))
@@ -71,26 +71,54 @@ def compare_attention(
         return None
     if _torch.is_fake(q):
         return None
-    call = Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values)
-    return failure.compare(call, *mesh_ranks(mesh))
+    return _compare(Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values), mesh)
 
 
-def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> None:
-    """Compare an `unshard` or `roll` across the ranks of `mesh`; returns when its collective may start."""
+def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> Compare | None:
+    """`compare_attention` for an `unshard` or `roll`."""
     if _torch.is_fake(x_BTF) or torch.compiler.is_compiling():
-        return
+        return None
     values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
-    call = Call(_bytes(local.digest), "unshard or roll", _GATHER, values)
-    failure.compare(call, *mesh_ranks(mesh))
+    return _compare(Call(_bytes(local.digest), "unshard or roll", _GATHER, values), mesh)
 
 
-def confirm_in_backward(outputs: Sequence[torch.Tensor | None], confirm: Confirm | None) -> None:
-    """Let the backward of `outputs` begin with `confirm`, so that no gradient comes from calls that differ."""
-    if confirm is None:
+def _compare(call: Call, mesh: DeviceMesh) -> Compare:
+    groups, ranks = mesh_ranks(mesh)
+    confirm = failure.compare(call, groups, ranks)
+    backward = call._replace(name=f"backward of {call.name}")
+
+    def in_backward() -> None:
+        if confirm is not None:
+            confirm()
+        failure.compare(backward, groups, ranks)
+
+    return in_backward
+
+
+def compare_backward(outputs: Sequence[torch.Tensor | None], compare: Compare | None) -> None:
+    """Let each backward of the `outputs` of a call begin with `compare`.
+
+    It waits until all ranks have made the call, so that no gradient comes from calls that differ. And it compares the
+    backward as a call of its own: a rank that has left out one of several equal calls differs only there.
+    """
+    if compare is None:
         return
+    last = -1
+
+    def once(_: Any) -> None:
+        nonlocal last
+        if (number := _torch.backward_number()) != last:  # ranks may use different ones of the outputs
+            last = number
+            compare()
+
     for out in outputs:
         if out is not None and out.grad_fn is not None:
-            out.grad_fn.register_prehook(lambda _: confirm())
+            out.grad_fn.register_prehook(once)
+
+
+def _plain(number: Any) -> Any:
+    """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
+    return number if number is None or torch.compiler.is_compiling() else float(number)
 
 
 def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:

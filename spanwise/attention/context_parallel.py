@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.packed import packed_attention
@@ -71,11 +72,16 @@ class ContextParallel(ParallelStyle):
         attention_type: the call that the module wraps: "flex", "sdpa" or "varlen". It names the mask argument; `kernel`
             decides the kernel.
         plan: serves calls without a mask. Then ``is_causal=True`` is accepted, if the plan's mask is the causal one.
-        mask: which of the plan's masks this module uses.
+        mask_name: which of the plan's masks this module uses.
         kernel: as in `context_parallel_attention`.
         scale, score_mod: those that the module applies inside; arguments of a call override them.
         probe: ``(num_q_heads, num_kv_heads, head_dim)`` of the small problem that checks the module when the style is
             applied: causal, one sequence; two causal sequences for "varlen", in bfloat16 on a GPU.
+        mask: deprecated name of `mask_name`.
+
+    Attributes:
+        num_applied: modules that this style was applied to. `parallelize_module` only warns where a pattern matches
+            nothing and does not call the style, so compare the number with your layers.
 
     >>> import spanwise
     >>> style = spanwise.ContextParallel(attention_type="sdpa", kernel="sdpa")
@@ -89,11 +95,12 @@ class ContextParallel(ParallelStyle):
         seq_dim: int = 2,
         attention_type: str = "flex",
         plan: Plan | RankPlan | None = None,
-        mask: str = "default",
+        mask_name: str = "default",
         kernel: str | Kernel = "auto",
         scale: float | None = None,
         score_mod: Callable[..., Any] | None = None,
         probe: tuple[int, int, int] = (2, 2, 16),
+        mask: str | None = None,
     ) -> None:
         super().__init__()
         if attention_type not in ATTENTION_TYPES:
@@ -104,10 +111,11 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"seq_dim={seq_dim} is not for attention_type 'varlen', whose tensors are [T, H, D]")
         if plan is not None and not isinstance(plan, (Plan, RankPlan)):
             raise ValueError(f"plan must be a Plan or RankPlan, got {type(plan).__name__}")
+        self.num_applied = 0
         self.seq_dim = seq_dim
         self.attention_type = attention_type
         self.plan = plan
-        self.mask = mask
+        self.mask_name = _moved.mask_name(mask_name, mask)
         self.kernel = kernel
         self.scale = scale
         self.score_mod = score_mod
@@ -135,13 +143,14 @@ class ContextParallel(ParallelStyle):
             return self._attend(tensors, plan, mesh, options)
 
         module.forward = forward
+        self.num_applied += 1
         return module
 
     def _attend(
         self, tensors: tuple[torch.Tensor, ...], plan: Plan | RankPlan, mesh: DeviceMesh | None, options: dict[str, Any]
     ) -> torch.Tensor:
-        given: dict[str, Any] = dict(scale=self.scale, score_mod=self.score_mod, mask=self.mask, kernel=self.kernel)
-        options = given | options
+        given: dict[str, Any] = dict(scale=self.scale, score_mod=self.score_mod, kernel=self.kernel)
+        options = given | options | {"mask_name": self.mask_name}
         if self.attention_type == "varlen":
             q, k, v = tensors
             return packed_attention(q, k, v, plan, mesh, **options)
@@ -222,8 +231,10 @@ class ContextParallel(ParallelStyle):
         if plan is None:
             what = "is_causal=True" if causal else "a call without a mask"
             raise ValueError(f"{what} does not say which rank holds which tokens; {remedy}")
-        if causal and self.mask not in plan.causal:
-            raise ValueError(f"is_causal=True goes only with a plan of the causal mask; mask {self.mask!r} is another")
+        if causal and self.mask_name not in plan.causal:
+            raise ValueError(
+                f"is_causal=True goes only with a plan of the causal mask; mask {self.mask_name!r} is another"
+            )
         return plan
 
     def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature, device: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, check_plan, context_parallel_attention
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.rank_plan import RankPlan, rank_on
@@ -28,13 +29,14 @@ def packed_attention(
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
     *,
-    mask: str = "default",
+    mask_name: str = "default",
     scale: float | None = None,
     kernel: str | Kernel = "auto",
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
+    mask: str | None = None,
 ) -> Any:
     """`context_parallel_attention` on packed shards.
 
@@ -44,7 +46,7 @@ def packed_attention(
         v: ``[T_kv, Hkv, Dv]``.
         plan: of one batch row. If it was made with a `Packing` that has padding, rows of q, k, v in padding may hold
             anything, NaN included.
-        mesh, mask, scale, kernel, score_mod, softcap, sinks, return_aux: as in `context_parallel_attention`.
+        mesh, mask_name, scale, kernel, score_mod, softcap, sinks, return_aux: as in `context_parallel_attention`.
 
     Returns:
         out ``[T, Hq, Dv]``, or ``(out, Aux)`` with lse ``[Hq, T]`` and max_logit ``[Hq]``. A row in padding, or without
@@ -60,10 +62,12 @@ def packed_attention(
     >>> spanwise.packed_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([10, 2, 8])
     """
-    tensors = {"q": q, "k": k, "v": v}
-    for name, x in tensors.items():
+    name, tensors = _moved.mask_name(mask_name, mask), {"q": q, "k": k, "v": v}
+    for called, x in tensors.items():
         if isinstance(x, DTensor):
-            raise ValueError(f"packed_attention takes plain tensors, {name} is a DTensor; call {name}.to_local() first")
+            raise ValueError(
+                f"packed_attention takes plain tensors, {called} is a DTensor; call {called}.to_local() first"
+            )
         if x.dim() != 3:
             shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items())
             raise ValueError(
@@ -91,7 +95,7 @@ def packed_attention(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, aux = context_parallel_attention(
         q, k, v, plan, mesh,
-        mask=mask, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
+        mask_name=name, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
         return_aux=AuxRequest() if return_aux is None else return_aux,
     )  # fmt: skip
     out = out.squeeze(0).transpose(0, 1)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.compare import compare_gather
+from spanwise.attention.compare import compare_backward, compare_gather
 from spanwise.attention.exchange import all_gather, failure
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
@@ -114,8 +114,9 @@ def gather(
         x_BTx = x.movedim(dim, 0).unsqueeze(0)
     rest = x_BTx.shape[2:]
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
-    compare_gather(rows_BTF, local, mesh, side)
+    compare = compare_gather(rows_BTF, local, mesh, side)
     full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
+    compare_backward((full_BSx,), compare)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
     if local.batched:

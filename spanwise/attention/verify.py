@@ -7,9 +7,10 @@ one token's input. Exactly the rows that the mask lets see the token must change
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.all_gather import AllGather
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
+from spanwise.attention.verify_calls import Call
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
@@ -29,6 +32,7 @@ from spanwise.planning.plan import Plan
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
 _CLOSURE_LIMIT = 4096
 _DENSE_LIMIT = 4096
+_NOT_PROBED = ("position_ids", "attention_mask")  # they are not what a token says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +90,20 @@ class VerifyReport:
 
 
 def verify(
-    fn_or_model: Callable[..., torch.Tensor],
+    fn_or_model: Callable[..., Any],
     plan: Plan,
     mesh: DeviceMesh | None,
     *,
-    inputs: Sequence[torch.Tensor] | None = None,
+    inputs: Sequence[torch.Tensor] | Mapping[str, Any] | None = None,
+    plan_name: str | None = None,
     dim: int | None = None,
-    mask: str = "default",
+    mask_name: str = "default",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     num_probes: int = 8,
     seed: int = 0,
     tolerance: float | None = None,
+    mask: str | None = None,
 ) -> VerifyReport:
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
@@ -106,26 +112,32 @@ def verify(
     plan's mask. Padding of the plan's packing must give zeros, and is not probed. In cross attention the probed tokens
     are keys.
 
-    With `inputs`, it is a model ``fn(*input_shards, plan)`` that returns ``[B, T, …]``. It is compared with itself
+    With `inputs`, it is a model ``fn(*input_shards, plan)``, or ``fn(**input_shards, plan=plan)`` for inputs by name.
+    It returns ``[B, T, …]``, or an object with ``logits``, or a tuple that begins with it. It is compared with itself
     under a plan of one rank, and a token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
         mesh: the cp mesh, 2-D for a plan of two levels; None for a plan of one rank.
-        inputs: whole tensors, equal on all ranks; floating ones get gradients.
+        inputs: whole tensors, equal on all ranks, in the order of the arguments or by name; floating ones get
+            gradients. By name, what is no tensor passes through, and the probe leaves ``"position_ids"`` and
+            ``"attention_mask"`` as they are.
+        plan_name: argument of the model that takes the plan; default: "plan", "block_mask" or "attn_mask", whichever
+            its signature names.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
-        mask: which of the plan's masks the call uses.
+        mask_name: which of the plan's masks the call uses; a model may use them all where none has this name.
         dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or the next number that
             Ulysses can divide).
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
+        mask: deprecated name of `mask_name`.
 
     Parameters do not change. Gradients of a plain `nn.Module`'s parameters, summed over ranks, are compared too, as
     "dparameters"; those of DTensor parameters, as FSDP2 makes them, are not.
 
     Raises:
         ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model with more than 4,096
-            tokens, or under a plan of cross attention.
+            tokens, or under a plan of cross attention; a model that never reached spanwise's attention with the plan.
 
     >>> import spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), num_ranks=1)
@@ -137,7 +149,7 @@ def verify(
         raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
-    attention = inputs is None
+    attention, name = inputs is None, _moved.mask_name(mask_name, mask)
     cross = plan.kv_layout != plan.layout
     if cross and not attention:
         raise ValueError(
@@ -145,25 +157,33 @@ def verify(
             f"inputs belong to the keys; verify the attention call alone, without inputs"
         )
     tokens = _probe_tokens(plan, num_probes)
-    must, may = _reach(plan, mask, tokens, attention)
+    names = [name] if attention or name in plan.masks else sorted(plan.masks)
+    must, may = _reach(plan, names, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     generator = torch.Generator("cpu").manual_seed(seed)
+    by_name, others = None, {}
+    if isinstance(inputs, Mapping):
+        by_name = tuple(key for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.dim())
+        others = {key: x for key, x in inputs.items() if key not in by_name}
+        inputs = [inputs[key] for key in by_name]
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
     sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
     problem = _Problem(
-        fn=fn_or_model,
+        fn=Call(fn_or_model, by_name, others, plan_name),
         plan=plan,
         local=plan.local(mesh, where),
         mesh=mesh,
-        mask=mask,
+        mask=name,
         dim=(2 if attention else 1) if dim is None else dim,
         whole=tuple(x.detach().to(where) for x in whole),
-        names=("q", "k", "v") if attention else tuple(f"inputs[{i}]" for i in range(len(whole))),
+        names=("q", "k", "v") if attention else by_name or tuple(f"inputs[{i}]" for i in range(len(whole))),
         sides=tuple(sides),
         attention=attention,
     )
-    errors, dtype_out = _parity(problem, generator)
+    errors, dtype_out, asked = _parity(problem, generator)
     leaks, blind = _leaks(problem, tokens, must, may)
+    if not attention:
+        _check_reached(problem, asked, tokens, must, blind)
     limit = tolerance if tolerance is not None else _TOLERANCES[dtype_out]
     return VerifyReport(errors, limit, tuple(tokens), leaks, blind)
 
@@ -172,7 +192,7 @@ def verify(
 class _Problem:
     """A call to verify: the function, its whole inputs, and this rank's part of the plan."""
 
-    fn: Callable[..., torch.Tensor]
+    fn: Call
     plan: Plan
     local: RankPlan
     mesh: DeviceMesh | None
@@ -189,25 +209,25 @@ class _Problem:
 
     def gathered(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole output for this rank's inputs."""
-        out = _call(self.fn, values, self.local, self.mesh)
+        out = self.fn(values, self.local, self.mesh)
         return gather(self.plan, self.local, self.mesh, out, self.dim, 0, "q")
 
 
-def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype]:
-    """Errors of the output and of all gradients against one device, and the dtype of the output."""
+def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype, bool]:
+    """Errors of the output and of all gradients against one device, the output's dtype, and whether attention ran."""
     mesh, cut = problem.mesh, problem.cut
     shards = [_leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
-    out = _call(problem.fn, shards, problem.local, mesh)
+    out, asked = problem.fn.asks(shards, problem.local, mesh)
     references = [_leaf(x.double() if problem.attention else x) for x in problem.whole]
     reference = _reference(problem, references)
     where = reference.device
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
-    parameters = _plain_parameters(problem.fn)
+    parameters = _plain_parameters(problem.fn.fn)
     inputs = zip(problem.names, problem.sides, shards, references, strict=True)
     named = [one for one in inputs if one[2].requires_grad]
     if not named and not parameters:
-        return errors, out.dtype
+        return errors, out.dtype, asked
     grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
     wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
     for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
@@ -217,18 +237,18 @@ def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, fl
         if mesh is not None:
             total = failure.all_reduce(total, "sum", mesh, "a parameter's gradient")
         errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
-    return errors, out.dtype
+    return errors, out.dtype, asked
 
 
 def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     """The output of one device, for attention in float64."""
     plan, where = problem.plan, inputs[0].device
     if not problem.attention:
-        return _call(problem.fn, inputs, _one_rank(plan, where), problem.mesh)
+        return problem.fn(inputs, _one_rank(plan, where), problem.mesh)
     # Dense for short sequences; otherwise the CPU kernel in float64, which is tested against the dense one.
     kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
     q, k, v = inputs
-    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask=problem.mask, kernel=kernel)
+    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask_name=problem.mask, kernel=kernel)
 
 
 Cells = tuple[tuple[int, int], ...]
@@ -239,19 +259,41 @@ def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarr
     cross = problem.plan.kv_layout != problem.plan.layout
     leaks: list[tuple[int, int]] = []
     blind: list[tuple[int, int]] = []
-    whole = list(zip(problem.whole, problem.sides, strict=True))
+    whole = list(zip(problem.whole, problem.sides, problem.names, strict=True))
 
-    def changed(x: torch.Tensor, side: Side, token: int) -> torch.Tensor:
-        return problem.cut(x if cross and side == "q" else _perturbed(x, token, problem.dim), side)
+    def changed(x: torch.Tensor, side: Side, name: str, token: int) -> torch.Tensor:
+        kept = (cross and side == "q") or name in _NOT_PROBED
+        return problem.cut(x if kept else _perturbed(x, token, problem.dim), side)
 
     with torch.no_grad():
-        base = problem.gathered([problem.cut(x, side) for x, side in whole])
+        base = problem.gathered([problem.cut(x, side) for x, side, _ in whole])
         for column, token in enumerate(tokens):
-            diff = problem.gathered([changed(x, side, token) for x, side in whole]) != base
+            diff = problem.gathered([changed(*one, token) for one in whole]) != base
             rows = diff.movedim((0, problem.dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
             leaks += [(int(row), token) for row in np.nonzero((rows & ~may[:, :, column]).any(0))[0]]
             blind += [(int(row), token) for row in np.nonzero((~rows & must[:, :, column]).any(0))[0]]
     return tuple(leaks), tuple(blind)
+
+
+def _check_reached(problem: _Problem, asked: bool, tokens: list[int], must: np.ndarray, blind: Cells) -> None:
+    """``ValueError``, on every rank, if no rank's attention read the plan and no probe reached another rank's row."""
+    if problem.mesh is not None:
+        # Compiled code may not set the flag; there the probes decide.
+        flag = torch.tensor(float(asked), device=problem.local.tokens.device)
+        asked = bool(failure.all_reduce(flag, "max", problem.mesh, "a flag"))
+    layout = problem.plan.layout
+    owner = np.empty((layout.batch_size, layout.seq_len), np.int64)
+    for rank in range(layout.num_ranks):
+        for row in range(layout.batch_size):
+            owner[row, layout.indices(rank, row)] = rank
+    apart = (must & (owner[:, :, None] != owner[:, None, tokens])).any(axis=0)
+    reached = any((int(row), tokens[column]) not in blind for row, column in np.argwhere(apart))
+    if not asked and not reached:
+        raise ValueError(
+            "the model never reached spanwise's attention with the plan: nothing asked for its K/V, and no change of a "
+            "token reached another rank's row. Pass the plan on to every attention call. parallelize_module only warns "
+            "of a pattern that matches no module; ContextParallel.num_applied counts what the style was applied to"
+        )
 
 
 def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -286,17 +328,6 @@ def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
         layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, kv_exchange=AllGather(), head_exchange=None
     )
     return whole.local(None, device)
-
-
-def _call(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], local: RankPlan, mesh: Any) -> torch.Tensor:
-    forward = fn.forward if isinstance(fn, torch.nn.Module) else fn
-    parameters = inspect.signature(forward).parameters
-    by_name: dict[str, Any] = {name: local for name in ("plan", "block_mask", "attn_mask") if name in parameters}
-    if by_name:
-        if "mesh" in parameters:
-            by_name["mesh"] = None if local.num_ranks == 1 else mesh
-        return fn(*values, **by_name)
-    return fn(*values, local)
 
 
 def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
@@ -339,9 +370,9 @@ def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
     return x
 
 
-def _reach(plan: Plan, mask: str, tokens: list[int], attention: bool) -> tuple[np.ndarray, np.ndarray]:
+def _reach(plan: Plan, masks: list[str], tokens: list[int], attention: bool) -> tuple[np.ndarray, np.ndarray]:
     """Rows whose output must depend on a token's input, and rows where it may; bool ``[batch, rows, len(tokens)]``."""
-    m = plan.mask(mask)
+    m = functools.reduce(operator.or_, map(plan.mask, masks))
     rows = np.arange(m.q_len)
     direct = np.stack([((m.start <= token) & (token < m.end)).any(axis=1) for token in tokens], axis=-1)
     if plan.kv_layout != plan.layout:

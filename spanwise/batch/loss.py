@@ -21,13 +21,43 @@ class _GlobalMean(torch.autograd.Function):
     """Sum over ranks divided by `count`; the backward scales by the mesh size, because reducers average gradients."""
 
     @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-        ctx.scale = (1 if mesh is None else mesh.size()) / count
-        return (total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")) / count
+    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
+        size = 1 if mesh is None else mesh.size()
+        ctx.scale = size if count is None else size / count
+        total = total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")
+        return total if count is None else total / count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad * ctx.scale, None, None
+
+
+def global_sum(total: torch.Tensor, count: torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
+    """`total` summed over the ranks of `mesh` and divided by `count`, if that is given.
+
+    Averaging parameter gradients over `mesh` gives the gradient of the result.
+    """
+    return _GlobalMean.apply(total, None if count is None else count.clamp(min=1).to(total.dtype), mesh)
+
+
+def check_count(num_valid: int | torch.Tensor | None) -> None:
+    """``ValueError`` for a number that is not a number of tokens; a tensor is not read."""
+    if num_valid is None or isinstance(num_valid, torch.Tensor):
+        return
+    if not (math.isfinite(num_valid) and num_valid >= 0):
+        raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
+
+
+def valid_tokens(labels: torch.Tensor, num_valid: int | torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
+    """`num_valid` on the device of `labels`; without it the valid tokens of all ranks of `mesh`."""
+    if num_valid is None:
+        count = (labels != IGNORE_INDEX).sum()
+        return count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
+    if isinstance(num_valid, torch.Tensor):
+        return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
+    check_count(num_valid)
+    # `full` writes on the device; `as_tensor` would copy, and the host would wait.
+    return torch.full((), num_valid, device=labels.device)
 
 
 def cross_entropy(
@@ -63,14 +93,4 @@ def cross_entropy(
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    if num_valid is None:
-        count = (labels != IGNORE_INDEX).sum()
-        count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
-    elif isinstance(num_valid, torch.Tensor):
-        count = num_valid.to(logits.device, non_blocking=logits.device.type != "cpu")
-    else:
-        if not (math.isfinite(num_valid) and num_valid >= 0):
-            raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
-        # `full` writes on the device; `as_tensor` would copy, and the host would wait.
-        count = torch.full((), num_valid, device=logits.device)
-    return _GlobalMean.apply(total, count.clamp(min=1).to(total.dtype), mesh)
+    return global_sum(total, valid_tokens(labels, num_valid, mesh), mesh)

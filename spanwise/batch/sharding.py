@@ -5,7 +5,7 @@ A shift after the cut would lose one label a run of tokens, so labels are shifte
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.rank_plan import RankPlan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
+from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.documents import shift
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
@@ -194,7 +195,7 @@ def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
 
 
 def shard_batch(
-    batch: dict[str, torch.Tensor],
+    batch: Mapping[str, Any],
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
     *,
@@ -202,13 +203,15 @@ def shard_batch(
     shift_labels: bool = True,
     dim: int = 1,
     kv: Collection[str] = (),
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Shift labels inside documents, add position ids, and cut every tensor to this rank's tokens.
 
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document. Padding always gets −100. ``"position_ids"`` is added if missing.
+            each document. Padding always gets −100. ``"position_ids"`` is added if missing, and cut along its last dim
+            where tokens have several, ``[3, B, seq_len]`` (Qwen-VL). ``"attention_mask"`` must mark the padding that
+            the plan has. Numbers, strings, None and tensors without dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
         shift_labels: False if the loader already shifted.
@@ -223,7 +226,8 @@ def shard_batch(
 
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
-            names in `kv` that the batch lacks, or that belong to the queries.
+            names in `kv` that the batch lacks, or that belong to the queries; an attention mask that contradicts the
+            plan, or has four dims; values of other types.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
@@ -236,37 +240,27 @@ def shard_batch(
         raise ValueError("shard_batch got an empty batch")
     if dim not in (0, 1):
         raise ValueError(f"dim must be 1 (tensors [B, seq_len, …]) or 0 (tensors [seq_len, …]), got {dim}")
-    if isinstance(kv, str) or not set(kv) <= set(batch) - {"labels", "position_ids"}:
-        raise ValueError(
-            f"kv must name tensors of the batch, {sorted(batch)}, other than labels and position_ids, which belong to "
-            f"the queries; got {kv!r}"
-        )
-    queries = {name: x for name, x in batch.items() if name not in kv}
-    if not queries:
-        raise ValueError(f'shard_batch got keys alone, {sorted(batch)}; cut them with shard(…, side="kv")')
-    for name, x in batch.items():
-        length = plan.seq_len if name in queries else plan.kv_len
-        if x.dim() <= dim or x.shape[dim] != length:
-            of_keys = name in queries and x.shape[dim : dim + 1] == (plan.kv_len,)
-            hint = f"; if it belongs to the keys, give kv=[{name!r}]" if of_keys else ""
-            expected = f"[{'batch, ' if dim else ''}{length}, …]"
-            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}{hint}")
-    sizes = {name: x.shape[0] for name, x in (batch if dim else queries).items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
-    first = next(iter(queries.values()))
+    tensors = tensors_of(batch, plan, dim, kv)
+    first = next(x for name, x in tensors.items() if name not in kv)
+    rows = first.shape[seq_dim(next(name for name in tensors if name not in kv), first, dim) - 1] if dim else 1
+    counted = isinstance(plan, RankPlan) and plan.positions is not None and cu_seqlens is None
     # Labels to shift and positions to count need the documents; other tensors do not.
-    needs_documents = "labels" in batch or "position_ids" not in batch or cu_seqlens is not None
+    needs_documents = "labels" in tensors or cu_seqlens is not None or not ("position_ids" in tensors or counted)
     packings = _packings(plan, cu_seqlens) if needs_documents else [Packing([0, plan.seq_len])]
-    if len(packings) not in (1, first.shape[0] if dim else 1):
-        raise ValueError(
-            f"cu_seqlens has {len(packings)} rows, the batch has {first.shape[0] if dim else 'no batch dim'}"
-        )
-    result = dict(batch)
-    if "labels" in batch:
+    if len(packings) not in (1, rows):
+        raise ValueError(f"cu_seqlens has {len(packings)} rows, the batch has {rows if dim else 'no batch dim'}")
+    whole = dict(tensors)
+    if "labels" in tensors:
         shifts = -1 if shift_labels else 0
-        result["labels"] = _shift(batch["labels"], _ids(packings), shifts, dim, 0, IGNORE_INDEX)
-    if "position_ids" not in batch:
+        whole["labels"] = _shift(tensors["labels"], _ids(packings), shifts, dim, 0, IGNORE_INDEX)
+    if "position_ids" not in tensors and not counted:
         positions = to_device_of(first, torch.from_numpy(np.stack([packing.positions() for packing in packings])))
-        result["position_ids"] = positions.expand(first.shape[0], -1) if dim else positions[0]
-    return {name: shard(plan, mesh, x, dim, side="kv" if name in kv else "q") for name, x in result.items()}
+        whole["position_ids"] = positions.expand(rows, -1) if dim else positions[0]
+    cut = {}
+    for name, x in whole.items():
+        at = seq_dim(name, x, dim)
+        cut[name] = shard(plan, mesh, x, at, batch_dim=max(at - 1, 0), side="kv" if name in kv else "q")
+    if counted and "position_ids" not in tensors:
+        assert isinstance(plan, RankPlan) and plan.positions is not None
+        cut["position_ids"] = plan.positions.expand(rows, -1) if dim else plan.positions[0]
+    return {name: cut.get(name, x) for name, x in batch.items()} | cut

@@ -19,6 +19,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
+from spanwise.masks.offsets import common
 from spanwise.masks.span_mask import SpanMask
 
 # Where blocks must be cut finer. Worst imbalance of 29 short packings on 4 to 16 ranks with 2, 4, 8, 16 blocks a rank:
@@ -108,6 +109,8 @@ class Assigner:
         self.packing, self.hardware, self.quality = packing, hardware, quality
         if packing is not None and self.square:
             cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
+        elif self.square and cu_seqlens is None:
+            cu_seqlens = common([mask.cu_seqlens for mask in masks.values()])
         if not self.square and cu_seqlens is not None:
             raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
         self.problem = LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)

@@ -19,8 +19,10 @@ import numpy as np
 
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
+from spanwise.layouts.storage import check_chunks, check_storage, side_of
+from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_length, check_offsets, check_window, int_array
+from spanwise.masks.checks import check_window, int_array
 from spanwise.masks.span_mask import SpanMask
 
 Side = Literal["q", "kv"]
@@ -80,14 +82,14 @@ class Packing:
         q_len: SupportsIndex | None = None,
         kv_len: SupportsIndex | None = None,
     ) -> None:
-        lens, offsets, length = _side("q", cu_seqlens_q, cu_seqlens_q_padded, q_len)
+        lens, offsets, length = side_of("q", cu_seqlens_q, cu_seqlens_q_padded, q_len)
         if cu_seqlens_kv is None and cu_seqlens_kv_padded is not None:
             raise ValueError("cu_seqlens_kv_padded needs cu_seqlens_kv: offsets alone do not tell valid lengths")
         if cu_seqlens_kv is None:
             kv_lens, kv_offsets = lens, offsets
             kv_length = length if kv_len is None else check_storage("kv_len", offsets, kv_len)
         else:
-            kv_lens, kv_offsets, kv_length = _side("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
+            kv_lens, kv_offsets, kv_length = side_of("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
         if len(kv_lens) != len(lens):
             raise ValueError(
                 f"queries and keys must have the same number of sequences, got {len(lens)} in cu_seqlens_q and "
@@ -103,6 +105,36 @@ class Packing:
         values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
         for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Any) -> Packing:
+        """A packed batch that marks documents by positions, as ``DataCollatorWithFlattening`` makes.
+
+        Args:
+            position_ids: as in `SpanMask.from_position_ids`; storage is the rows of the batch, one after the other.
+
+        Examples:
+            >>> Packing.from_position_ids([[0, 1, 0, 1, 2]]).q_lens
+            array([2, 3])
+        """
+        rows = _offsets.of_positions(position_ids)
+        return cls(np.concatenate([[0], *(cu[1:] + row * cu[-1] for row, cu in enumerate(rows))]))
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Any) -> Packing:
+        """A batch with padding on the left or right of each row, as tokenizers make; each row is a sequence.
+
+        Args:
+            attention_mask: as in `SpanMask.from_attention_mask`; storage is the rows of the batch, one after the other.
+
+        Examples:
+            >>> Packing.from_attention_mask([[0, 1, 1], [1, 1, 0]]).sequence_ids()
+            array([-1,  0,  0,  1,  1, -1])
+        """
+        first, stop, length = _offsets.valid_runs(attention_mask)
+        starts = first + np.arange(len(first)) * length
+        total = len(first) * length
+        return cls(np.append(0, np.cumsum(stop - first)), cu_seqlens_q_padded=np.append(starts, total), q_len=total)
 
     @property
     def num_sequences(self) -> int:
@@ -345,53 +377,6 @@ class Packing:
         if side == "kv":
             return self.kv_lens, self.kv_offsets, self.kv_len
         raise ValueError(f'side must be "q" or "kv", got {side!r}')
-
-
-def _side(side: Side, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:
-    """Valid lengths, storage offsets and storage length of one side."""
-    name = f"cu_seqlens_{side}"
-    cu = check_offsets(cu_seqlens, name, start_at_zero=False)
-    if cu[0] != 0:
-        raise ValueError(
-            f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
-        )
-    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded", start_at_zero=False)
-    if len(offsets) != len(cu):
-        raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
-    lens, slots = np.diff(cu), np.diff(offsets)
-    for s in np.flatnonzero(lens > slots)[:1]:
-        raise ValueError(
-            f"sequence {s} has {lens[s]} tokens in {name}, but {name}_padded gives it storage for {slots[s]} only"
-        )
-    lens.setflags(write=False)
-    return lens, offsets, check_storage(f"{side}_len", offsets, length)
-
-
-def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> int:
-    """Rows of storage: `length`, called `name`, which the slots must fit; the last offset if None."""
-    if length is None:
-        return int(offsets[-1])
-    rows = check_length(length, name)
-    if rows < offsets[-1]:
-        raise ValueError(f"{name} = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
-    return rows
-
-
-def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
-    """Checks that slots can be cut into dual chunks.
-
-    Args:
-        edges: 0, the storage offsets and the storage length.
-        kind: "query " or "key ", of the tokens, for the message.
-    """
-    for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
-        last = len(edges) - 2
-        what = "storage before sequence 0" if s == 0 else "storage after the last sequence"
-        what = what if s in (0, last) else f"sequence {s - 1}"
-        raise ValueError(
-            f"{what} has a padded length of {edges[s + 1] - edges[s]} {kind}tokens, and the dual-chunk order needs a "
-            f"multiple of 2 * num_ranks = {2 * num_ranks}; any other balancer needs no padding"
-        )
 
 
 def _rows(lens: Int64, offsets: Int64) -> Int64:

@@ -22,7 +22,7 @@ def full(q_len: int, kv_len: int) -> Spans:
 
 
 def causal(seq_len: SupportsIndex) -> Spans:
-    return documents([0, check_length(seq_len, "seq_len")], True, None)
+    return documents([0, check_length(seq_len, "seq_len")], True, None, None)
 
 
 def sliding_window(seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex) -> Spans:
@@ -31,8 +31,18 @@ def sliding_window(seq_len: SupportsIndex, left: SupportsIndex, right: SupportsI
     return start[None, None], end[None, None]
 
 
-def documents(cu_seqlens: Any, causal: bool, window: tuple[SupportsIndex, SupportsIndex] | None) -> Spans:
+def documents(
+    cu_seqlens: Any,
+    causal: bool,
+    window: tuple[SupportsIndex, SupportsIndex] | None,
+    chunk: SupportsIndex | None,
+) -> Spans:
     cu = check_offsets(cu_seqlens)
+    if chunk is not None:  # chunks are documents of their own
+        size = min(check_positive(chunk, "chunk"), max(int(cu[-1]), 1))
+        counts = -(-np.diff(cu) // size)
+        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        cu = np.append(np.repeat(cu[:-1], counts) + nth * size, cu[-1])
     seq_len, lengths = int(cu[-1]), np.diff(cu)
     limits = None if window is None else check_window(window, seq_len, causal=causal)
     start = np.repeat(cu[:-1].astype(np.int32), lengths)
@@ -52,7 +62,7 @@ def prefix_lm(cu_seqlens: Any, prefix_lens: Any) -> Spans:
     if bool(long.any()):
         at = int(np.argmax(long))
         raise ValueError(f"prefix_lens[{at}] = {prefixes[at]}, but document {at} has {cu[at + 1] - cu[at]} tokens")
-    start, end = documents(cu, True, None)
+    start, end = documents(cu, True, None, None)
     prefix_end = np.repeat((cu[:-1] + prefixes).astype(np.int32), np.diff(cu))
     np.maximum(end[0, 0], prefix_end, out=end[0, 0])
     return start, end

@@ -19,25 +19,39 @@ _Mask = TypeVar("_Mask", bound="SpanArrays")
 class SpanArrays:
     """Canonical spans ``start, end`` of int32 ``[batch, num_spans, q_len]`` and the number of keys; see `SpanMask`."""
 
-    __slots__ = ("end", "kv_len", "start")
+    __slots__ = ("cu_seqlens", "end", "kv_len", "start")
 
     start: Int32
     end: Int32
     kv_len: int
+    cu_seqlens: tuple[Int64, ...] | None
 
-    def _set(self, start: Int32, end: Int32, kv_len: int) -> None:
+    def _set(self, start: Int32, end: Int32, kv_len: int, cu_seqlens: tuple[Int64, ...] | None = None) -> None:
         start.setflags(write=False)
         end.setflags(write=False)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
         object.__setattr__(self, "kv_len", kv_len)
+        for row in cu_seqlens or ():
+            row.setflags(write=False)
+        object.__setattr__(self, "cu_seqlens", cu_seqlens)
 
     @classmethod
-    def _trusted(cls: type[_Mask], start: Int32, end: Int32, kv_len: int | None = None) -> _Mask:
+    def _trusted(
+        cls: type[_Mask],
+        start: Int32,
+        end: Int32,
+        kv_len: int | None = None,
+        cu_seqlens: tuple[Int64, ...] | None = None,
+    ) -> _Mask:
         """A mask from canonical arrays that nobody writes to afterwards; ``kv_len`` defaults to ``q_len``."""
         mask = object.__new__(cls)
-        mask._set(start, end, start.shape[2] if kv_len is None else kv_len)
+        mask._set(start, end, start.shape[2] if kv_len is None else kv_len, cu_seqlens)
         return mask
+
+    def _with_offsets(self: _Mask, cu_seqlens: tuple[Int64, ...] | None) -> _Mask:
+        """The same mask that knows its documents."""
+        return type(self)._trusted(self.start, self.end, self.kv_len, cu_seqlens)
 
     @property
     def q_len(self) -> int:
@@ -132,7 +146,7 @@ class SpanArrays:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._trusted, (self.start, self.end, self.kv_len)
+        return type(self)._trusted, (self.start, self.end, self.kv_len, self.cu_seqlens)
 
     def __repr__(self) -> str:
         cells = self.batch_size * self.q_len * self.kv_len

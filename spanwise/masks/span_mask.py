@@ -1,8 +1,8 @@
 """SpanMask: an attention mask as a few key intervals for each query row.
 
-The head of the data flow: mask -> balancer -> layout -> plan. The class holds the arrays; array functions do the work:
-`patterns` (named masks), `spans` (canonical form, set operations, unions), `blocks` (block tables), `slices`, and
-`flex` (FlexAttention, imported when called because it needs torch).
+The head of the data flow: mask -> balancer -> layout -> plan. The class holds the arrays, `named` the constructors of
+named masks; array functions do the work: `spans` (canonical form, set operations, unions), `blocks` (block tables),
+`slices`, and `flex` (FlexAttention, imported when called because it needs torch).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, patterns, slices, spans
+from spanwise.masks import blocks, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import check_length, check_like, check_positive, check_runs, check_spans, check_unbatched
-from spanwise.masks.span_arrays import SpanArrays
+from spanwise.masks.named import NamedMasks
+from spanwise.masks.offsets import common, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class SpanMask(SpanArrays):
+class SpanMask(NamedMasks):
     """The keys that each query row reads, as intervals ``[start, end)``. Immutable; equal masks compare and hash equal.
 
     Join masks with ``&`` and ``|``. A mask has no truth value: ``a and b`` and ``not a`` raise.
@@ -39,6 +40,8 @@ class SpanMask(SpanArrays):
         start, end: read-only C-contiguous int32 ``[batch, num_spans, q_len]`` in canonical form: the spans of a row
             ascend and do not touch; empty slots come last as ``(0, 0)``; ``num_spans`` is the number of spans of the
             fullest row, at least 1.
+        cu_seqlens: document offsets, one read-only int64 array ``[num_docs + 1]`` for each batch row or one for all, of
+            masks made from documents; None where they are unknown. Plans take them. Not part of equality.
 
     Raises:
         ValueError: shapes differ, values outside ``[0, kv_len]``, ``start > end``, spans overlapping or out of order.
@@ -63,111 +66,6 @@ class SpanMask(SpanArrays):
         self._set(first, last, length)
 
     @classmethod
-    def full(cls, q_len: SupportsIndex, kv_len: SupportsIndex | None = None) -> SpanMask:
-        """Every row reads every key. ``kv_len`` defaults to ``q_len``.
-
-        Examples:
-            >>> SpanMask.full(2, 5).area()
-            array([[5, 5]])
-        """
-        rows = check_length(q_len, "q_len")
-        keys = rows if kv_len is None else check_length(kv_len, "kv_len")
-        return cls._trusted(*patterns.full(rows, keys), keys)
-
-    @classmethod
-    def causal(cls, seq_len: SupportsIndex) -> SpanMask:
-        """Row ``i`` reads the keys ``0 … i``.
-
-        Examples:
-            >>> SpanMask.causal(4).area()
-            array([[1, 2, 3, 4]])
-        """
-        return cls._trusted(*patterns.causal(seq_len))
-
-    @classmethod
-    def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> SpanMask:
-        """Row ``i`` reads the keys ``i - left … i + right`` that exist, in tokens; -1 means no limit on that side.
-
-        Examples:
-            >>> SpanMask.sliding_window(6, left=2).area()
-            array([[1, 2, 3, 3, 3, 3]])
-        """
-        return cls._trusted(*patterns.sliding_window(seq_len, left, right))
-
-    @classmethod
-    def documents(
-        cls, cu_seqlens: Any, *, causal: bool = True, window: tuple[SupportsIndex, SupportsIndex] | None = None
-    ) -> SpanMask:
-        """Packed documents: a row reads keys of its own document only.
-
-        Args:
-            cu_seqlens: integers ``[num_docs + 1]``, ``0 = cu[0] <= cu[1] <= …``: list, numpy array or torch tensor.
-                Document ``d`` holds the tokens ``cu[d] … cu[d + 1] - 1``; documents may be empty.
-            causal: read no key after the row itself.
-            window: ``(left, right)`` in tokens, -1 for no limit: read only the keys ``i - left … i + right``. With
-                ``causal`` a key must satisfy both, so ``right`` changes nothing. ``(-1, 0)`` without ``causal`` is
-                refused: FlashAttention reads it as causal, TransformerEngine as no limit.
-
-        Raises:
-            ValueError: offsets that do not ascend from 0, or a bad window.
-
-        Examples:
-            >>> SpanMask.documents([0, 2, 5]).area()
-            array([[1, 2, 1, 2, 3]])
-        """
-        return cls._trusted(*patterns.documents(cu_seqlens, causal, window))
-
-    @classmethod
-    def prefix_lm(cls, cu_seqlens: Any, prefix_lens: Any) -> SpanMask:
-        """Packed causal documents in which every row also reads the whole prefix of its document.
-
-        Args:
-            cu_seqlens: as in :meth:`documents`.
-            prefix_lens: integers ``[num_docs]``, tokens; each between 0 and its document's length.
-
-        Examples:
-            >>> SpanMask.prefix_lm([0, 5], [3]).area()
-            array([[3, 3, 3, 4, 5]])
-        """
-        return cls._trusted(*patterns.prefix_lm(cu_seqlens, prefix_lens))
-
-    @classmethod
-    def shared_prefix(cls, prefix_len: SupportsIndex, suffix_lens: Any) -> SpanMask:
-        """One causal prompt, then several causal answers; each reads the prompt and itself.
-
-        Args:
-            prefix_len: tokens of the prompt.
-            suffix_lens: integers ``[num_answers]``, tokens of each answer; they follow the prompt in this order.
-
-        Examples:
-            >>> SpanMask.shared_prefix(2, [1, 2]).area()
-            array([[1, 2, 3, 3, 4]])
-        """
-        return cls._trusted(*patterns.shared_prefix(prefix_len, suffix_lens))
-
-    @classmethod
-    def block_causal(
-        cls,
-        seq_len: SupportsIndex,
-        block_len: SupportsIndex,
-        num_previous: SupportsIndex | None = None,
-        global_tokens: SupportsIndex = 0,
-    ) -> SpanMask:
-        """Blocks of tokens, such as frames of a video: a row reads its whole block and whole earlier blocks.
-
-        Args:
-            block_len: tokens of a block; the last one may be short.
-            num_previous: number of earlier blocks that a row reads; None means all of them.
-            global_tokens: every row reads the first ``global_tokens`` keys. The rows of these tokens follow the rule
-                of their own block, and so never read the future through a later block.
-
-        Examples:
-            >>> SpanMask.block_causal(6, 2, num_previous=1).area()
-            array([[2, 2, 4, 4, 4, 4]])
-        """
-        return cls._trusted(*patterns.block_causal(seq_len, block_len, num_previous, global_tokens))
-
-    @classmethod
     def stack(cls, masks: Sequence[SpanMask]) -> SpanMask:
         """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
 
@@ -176,7 +74,8 @@ class SpanMask(SpanArrays):
             array([[1, 2, 3],
                    [3, 3, 3]])
         """
-        return cls._trusted(*spans.stack([(m.start, m.end, m.kv_len) for m in masks]))
+        made = cls._trusted(*spans.stack([(m.start, m.end, m.kv_len) for m in masks]))
+        return made._with_offsets(stacked([(m.cu_seqlens, m.batch_size) for m in masks]))
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> SpanMask:
@@ -261,7 +160,7 @@ class SpanMask(SpanArrays):
         return cls._trusted(*slices.from_slices(q_ranges, k_ranges, types, q_len, kv_len, max_spans))
 
     def __and__(self, other: SpanMask) -> SpanMask:
-        """Keys that both masks read. Lengths agree; a batch of 1 goes with any.
+        """Keys that both masks read. Lengths agree; a batch of 1 goes with any. Equal `cu_seqlens` are kept.
 
         Examples:
             >>> (SpanMask.causal(5) & SpanMask.sliding_window(5, 1, 1)).area()
@@ -270,7 +169,7 @@ class SpanMask(SpanArrays):
         return self._combine(other, spans.intersect)
 
     def __or__(self, other: SpanMask) -> SpanMask:
-        """Keys that either mask reads. Lengths agree; a batch of 1 goes with any.
+        """Keys that either mask reads. Lengths agree; a batch of 1 goes with any. Equal `cu_seqlens` are kept.
 
         Examples:
             >>> (SpanMask.causal(5) | SpanMask.sliding_window(5, 1, 1)).area()
@@ -282,7 +181,8 @@ class SpanMask(SpanArrays):
         if not isinstance(other, SpanMask):
             return NotImplemented
         check_like(self.start.shape, self.kv_len, other.start.shape, other.kv_len)
-        return SpanMask._trusted(*operation((self.start, self.end), (other.start, other.end)), self.kv_len)
+        made = SpanMask._trusted(*operation((self.start, self.end), (other.start, other.end)), self.kv_len)
+        return made._with_offsets(common([self.cu_seqlens, other.cu_seqlens]))
 
     def block_counts(self, block_size: SupportsIndex = 128) -> Int64:
         """Number of non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``; exact.
@@ -347,7 +247,10 @@ class SpanMask(SpanArrays):
             raise ValueError(f"batch row must be between 0 and {self.batch_size - 1}, got {index}")
         if self.batch_size == 1:
             return self
-        return SpanMask._trusted(*spans.trim(self.start[index : index + 1], self.end[index : index + 1]), self.kv_len)
+        row = slice(index, index + 1)
+        made = SpanMask._trusted(*spans.trim(self.start[row], self.end[row]), self.kv_len)
+        offsets = self.cu_seqlens
+        return made._with_offsets(offsets if offsets is None or len(offsets) == 1 else offsets[row])
 
     def select(self, q_runs: Any, kv_runs: Any) -> SpanMask:
         """The local problem: the rows of ``q_runs`` and the keys of ``kv_runs``, both renumbered from 0.

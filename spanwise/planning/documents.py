@@ -58,6 +58,8 @@ def positions(plan: PlanData, rank: int) -> Int64 | None:
 
 def _positions(packing: Packing, tokens: Int64) -> Int64:
     """``packing.positions()[tokens]``, without going through the whole sequence."""
+    if packing.num_sequences == 0:
+        return np.zeros_like(tokens)
     sequence = np.searchsorted(packing.q_offsets, tokens, side="right") - 1
     inside = np.clip(sequence, 0, packing.num_sequences - 1)
     position = tokens - packing.q_offsets[inside]

@@ -81,7 +81,8 @@ def make_plan(
         memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), plus
             the rest of `Plan.resident_bytes` of one layer. "auto" leaves out plans that exceed it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
-            "per_document_head_tail", and the default of :func:`spanwise.shard_batch`.
+            "per_document_head_tail", and the default of :func:`spanwise.shard_batch`. Default: those of the masks, if
+            all have the same (`SpanMask.cu_seqlens`).
         packing: where packed sequences lie in storage, if they are padded or have other keys than queries; in place of
             `cu_seqlens`. The masks are over storage, as :meth:`Packing.mask` makes them.
 

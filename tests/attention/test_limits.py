@@ -84,3 +84,17 @@ def test_forward_mode(kernel: str) -> None:
         assert attend(draw(), kernel=kernel).isfinite().all()  # without a tangent
         with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
             attend(forward_ad.make_dual(draw(), draw()), kernel=kernel)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_vmap(fullgraph: bool) -> None:
+    """Alone, it gave numbers that no test holds to anything."""
+    plan = PLAN.local(None)
+
+    def mapped(q: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda x: spanwise.context_parallel_attention(x, KEYS, KEYS, plan, None))(q)
+
+    compiled = torch.compile(mapped, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported), match=r"does not run inside torch.func"):
+        compiled(KEYS.expand(3, *KEYS.shape))

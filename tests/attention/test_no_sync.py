@@ -18,12 +18,15 @@ DOORS = [
     "attention/attention.py",
     "attention/packed.py",
     "attention/context_parallel.py",
+    "batch/linear_loss.py",
+    "batch/logprobs.py",
     "batch/loss.py",
     "batch/sharding.py",
     "layouts/thd_order.py",
 ]
 HOT = [
     *DOORS,
+    "_moved/__init__.py",
     "_torch.py",
     "attention/kv.py",
     "attention/rank_plan.py",
@@ -48,6 +51,9 @@ HOT = [
     "attention/exchange/rows.py",
     "attention/exchange/refetch.py",
     "attention/tokens.py",
+    "batch/fused.py",
+    "batch/token_scores.py",
+    "batch/vocabulary.py",
     "attention/exchange/all_gather.py",
     "attention/_limits.py",
     "attention/compare.py",
@@ -59,6 +65,7 @@ HOT = [
 ]
 NOT_HOT = {
     "attention/exchange/head_bytes.py": "numpy, when a plan is made",
+    "batch/contents.py": "reads attention masks, which loaders make in host memory",
     "masks/flex.py": "masks from and to torch, when a plan is made",
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
@@ -84,10 +91,12 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "attention/compare.py": {"digest.numpy()"},
+    "attention/compare.py": {"digest.numpy()", "float(number)"},
+    "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},
+    "batch/vocabulary.py": {"wrong[:4].tolist()"},
     "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 

@@ -52,9 +52,9 @@ def test_positions_of_one_document_and_of_a_packing() -> None:
     assert documents.positions(plan, 0).tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1), st.integers(0, 3), st.integers(0, 3))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3))), st.integers(0, 3), st.integers(0, 3))
 def test_positions_of_packed_sequences(slots: list[tuple[int, int]], before: int, after: int) -> None:
-    lens, padding = np.array(slots).T
+    lens, padding = np.array(slots, int).reshape(-1, 2).T
     offsets = before + np.cumsum([0, *(lens + padding)])
     if offsets[-1] + after == 0:
         return

@@ -108,7 +108,7 @@ def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it(
         make_plan(DOCUMENTS, **base | {"exchange": "all_gather"}),
         make_plan(DOCUMENTS, **base | {"stages": 2}),
         make_plan(DOCUMENTS, **base, keep_kv=False),
-        make_plan(DOCUMENTS, **base, cu_seqlens=CU),
+        make_plan(DOCUMENTS, **base, cu_seqlens=[0, 100]),
         make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
     ]
     prints = {p.fingerprint for p in others} | {plan.fingerprint}
@@ -284,7 +284,7 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 2, weights={"window": 1}), ValueError, "'window'"),
         (lambda: make_plan(DOCUMENTS, 2, weights={"default": 0}), ValueError, "must be positive"),
         (lambda: make_plan(DOCUMENTS, 2, cu_seqlens=[0, 60, 50, 100]), ValueError, "60"),
-        (lambda: make_plan(DOCUMENTS, 2, balancer="per_document_head_tail"), ValueError, "needs cu_seqlens"),
+        (lambda: make_plan(SpanMask.causal(9), 2, balancer="per_document_head_tail"), ValueError, "needs cu_seqlens"),
         (lambda: make_plan(DOCUMENTS, 2).mask("x"), ValueError, "no mask named 'x'"),
         (lambda: make_plan(DOCUMENTS, 2).runs(2), ValueError, r"rank must be in \[0, 2\), got 2"),
         (lambda: make_plan(DOCUMENTS, 2).local(None), ValueError, "needs their mesh"),

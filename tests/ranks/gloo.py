@@ -1,8 +1,8 @@
 """Ranks as real processes over gloo: what threads cannot show.
 
 Splits that are really validated, collectives that run asynchronously, ranks that die, and ranks that wait for each
-other. The processes are started once in a test session (importing torch takes longer than any test here) and make a
-new process group for every call, so that no call sees what an earlier one left behind. Use the `gloo_pool` fixture:
+other. The processes are started once in a test session and make a new process group for every call, so that no call
+sees what an earlier one left behind. Use the `gloo_pool` fixture:
 
     def gathers(rank, mesh, x): ...            # at module level: it travels by its qualified name
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -27,13 +26,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+
+from tests.scripts import forked
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class GlooPool:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
 
     def __enter__(self) -> GlooPool:
@@ -160,7 +161,7 @@ class GlooPool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = multiprocessing.get_context("spawn")
+        context = forked()
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             self._log(rank).write_text("")

@@ -218,7 +218,7 @@ def test_several_masks_share_a_layout() -> None:
     def on_rank(rank: int, mesh: object) -> dict[str, torch.Tensor]:
         return {
             name: spanwise.context_parallel_attention(
-                *(spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]), plan, mesh, mask=name
+                *(spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]), plan, mesh, mask_name=name
             )
             for name, problem in problems.items()
         }

@@ -203,7 +203,7 @@ def attend(plan=PLAN, *, edit=lambda q, k, v: (q, k, v), mesh_is_none=False, **o
         (lambda: attend(plan=MASK), "needs a Plan or RankPlan, got SpanMask"),
         (lambda: attend(plan=spanwise.make_plan(MASK, 2)), "plan is for 2 ranks, the mesh has 3"),
         (lambda: attend(mesh_is_none=True), "needs their mesh"),
-        (lambda: attend(mask="window"), r"no mask named 'window'; it has \['default'\]"),
+        (lambda: attend(mask_name="window"), r"no mask named 'window'; it has \['default'\]"),
         (lambda: attend(kernel="cudnn"), "unknown kernel 'cudnn'"),
         (lambda: attend(kernel="sdpa", score_mod=lambda s, b, h, i, j: s), "cannot apply a score_mod"),
         (lambda: attend(softcap=1.0, score_mod=lambda s, b, h, i, j: s), "cannot be combined"),

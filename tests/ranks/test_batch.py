@@ -243,7 +243,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
 def test_documents_are_not_guessed() -> None:
     """Spans do not tell where documents start; where the mask has a cut, the offsets have to be given."""
     tokens = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
-    packed = plan_for(1)
+    packed = spanwise.make_plan(SpanMask.documents(CU) & SpanMask.causal(LENGTH), 1)
     with pytest.raises(ValueError, match="no span of the mask crosses token 1, .* pass cu_seqlens"):
         spanwise.shard_batch(tokens, packed, None)
     with pytest.raises(ValueError, match="a RankPlan does not know where documents start"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention.exchange import failure, findings
+from tests.scripts import forked
 
 TIMEOUT = 2.0  # seconds, of the process groups
 NEVER = 600.0  # a timeout that no test reaches
@@ -54,9 +54,7 @@ class World:
         timeout: float = TIMEOUT,
         store_in_rank_0: bool = False,
     ) -> None:
-        # The processes of a forkserver start in milliseconds once it has imported torch.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.ranks.test_lost_peer", "torch._dynamo"])
+        context = forked()
         self._folder = tempfile.mkdtemp(prefix="lost-peer-")
         if not store_in_rank_0:  # as under torchrun, where the agent hosts it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -223,10 +221,28 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
         if rank == lost and step == 1 and moment == "forward":
             lose(how)
         with mock.patch.object(failure, "start", dying(moment, how) if rank == lost and step == 1 else failure.start):
-            out, _ = spanwise.context_parallel_attention(q, k, v, local, mesh, mask="full", return_aux=aux)
+            out, _ = spanwise.context_parallel_attention(q, k, v, local, mesh, mask_name="full", return_aux=aux)
             if rank == lost and step == 1 and moment == "backward":
                 lose(how)
             out.sum().backward()
+
+
+def compiles(rank: int, mesh: DeviceMesh, lost: int) -> None:
+    """Compiled steps; before the last a rank is lost."""
+    num_ranks: Any = mesh.size() if mesh.ndim == 1 else tuple(mesh.mesh.shape)
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(256), num_ranks, exchange="needed", block_size=8)
+    local = plan.local(mesh, "cpu")
+    q, k, v = (torch.ones(1, 4, local.tokens.shape[1], 16) for _ in range(3))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: spanwise.RankPlan) -> torch.Tensor:
+        return spanwise.context_parallel_attention(q, k, v, local, mesh)
+
+    for step in range(5):  # from the third on, calls are expected and start without waiting
+        if rank == lost and step == 4:
+            lose("killed")
+        with spanwise.exchange_errors(mesh):
+            attend(q, k, v, local)
 
 
 def dying(moment: str, how: str) -> Callable[..., torch.Tensor]:
@@ -321,6 +337,9 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[dict[Any, World]]:
         for i, case in enumerate(STUCK):
             if ("test_attention_with_a_stuck_rank", i) in wanted:
                 started["stuck", i] = World(attends, *case, "stuck", 1)
+        started["compiled", 1] = World(compiles, 1, timeout=NEVER)
+        if ("test_a_rank_lost_in_compiled_code", 2) in wanted:
+            started["compiled", 2] = World(compiles, 1, **MESH_2D, timeout=NEVER)
         started["stuck", "two levels"] = World(attends, *TWO_LEVELS[0], "stuck", 2, **MESH_2D)
         yield started
     finally:
@@ -441,3 +460,20 @@ def test_a_stuck_rank_on_two_levels(worlds: dict[Any, World]) -> None:
 def test_plans_are_not_compared_with_a_lost_rank(worlds: dict[Any, World]) -> None:
     for outcome in worlds["plan"].outcomes()[1:]:
         check(outcome, "all-gather of plan fingerprints", (0,))
+
+
+@pytest.mark.parametrize("i", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.compiles
+def test_a_rank_lost_in_compiled_code(worlds: dict[Any, World], i: int) -> None:
+    """On a mesh of one axis and of two."""
+    for rank, outcome in enumerate(worlds["compiled", i].outcomes()):
+        if rank != 1:
+            text = check(outcome, "a collective of compiled code", (1,))
+            assert "\nlast calls of ranks 0, 2, 3: 2. compiled context_parallel_attention(plan " in text, text
+
+
+def test_other_errors_pass() -> None:
+    for error in (RuntimeError("shape"), spanwise.MismatchError("x"), ValueError("x")):
+        with pytest.raises(type(error)) as raised, spanwise.exchange_errors(None):  # type: ignore[arg-type]
+            raise error
+        assert raised.value is error

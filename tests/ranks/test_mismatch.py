@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.exchange.calls import Call, Expectation
+from spanwise.attention.exchange import calls, failure
+from spanwise.attention.exchange.calls import Call
+from spanwise.attention.rank_plan import mesh_ranks
 from tests.oracle import make_problem, relative_error
 from tests.ranks.gloo import GlooPool
 
@@ -53,9 +59,25 @@ def attend(options: dict[str, Any], mesh: DeviceMesh, compiled: bool = False) ->
     return run(q, k, v, options["plan"])
 
 
+def mismatch(run: Callable[[], Any]) -> str:
+    """The text of the `MismatchError` that `run` raises, empty if it raises none."""
+    try:
+        run()
+    except spanwise.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def step(options: dict[str, Any], mesh: DeviceMesh) -> None:
+    """A call and its backward, if it has one."""
+    out = attend(options, mesh)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.sum().backward()
+
+
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another plan": ({"plan": "b"}, "rank 1: plan "),
-    "another mask": ({"mask": "near"}, "rank 1: mask near"),
+    "another mask": ({"mask_name": "near"}, "rank 1: mask near"),
     "half precision of another kind": ({"dtype": torch.float16}, "dtype float16"),
     "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
     "batch": ({"batch": 3}, r"\(3, 4, 8\)"),
@@ -70,7 +92,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def options_for(plan: str, plans: dict[str, spanwise.RankPlan], changes: dict[str, Any]) -> dict[str, Any]:
-    options = {"mask": "full", "kernel": "sdpa", "plan": plan} | changes
+    options = {"mask_name": "full", "kernel": "sdpa", "plan": plan} | changes
     if options.get("dtype") == torch.float16:
         options["kernel"] = "reference"
     return options | {"plan": plans[options["plan"]]}
@@ -82,17 +104,12 @@ def differ(rank: int, mesh: DeviceMesh, exchange: str, names: list[str], steady:
     said = []
     for name in names:
         for _ in range(steady):
-            attend(options_for("a", local, {}), mesh).sum().backward()
+            step(options_for("a", local, {}), mesh)
         began = time.monotonic()
-        try:
-            out = attend(options_for("a", local, CHANGES[name][0] if rank == 1 else {}), mesh)
-            if isinstance(out, torch.Tensor) and out.requires_grad:
-                out.sum().backward()
-            said.append(("", time.monotonic() - began))
-        except spanwise.MismatchError as error:
-            said.append((str(error), time.monotonic() - began))
+        options = options_for("a", local, CHANGES[name][0] if rank == 1 else {})
+        said.append((mismatch(functools.partial(step, options, mesh)), time.monotonic() - began))
     if not steady:  # nobody had gone on, so the groups still work
-        attend(options_for("a", local, {}), mesh).sum().backward()
+        step(options_for("a", local, {}), mesh)
     return said
 
 
@@ -123,19 +140,14 @@ def test_a_call_that_differs_after_equal_ones_raises_on_every_rank(
 def two_known_plans(rank: int, mesh: DeviceMesh) -> str:
     """All ranks know both plans and their order; then rank 1 takes the other one."""
     local = {which: plan_of(which, "needed", mesh.size()).local(mesh, kernel="sdpa") for which in ("a", "b")}
-    try:
-        for which in "abababababababab":
-            attend(options_for(which, local, {"batch": 1 + (which == "b")}), mesh).sum().backward()
-        which = "b" if rank == 1 else "a"
-        attend(options_for(which, local, {"batch": 1 + (which == "b")}), mesh).sum().backward()
-    except spanwise.MismatchError as error:
-        return str(error)
-    return ""
+    plans = [*"abababababababab", "b" if rank == 1 else "a"]
+    steps = [options_for(which, local, {"batch": 1 + (which == "b")}) for which in plans]
+    return mismatch(lambda: [step(options, mesh) for options in steps])
 
 
 def test_rank_0_repeats_a_known_plan_while_rank_1_takes_another_known_one(gloo_pool: GlooPool) -> None:
     for text in gloo_pool.run(3, two_known_plans):
-        assert "ranks disagree on call 17" in text and "(2, 4, 8)" in text, text
+        assert "ranks disagree on call 33 " in text and "(2, 4, 8)" in text, text
 
 
 def no_traffic(rank: int, mesh: DeviceMesh) -> tuple[str, bool]:
@@ -168,12 +180,9 @@ def alone(rank: int, mesh: DeviceMesh, steady: int) -> str:
     plan = spanwise.make_plan({"full": mask}, (2, 2), exchange="needed", block_size=4)
     local = plan.local(mesh, kernel="sdpa")
     for _ in range(steady):
-        attend(options_for("a", {"a": local}, {}), mesh).sum().backward()
-    try:
-        attend(options_for("a", {"a": local}, {"dim": 16} if rank == 1 else {}), mesh).sum().backward()
-    except spanwise.MismatchError as error:
-        return str(error)
-    return ""
+        step(options_for("a", {"a": local}, {}), mesh)
+    options = options_for("a", {"a": local}, {"dim": 16} if rank == 1 else {})
+    return mismatch(lambda: step(options, mesh))
 
 
 @pytest.mark.parametrize("steady", [0, 8])
@@ -185,11 +194,8 @@ def test_one_rank_of_two_axes_differs(gloo_pool: GlooPool, steady: int) -> None:
 def eager_and_compiled(rank: int, mesh: DeviceMesh, all_compiled: bool) -> str:
     local = {which: plan_of(which, "needed", mesh.size()).local(mesh, kernel="sdpa") for which in ("a", "b")}
     changes = {"dtype": torch.float64} if all_compiled and rank == 1 else {}
-    try:
-        attend(options_for("a", local, changes), mesh, compiled=rank == 1 or all_compiled)
-    except spanwise.MismatchError as error:
-        return str(error)
-    return ""
+    options = options_for("a", local, changes)
+    return mismatch(lambda: attend(options, mesh, compiled=rank == 1 or all_compiled))
 
 
 @pytest.mark.parametrize("all_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -201,13 +207,13 @@ def test_compiled_calls_are_compared_before_their_collectives(gloo_pool: GlooPoo
 def other_order(rank: int, mesh: DeviceMesh) -> str:
     plan = plan_of("a", "needed", mesh.size())
     local = plan.local(mesh, kernel="sdpa")
-    try:
+
+    def calls() -> None:
         if rank == 1:
             spanwise.unshard(local, mesh, torch.ones(1, local.tokens.shape[1]))
         attend(options_for("a", {"a": local}, {}), mesh)
-    except spanwise.MismatchError as error:
-        return str(error)
-    return ""
+
+    return mismatch(calls)
 
 
 def test_another_order_of_calls(gloo_pool: GlooPool) -> None:
@@ -236,17 +242,149 @@ def test_after_a_mismatch_in_the_call_itself_the_ranks_go_on(gloo_pool: GlooPool
     assert max(gloo_pool.run(4, recovered, levels, **names)) < 1e-10
 
 
-def test_equal_histories_expect_the_same_and_repeating_ones_expect_what_comes() -> None:
-    kinds = [Call(b"plan", "attention", ("mask",), (mask,)) for mask in ("near", "near", "near", "full")]
-    steps = [call for step in range(6) for call in kinds + kinds[::-1]]
-    expected = Expectation()
-    met = [expected.meets(call) for call in steps]
-    assert all(met[-8:]) and not met[0]
-    other = Expectation()
-    assert [other.meets(call) for call in steps] == met
-    # What is expected follows from the calls before, not from the call itself.
-    for calls in itertools.product(kinds[2:], repeat=6):
-        first, second = Expectation(), Expectation()
-        assert [first.meets(call) for call in calls[:-1]] == [second.meets(call) for call in calls[:-1]]
-        assert first.meets(kinds[2]) + second.meets(kinds[3]) <= 1
-    assert not expected.meets(kinds[0]._replace(plan=b"other")) and expected.meets(kinds[0]._replace(plan=b"other"))
+def ahead(rank: int, mesh: DeviceMesh) -> str:
+    """Rank 0 reads nothing of others and makes many calls before rank 1, which is late, makes another one."""
+    local = {"a": plan_of("apart", "needed", mesh.size()).local(mesh, kernel="sdpa")}
+    for _ in range(16):
+        attend(options_for("a", local, {}), mesh)
+    if rank == 1:
+        time.sleep(0.5)
+
+    def calls() -> None:
+        outs = [attend(options_for("a", local, {"scale": 2.0} if rank == 1 else {}), mesh) for _ in range(12)]
+        outs[0].sum().backward()
+
+    return mismatch(calls)
+
+
+def test_a_rank_that_is_many_calls_ahead_still_says_what_it_had(gloo_pool: GlooPool) -> None:
+    for text in gloo_pool.run(2, ahead):
+        assert "ranks disagree on call 17 " in text and "rank 1: scale 2.0" in text, text
+        assert "rank 0: context_parallel_attention(plan " in text and "The call before, on all ranks: " in text, text
+
+
+def skips(rank: int, mesh: DeviceMesh, exchange: str, moment: str) -> tuple[str, float]:
+    """Layers that are all alike; in one step rank 1 leaves one out, or its backward."""
+    local = {"a": plan_of("a", exchange, mesh.size()).local(mesh, kernel="sdpa")}
+    began = 0.0
+
+    def training() -> None:
+        nonlocal began
+        for number in range(5):
+            began = time.monotonic()
+            differs = rank == 1 and number == 3
+            options = [options_for("a", local, {}) for _ in range(4 - (differs and moment == "forward"))]
+            for out in [attend(each, mesh) for each in options][differs and moment == "backward" :]:
+                out.sum().backward()
+
+    return mismatch(training), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("exchange", "moment"),
+    [
+        pytest.param(
+            exchange, moment, marks=[] if (exchange == "needed") == (moment == "forward") else pytest.mark.slow
+        )
+        for exchange in EXCHANGES[:3]
+        for moment in ("forward", "backward")
+    ],
+)
+def test_a_rank_that_skips_one_of_equal_calls(gloo_pool: GlooPool, exchange: str, moment: str) -> None:
+    for text, seconds in gloo_pool.run(2, skips, exchange, moment):
+        assert "backward of context_parallel_attention" in text, text
+        assert f"ranks disagree on call {28 if moment == 'forward' else 32} " in text, text
+        assert seconds < 10.0
+
+
+def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Steps that are alike on all ranks, of every kind: no error, and all calls are compared in the end."""
+    local = {which: plan_of(which, "needed", mesh.size()).local(mesh, kernel="sdpa") for which in ("a", "apart")}
+    aux = {"return_aux": spanwise.AuxRequest(lse=True)}
+    for number in range(6):
+        outs = [attend(options_for("a", local, {"mask_name": mask}), mesh) for mask in ("full", "near")]
+        sum(out.sum() for out in outs).backward(retain_graph=True)
+        outs[0].sum().backward()
+        out, extra = attend(options_for("a", local, aux), mesh)
+        # Ranks may use other results of a call.
+        (out.sum() if rank % 2 else out.sum() + extra.lse.sum()).backward()
+        with torch.no_grad():
+            attend(options_for("apart", local, {}), mesh)
+        q, k, v = inputs({"plan": local["a"]})
+        checkpoint(
+            lambda q, k, v: spanwise.context_parallel_attention(q, k, v, local["a"], mesh, mask_name="full"),
+            q, k, v, use_reentrant=number % 2 == 0,
+        ).sum().backward()  # fmt: skip
+    (log,) = calls.logs()
+    log.settle(5.0)
+    return log.count, log.confirmed
+
+
+def test_equal_steps_of_every_kind_are_no_mismatch(gloo_pool: GlooPool) -> None:
+    for count, confirmed in gloo_pool.run(3, passes):
+        assert count == confirmed > 60
+
+
+def numbers(rank: int, mesh: DeviceMesh) -> str:
+    """Equal scales of other types; the tensor is new in every call of rank 1."""
+    local = {"a": plan_of("a", "needed", mesh.size()).local(mesh, kernel="sdpa")}
+    kept = torch.tensor(2.0)
+
+    def calls() -> None:
+        for number in range(12):
+            scale: Any = [2.0, 2, kept.clone() if rank else kept][number % 3 if rank else (number + number // 6) % 3]
+            step(options_for("a", local, {"scale": scale}), mesh)
+
+    return mismatch(calls)
+
+
+def test_equal_numbers_of_other_types_are_no_mismatch(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, numbers) == [""] * 2
+
+
+def forks(rank: int, mesh: DeviceMesh) -> tuple[float, str]:
+    """A process forked in the middle of a comparison ends at once, and takes no part in the parent's."""
+    local = {"a": plan_of("apart", "needed", mesh.size()).local(mesh, kernel="sdpa")}
+    for _ in range(16):
+        attend(options_for("a", local, {}), mesh)
+    began = time.monotonic()
+    if rank == 0:
+        attend(options_for("a", local, {}), mesh)  # not compared before rank 1 makes it
+        (log,) = calls.logs()
+        with log._lock:  # as the thread may have it at any moment
+            child = os.fork()
+            if not child:
+                calls._finish()
+                os._exit(0)
+        while os.waitpid(child, os.WNOHANG)[0] == 0 and time.monotonic() < began + 5.0:
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    seconds = time.monotonic() - began
+    if rank == 1:
+        time.sleep(1.0)
+        attend(options_for("a", local, {}), mesh)
+    return seconds, mismatch(lambda: [step(options_for("a", local, {}), mesh) for _ in range(3)])
+
+
+def test_a_forked_process_leaves_the_comparison_alone(gloo_pool: GlooPool) -> None:
+    for seconds, text in gloo_pool.run(2, forks):
+        assert seconds < 1.5 and text == ""
+
+
+def many(rank: int, mesh: DeviceMesh) -> tuple[int, int, int]:
+    """Calls made faster than the thread looks."""
+    log = failure.connect(*mesh_ranks(mesh))
+    assert log is not None
+    most = 0
+    for _ in range(5000):
+        log.add(Call(b"plan", "attention", (), ()))
+        most = max(most, log.count - log.confirmed)
+        time.sleep(2e-4)
+    log.settle(5.0)
+    return log.count, log.confirmed, most
+
+
+def test_the_thread_keeps_up_with_thousands_of_calls(gloo_pool: GlooPool) -> None:
+    for count, confirmed, most in gloo_pool.run(2, many):
+        assert count == confirmed and most < 2500

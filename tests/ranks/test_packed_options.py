@@ -351,7 +351,7 @@ def test_options_that_a_kernel_refuses(started: list[str]) -> None:
     plan = plan_of(PADDED, 2, {"exchange": "ulysses"})
     on_every_rank(plan, "cannot apply a score_mod", kernel="sdpa", score_mod=lambda s, b, h, i, j: s)
     on_every_rank(plan, "one logit a query head", sinks=torch.zeros(2))
-    on_every_rank(plan, "no mask named 'window'", mask="window")
+    on_every_rank(plan, "no mask named 'window'", mask_name="window")
     request = AuxRequest(max_logit=True)
     change = {"kernel": "reference", "score_mod": lambda s, b, h, i, j: s}
     on_every_rank(plan, "without a score_mod", **change, return_aux=request)

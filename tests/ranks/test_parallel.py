@@ -60,7 +60,7 @@ class Layer(nn.Module):
 def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=2):
     """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; (out, dq, dk, dv) of every rank."""
     axes = (plan.num_groups, plan.inner) if 1 < plan.inner < plan.num_ranks else None
-    problem = make_problem(plan.masks.get(style.get("mask"), plan.mask()).dense(), heads=heads)
+    problem = make_problem(plan.masks.get(style.get("mask_name"), plan.mask()).dense(), heads=heads)
 
     def on_rank(rank: int, mesh: object):
         model = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])})
@@ -251,7 +251,7 @@ def test_packed_tensors_are_refused_with_what_takes_them() -> None:
 
 def test_named_mask() -> None:
     plan = spanwise.make_plan({"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)
-    style = {"attention_type": "sdpa", "mask": "full"}
+    style = {"attention_type": "sdpa", "mask_name": "full"}
     check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
 
 
@@ -284,7 +284,7 @@ def test_scale_inside_the_module_must_be_declared() -> None:
         ({}, lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"called without \['v'\]"),
         ({}, lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "given two masks"),
         ({"kernel": "flash"}, lambda layer, t, plan, mesh: layer(*t, plan), "unknown kernel 'flash'"),
-        ({"mask": "window"}, lambda layer, t, plan, mesh: layer(*t, plan), "no mask named 'window'"),
+        ({"mask_name": "window"}, lambda layer, t, plan, mesh: layer(*t, plan), "no mask named 'window'"),
     ],
 )
 def test_calls_that_cannot_be_right_are_refused(style: dict, call, message: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import types
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
@@ -93,6 +97,104 @@ def test_a_model_is_verified_against_itself() -> None:
     x = torch.randn(1, LENGTH, 8)
     for report in reports(TwoLayers, plan, inputs=[x]):
         assert report.ok and set(report.errors) == {"out", "dinputs[0]", "dparameters"}
+
+
+class Named(TwoLayers):
+    """A model as Hugging Face calls it: inputs by name, the plan under a name of its own, an object with logits."""
+
+    def __init__(self, mesh: object) -> None:
+        super().__init__(mesh)
+        self.embed = nn.Embedding.from_pretrained(torch.randn(50, 8, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=True, **kwargs):  # type: ignore[override]
+        assert use_cache is False
+        plan = kwargs["spanwise_plan"]
+        assert position_ids is None or torch.equal(position_ids, plan.positions.expand_as(position_ids))
+        x = self.embed(input_ids)
+        for weight in self.weights:
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
+            x = x + self.attend(q, k, v, plan).transpose(1, 2).flatten(2)
+        return types.SimpleNamespace(logits=x)
+
+    def attend(self, q, k, v, plan):
+        return spanwise.context_parallel_attention(q, k, v, plan)
+
+
+class NeverReached(Named):
+    """Attends to the shard alone, as a model does whose attention no pattern matched."""
+
+    def attend(self, q, k, v, plan):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+NAMED = {
+    "input_ids": torch.arange(LENGTH)[None],
+    "position_ids": torch.from_numpy(spanwise.Packing([0, 1, 18, LENGTH]).positions())[None],
+    "use_cache": False,
+}
+
+
+def test_a_whole_model_is_verified_by_name() -> None:
+    plan = spanwise.make_plan(MASK, 3, balancer="ptrr", block_size=4)
+    for report in reports(Named, plan, inputs=NAMED, plan_name="spanwise_plan"):
+        assert report.ok and set(report.errors) == {"out", "dparameters"}, str(report)
+
+
+class TwoMasks(Named):
+    def attend(self, q, k, v, plan):
+        far = spanwise.context_parallel_attention(q, k, v, plan, mask_name="far")
+        return far + spanwise.context_parallel_attention(q, k, v, plan, mask_name="near")
+
+
+def test_a_model_uses_all_masks_of_its_plan() -> None:
+    near = SpanMask.documents([0, 1, 18, LENGTH], window=(2, 0))
+    plan = spanwise.make_plan({"far": MASK, "near": near}, 2, balancer="ptrr", block_size=4)
+    for report in reports(TwoMasks, plan, inputs=NAMED, plan_name="spanwise_plan"):
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_never_reached_attention_is_an_error(num_ranks: int) -> None:
+    plan = spanwise.make_plan(SpanMask.causal(LENGTH), num_ranks, balancer="head_tail")
+    ids = {**NAMED, "position_ids": torch.arange(LENGTH)[None]}
+
+    def on_rank(rank: int, mesh: object) -> None:
+        given = None if num_ranks == 1 else mesh
+        with pytest.raises(ValueError, match="the model never reached spanwise's attention .*num_applied counts"):
+            spanwise.verify(NeverReached(given), plan, given, inputs=ids, plan_name="spanwise_plan")
+
+    run_ranks(num_ranks, on_rank)
+
+
+def test_outputs_that_are_no_tensor_are_refused() -> None:
+    plan = spanwise.make_plan(SpanMask.causal(8), 1)
+    with pytest.raises(ValueError, match="verify compares one tensor: .* got a dict"):
+        spanwise.verify(lambda x, plan: {"out": x}, plan, None, inputs=[torch.randn(1, 8, 4)])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+
+class Inner(nn.Module):
+    def forward(self, q, k, v, attn_mask=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+
+
+def test_a_style_counts_the_modules_it_was_applied_to() -> None:
+    def on_rank(rank: int, mesh: object) -> None:
+        style = spanwise.ContextParallel(attention_type="sdpa")
+        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch does where nothing matches
+            parallelize_module(model, mesh, {"layers.*.attention": style})
+        assert style.num_applied == 0
+        parallelize_module(model, mesh, {"layers.*.inner": style})
+        assert style.num_applied == 2
+
+    run_ranks(2, on_rank)
 
 
 class ForgetsItsWeights(TwoLayers):

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from spanwise import _torch
+from spanwise.attention.exchange.errors import ranks_in_words
 
 # Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
 # compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times; see
@@ -38,7 +40,8 @@ POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 CONTEXTS = (12, 4, 1)  # numbers of calls before a call, from which it is expected
-RECENT = 4  # calls kept for errors
+LONGEST_RUN = 1024  # calls of one name in a row that are counted, as of the layers of a model
+RECENT = 4  # calls of a rank in an error
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
 
@@ -104,6 +107,9 @@ class _Gather:
 class Expectation:
     """What the next call will be, from the calls so far: the plan of the last call, and what followed the last calls.
 
+    A model makes one call for each of its layers, then as many backwards. So the first context also has the lengths of
+    the last two runs of calls of one name.
+
     Equal histories give equal expectations, which is all that correctness needs.
 
     >>> expected, a, b = Expectation(), Call(b"1", "f", (), (0,)), Call(b"1", "f", (), (1,))
@@ -114,26 +120,34 @@ class Expectation:
     def __init__(self) -> None:
         self._plan = b""
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self._after: dict[tuple[int, ...], int] = {}
+        self._after: dict[tuple[Any, ...], int] = {}
         self._last: tuple[int, ...] = ()
+        self._runs: tuple[tuple[str, int], ...] = ()  # the last two: name, calls so far
 
     def meets(self, call: Call) -> bool:
         """Whether `call` is the expected one; it then belongs to the calls so far."""
-        kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
-        if len(self._after) > 4096:  # shapes that never come back
+        if max(len(self._kinds), len(self._after)) > 4096:  # values that never come back
+            self._kinds.clear()
             self._after.clear()
-        last = self._last
-        contexts = [last[-length:] for length in CONTEXTS]
-        # The longest context that has been seen decides.
+            self._last = self._runs = ()
+        kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
+        last, runs = self._last, self._runs
+        contexts = [(runs, last), *[last[-length:] for length in CONTEXTS]]
+        # The first context that has been seen decides.
         known = next((context for context in contexts if context in self._after), None)
         met = known is not None and self._after[known] == kind and call.plan == self._plan
         for context in contexts:  # only now: what is expected must not depend on this call
             self._after[context] = kind
         self._plan, self._last = call.plan, (*last, kind)[-CONTEXTS[0] :]
+        if runs and runs[-1][0] == call.name:
+            self._runs = (*runs[:-1], (call.name, min(runs[-1][1] + 1, LONGEST_RUN)))
+        else:
+            self._runs = (*runs, (call.name, 1))[-2:]
         return met
 
 
 _alive: weakref.WeakSet[CallLog] = weakref.WeakSet()  # to end with the process, also after their group was destroyed
+os.register_at_fork(after_in_child=_alive.clear)  # a forked process has neither the threads nor the connections
 
 
 class CallLog:
@@ -156,7 +170,7 @@ class CallLog:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.count = self.confirmed = 0  # calls made; calls that all ranks made alike
         self.error = ""
-        self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, Call]] = deque()  # those that a comparison may still be about, by number
         self._store, self._on_mismatch = _torch.group_store(dist.group.WORLD or group), on_mismatch
         timeout = _torch.group_timeout(group)
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
@@ -184,10 +198,21 @@ class CallLog:
             self._digests[call] = digest
         expected = self._expected.meets(call)
         number = self.count + 1
-        self.recent.append((number, call))
+        self._recent.append((number, call))
+        while len(self._recent) > RECENT and self._recent[0][0] < self.confirmed:
+            self._recent.popleft()
         self._own.append(2 * digest + expected)
         self.count = number
         return number, expected
+
+    def recent(self) -> list[str]:
+        """The last calls in words."""
+        return [f"{number}. {in_words(call.facts())}" for number, call in list(self._recent)[-RECENT:]]
+
+    @property
+    def behind(self) -> bool:
+        """Whether more digests are there than a round takes."""
+        return len(self._own) >= _WIDTH and not self.error and not self._broken
 
     def confirm(self, number: int) -> None:
         """Return when all ranks have made call `number` alike, or `error` is set.
@@ -253,7 +278,8 @@ class CallLog:
 
     def _mismatch(self, number: int, started: bool) -> None:
         """Set `error`. If no rank has started the call, all raise in it, and the log can go on."""
-        mine = [(n, call.facts()) for n, call in self.recent if n <= number]
+        calls = list(self._recent)  # at once: the rank may be adding to it
+        mine = [(n, call.facts()) for n, call in calls if number - 1 <= n <= number]
         text = describe(number, self.name, self._told(number, mine))
         if started:
             _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
@@ -310,7 +336,7 @@ before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same c
         if first is not None and facts.keys() == first.keys() and facts["call"] == first["call"]:
             said = ", ".join(f"{label} {value}" for label, value in facts.items() if first[label] != value)
         first = first or facts
-        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}")
+        parts.append(f"{ranks_in_words(ranks)}: {said}")
     before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in told.values()}
     earlier = json.loads(before.pop()) if len(before) == 1 else []
     tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
@@ -321,12 +347,14 @@ before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same c
 
 
 def _look(ref: weakref.ref[CallLog]) -> None:
+    period = PERIOD
     while True:
-        time.sleep(PERIOD)
+        time.sleep(period)
         log = ref()
         if log is None or sys.is_finalizing():
             return
         log.look()
+        period = POLL if log.behind else PERIOD
         del log
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 
@@ -41,3 +41,12 @@ class MismatchError(ExchangeError, ValueError):
     >>> issubclass(MismatchError, ValueError)
     True
     """
+
+
+def ranks_in_words(ranks: Sequence[object], prefix: str = "rank") -> str:
+    """Ranks for a message.
+
+    >>> ranks_in_words([1]), ranks_in_words([0, 2], "global rank")
+    ('rank 1', 'global ranks 0, 2')
+    """
+    return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,13 +1,15 @@
 """Collectives whose errors name the collective and the lost ranks; calls that are compared across ranks.
 
 `start` and `wait` wrap the collectives of `_torch`. torch's own error names neither the collective nor the lost rank;
-`findings` finds them. In compiled code the collective stays a bare operator, and torch's own error surfaces.
+`findings` finds them. In compiled code the collective stays a bare operator, and torch's own error surfaces;
+`exchange_errors` around the call translates it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +90,41 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.T
             label = f"all-reduce of {what}"
             x = wait(start(label, name, _torch.start_all_reduce, x, op, name), label, name)
     return x
+
+
+@contextlib.contextmanager
+def exchange_errors(mesh: DeviceMesh) -> Iterator[None]:
+    """Turn torch's errors of failed collectives into `ExchangeError`, around compiled code and its backward.
+
+    In compiled code a collective is a bare operator, and torch's error names neither it nor the lost rank. Other errors
+    pass unchanged, also those of collectives in eager code. Every rank uses it; no communication where nothing fails.
+
+    Args:
+        mesh: the cp mesh, or the mesh of all axes that the code communicates over.
+
+    Raises:
+        ExchangeError: a collective failed. Its seconds count from the start of the block.
+        MismatchError: it failed because ranks made different calls.
+
+    >>> import torch.distributed as dist, spanwise
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with spanwise.exchange_errors(init_device_mesh("cpu", (1,))):
+    ...     pass  # loss = compiled_model(batch); loss.backward()
+    >>> dist.destroy_process_group()
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ExchangeError) or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
+            raise
+        what, seconds = "a collective of compiled code", time.monotonic() - began
+        name, ranks = _torch.group_name(mesh.get_group(0)), mesh.mesh.flatten().tolist()
+        log = next((each for each in calls.logs() if list(each.ranks) == ranks), None)
+        if mesh.ndim > 1 and log is not None:  # the axis is unknown; the log has all ranks
+            raise _found(error, Report(what, seconds, "", log.key, log.name, log.ranks), log.host, log) from error
+        raise _explain(error, what, name, torch.device(mesh.device_type), seconds) from error
 
 
 def connect(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]) -> calls.CallLog | None:
@@ -184,7 +221,7 @@ def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | Non
     report = own._replace(
         said=str(error).strip().split("\n")[0][:500].rstrip("."),
         closed=tuple(ranks[peer] for peer in lost_here),
-        calls=[f"{number}. {calls.in_words(call.facts())}" for number, call in log.recent] if log is not None else [],
+        calls=log.recent() if log is not None else [],
     )
     found = investigate(report, open_sends)
     explained = ExchangeError(describe(found))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from spanwise import _torch
+from spanwise.attention.exchange.errors import ranks_in_words
 
 # Seconds to wait for reports of other ranks, and seconds that the host of the store then stays for other readers.
 GRACE = 5.0
@@ -99,11 +100,8 @@ def describe(found: Findings) -> str:
         """Ranks in the group, with global ranks where they differ."""
         same = list(own.ranks) == list(range(len(own.ranks)))
         if any(r not in own.ranks for r in ranks):
-            prefix, each = "global rank", [str(r) for r in ranks]
-        else:
-            prefix = "rank"
-            each = [str(r) if same else f"{own.ranks.index(r)} (global rank {r})" for r in ranks]
-        return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(each)}"
+            return ranks_in_words(ranks, "global rank")
+        return ranks_in_words([r if same else f"{own.ranks.index(r)} (global rank {r})" for r in ranks])
 
     def losses(report: Report, ranks: Sequence[int]) -> list[str]:
         gone = [r for r in ranks if r in report.closed]
@@ -149,10 +147,7 @@ def _last_calls(found: Findings) -> str:
     for rank, report in sorted(found.reports.items()):
         if rank in found.own.ranks and report.calls:
             by_calls.setdefault(tuple(report.calls), []).append(found.own.ranks.index(rank))
-    return "".join(
-        f"\nlast calls of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {'; '.join(calls)}"
-        for calls, ranks in by_calls.items()
-    )
+    return "".join(f"\nlast calls of {ranks_in_words(ranks)}: {'; '.join(calls)}" for calls, ranks in by_calls.items())
 
 
 def investigate(own: Report, open_sends: list[dist.Work]) -> Findings:

@@ -161,8 +161,8 @@ def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: 
     given: dict[str, Any] = {
         "qkv": leaves,
         "plan": plan.local(mesh) if case.rank_plan else plan,
-        "mesh": mesh,
-        "mask": case.mask,
+        "mesh": None if case.rank_plan else mesh,
+        "mask_name": case.mask,
         "scale": case.scale,
         "kernel": case.kernel,
         "score_mod": _score_mod(case.bias, case.heads[0]) if case.bias else None,

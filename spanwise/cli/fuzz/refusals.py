@@ -64,7 +64,7 @@ REFUSALS: dict[str, Refusal] = {
         "make_plan", lambda given: {**given, "cu_seqlens": [0, 10**6]}, lambda case: case.q_len == case.kv_len
     ),
     "a budget without heads": _plan(memory_budget=2**40, num_q_heads=None, head_dim=None),
-    "unknown mask": _call(mask="no such mask"),
+    "unknown mask": _call(mask_name="no such mask"),
     "unknown kernel": _call(kernel="cudnn"),
     "a kernel for CUDA": _call(kernel="varlen"),
     "softcap 0": _call(softcap=0.0, score_mod=None),
@@ -72,7 +72,7 @@ REFUSALS: dict[str, Refusal] = {
     "softcap and score_mod": _call(softcap=1.0, score_mod=_nothing, kernel="reference"),
     "score_mod with sdpa": _call(softcap=None, score_mod=_nothing, kernel="sdpa"),
     "no plan": _call(plan=None),
-    "no mesh": _call(lambda case: case.num_ranks > 1, mesh=None),
+    "no mesh": _call(lambda case: case.num_ranks > 1 and not case.rank_plan, mesh=None),
     "one token too many": _tensors(lambda q, k, v: (_longer(q), k, v)),
     "one key too many": _tensors(lambda q, k, v: (q, _longer(k), _longer(v))),
     "keys of another dtype": _tensors(lambda q, k, v: (q, k.half(), v)),

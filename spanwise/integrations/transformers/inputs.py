@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import spanwise
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
-from spanwise.integrations.transformers.masks import image_blocks, make_plan
+from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, make_plan
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
 
 SITE = "_spanwise"  # attribute of a model: its Site
@@ -73,7 +73,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     documents = find_documents(batch)
     if plan is None:
         plan = make_plan(batch, config, site.mesh.size(), **site.options)
-    _check_plan(plan, documents, site.mesh)
+    _check_plan(plan, documents, site.mesh, config)
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(site.mesh, device)
     planned = PlannedBatch(
@@ -148,7 +148,10 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
     return given
 
 
-def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> None:
+def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh, config: Any) -> None:
+    missing = sorted(set(layer_kinds(config)) - set(plan.masks))
+    if missing:
+        raise ValueError(f"the model's layers need masks named {missing}, the plan has {sorted(plan.masks)}")
     tokens = int(documents.cu_seqlens[-1])
     if plan.seq_len != tokens or plan.num_ranks != mesh.size():
         raise ValueError(

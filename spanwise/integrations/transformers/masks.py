@@ -5,7 +5,6 @@ The rules are those of `transformers.masking_utils`.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -53,10 +52,8 @@ def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMa
     config = config.get_text_config()
     if kind == SLIDING:
         return spanwise.SpanMask.documents(cu_seqlens, window=(config.sliding_window - 1, 0))
-    if kind == CHUNKED:  # chunks count from the start of each document
-        size = config.attention_chunk_size
-        starts = [np.arange(start, end, size) for start, end in itertools.pairwise(cu_seqlens.tolist())]
-        cu_seqlens = np.concatenate([*starts, cu_seqlens[-1:]])
+    if kind == CHUNKED:
+        return spanwise.SpanMask.documents(cu_seqlens, chunk=config.attention_chunk_size)
     return spanwise.SpanMask.documents(cu_seqlens)
 
 

@@ -1,0 +1,169 @@
+"""Time and memory of `linear_cross_entropy` beside torch's cross-entropy with all logits: float32, with the backward.
+
+    python benchmarks/linear_loss.py --out benchmarks/results/linear-loss-cpu.json
+
+Variants take turns. Seconds are the least of the rounds; ratios are to all logits in the same round, the median of the
+rounds. The floor is the three products that any way needs, at the rate of one such product in the same run.
+"kept gradients" computes gradients in the forward and scales them in the backward, as Liger-Kernel does: one product
+less, but only for a sum of all tokens. Memory is the growth of the resident set in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import spanwise
+
+ALL, KEPT = "all logits", "kept gradients"
+LOGITS = [1 << n for n in (21, 22, 23, 24, 25)]  # of a chunk
+DEFAULT = 1 << 24
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(tokens: int, vocab: int, dim: int) -> Inputs:
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dim, generator=rng)
+    weight = torch.randn(vocab, dim, generator=rng) * dim**-0.5
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, vocab, (tokens,), generator=rng)
+
+
+def all_logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk: int) -> torch.Tensor:
+    return spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, chunk=chunk)
+
+
+class KeptGradients(torch.autograd.Function):
+    """The mean, with gradients computed in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        total = hidden.new_zeros(())
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            z = hidden[part] @ weight.t()
+            label = labels[part].unsqueeze(1)
+            z.sub_(z.amax(-1, keepdim=True))
+            picked = z.gather(1, label)
+            sums = z.exp_().sum(-1, keepdim=True)
+            total += (sums.log() - picked).sum()
+            z.div_(sums).scatter_add_(1, label, z.new_full(label.shape, -1.0)).div_(len(hidden))
+            grad_hidden[part] = z @ weight
+            grad_weight.addmm_(z.t(), hidden[part])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, grad_weight * grad, None, None
+
+
+def variants(vocab: int) -> dict[str, Callable[..., torch.Tensor]]:
+    found: dict[str, Callable[..., torch.Tensor]] = {
+        ALL: all_logits,
+        KEPT: lambda h, w, y: KeptGradients.apply(h, w, y, DEFAULT // vocab),
+    }
+    return found | {f"chunks of {n} logits": partial(chunked, chunk=n // vocab) for n in LOGITS}
+
+
+def step(loss: Callable[..., torch.Tensor], given: Inputs) -> None:
+    hidden, weight, _ = given
+    hidden.grad = weight.grad = None
+    loss(*given).backward()
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    fn()
+    return time.perf_counter() - began
+
+
+def measure_time(given: Inputs, vocab: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each variant in each round, and of one product, the least of the rounds."""
+    steps = {name: partial(step, loss, given) for name, loss in variants(vocab).items()}
+    hidden, weight = (x.detach() for x in given[:2])
+    product: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        product.append(seconds(lambda: hidden @ weight.t()))
+        for name, run in steps.items():
+            times[name].append(seconds(run))
+            print(f"{name:28} {times[name][-1]:7.2f} s", flush=True)
+    return times, min(product)
+
+
+def resident(key: str) -> int:
+    """Bytes: ``VmRSS`` now, ``VmHWM`` at the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def peak_bytes(name: str, shape: tuple[int, int, int]) -> int:
+    given, loss = inputs(*shape), variants(shape[1])[name]
+    few = inputs(8, 16, 8)
+    step(all_logits, few)  # what torch allocates once
+    before = resident("VmRSS")
+    step(loss, given)
+    return resident("VmHWM") - before
+
+
+def in_a_process(name: str, shape: tuple[int, int, int]) -> int:
+    """`peak_bytes` in a fork, whose ``VmHWM`` begins anew; this process has computed nothing yet."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=lambda: results.put(peak_bytes(name, shape)))
+    process.start()
+    process.join()
+    return results.get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("tokens", 2048), ("vocab", 32768), ("dim", 256), ("rounds", 3), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    shape = (given.tokens, given.vocab, given.dim)
+    peaks = {}
+    for name in variants(given.vocab):
+        peaks[name] = in_a_process(name, shape)
+        print(f"{name:28} {peaks[name] / 2**20:7.0f} MiB", flush=True)
+    times, product = measure_time(inputs(*shape), given.vocab, given.rounds)
+    rows = [
+        {"name": name, "seconds": round(min(found), 3),
+         "ratio": round(statistics.median(a / b for a, b in zip(found, times[ALL], strict=True)), 3),
+         "rounds": [round(s, 2) for s in found], "of_floor": round(min(found) / (3 * product), 3),
+         "peak_bytes": peaks[name], "memory_ratio": round(peaks[name] / peaks[ALL], 3)}
+        for name, found in times.items()
+    ]  # fmt: skip
+    for row in rows:
+        print(f"{row['name']:28} {row['seconds']:7.2f} s  x {row['ratio']:.2f}  {row['peak_bytes'] / 2**20:7.0f} MiB")
+    result = {
+        "command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "threads": given.threads,
+        "tokens": given.tokens, "vocab": given.vocab, "dim": given.dim, "rounds": given.rounds, "dtype": "float32",
+        "product_seconds": round(product, 3), "floor_flops": 3 * 2 * given.tokens * given.vocab * given.dim,
+        "rows": rows,
+    }  # fmt: skip
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What a batch holds: tensors to cut and where, and values that pass through. Refuses what contradicts the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from spanwise.attention.rank_plan import RankPlan
+from spanwise.planning.plan import Plan
+
+
+def tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int, kv: Collection[str]) -> dict[str, Any]:
+    """The tensors of the batch that are cut; numbers, strings, None and tensors without dims are not.
+
+    Raises:
+        ValueError: other values, shapes that do not fit the plan, different batch sizes, names in `kv` that the batch
+            lacks or that belong to the queries, an attention mask that contradicts the plan.
+    """
+    tensors = {name: x for name, x in batch.items() if not _passes(name, x)}
+    if isinstance(kv, str) or not set(kv) <= set(tensors) - {"labels", "position_ids"}:
+        raise ValueError(
+            f"kv must name tensors of the batch, {sorted(tensors)}, other than labels and position_ids, which belong "
+            f"to the queries; got {kv!r}"
+        )
+    if not set(tensors) - set(kv):
+        raise ValueError(
+            f'shard_batch got keys alone, {sorted(tensors)}; cut them with shard(…, side="kv")'
+            if tensors
+            else f"shard_batch got no tensor to cut, only {sorted(batch)}"
+        )
+    if "attention_mask" in tensors and "attention_mask" not in kv:
+        _check_attention_mask(tensors["attention_mask"], plan, dim)
+    for name, x in tensors.items():
+        length, at = plan.kv_len if name in kv else plan.seq_len, seq_dim(name, x, dim)
+        if x.dim() <= at or x.shape[at] != length:
+            of_keys = name not in kv and x.shape[dim : dim + 1] == (plan.kv_len,)
+            hint = f"; if it belongs to the keys, give kv=[{name!r}]" if of_keys else ""
+            lead = f"{x.shape[0]}, " if at > dim else ""
+            expected = f"[{lead}{'batch, ' if dim else ''}{length}{'' if at > dim else ', …'}]"
+            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}{hint}")
+    sizes = {name: x.shape[seq_dim(name, x, dim) - 1] for name, x in tensors.items()} if dim else {}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
+    return tensors
+
+
+def seq_dim(name: str, x: torch.Tensor, dim: int) -> int:
+    """The sequence dim of a tensor of the batch: `dim`, but the last one of position ids with several rows.
+
+    Qwen-VL has three positions of each token, ``[3, B, S]``.
+    """
+    return x.dim() - 1 if name == "position_ids" and x.dim() == dim + 2 else dim
+
+
+def _passes(name: str, x: Any) -> bool:
+    if x is None or isinstance(x, (bool, int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0):
+        return True
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(
+            f"shard_batch takes tensors, numbers, strings and None, and batch[{name!r}] is a {type(x).__name__}: make "
+            f"it a tensor, or take it out of the batch"
+        )
+    return False
+
+
+def _check_attention_mask(mask: torch.Tensor, plan: Plan | RankPlan, dim: int) -> None:
+    """``ValueError`` unless the padding that a batch marks is the plan's; copied from an accelerator for this."""
+    if mask.dim() > dim + 1:
+        raise ValueError(
+            f"batch['attention_mask'] of shape {tuple(mask.shape)} says which keys each query reads, and the plan says "
+            f"that already: leave it out of the batch, or make the plan from it with SpanMask.from_mask_mod"
+        )
+    if isinstance(plan, RankPlan):
+        raise ValueError(
+            "a RankPlan does not know the padding of the whole batch; pass the Plan, or leave attention_mask out"
+        )
+    if mask.shape[dim:] != (plan.seq_len,):
+        return  # the shape is refused with the others
+    given = np.atleast_2d(mask.cpu().numpy() != 0)
+    if plan.packing is not None:
+        holds = plan.packing.valid_q[None]
+    else:
+        holds = np.any(np.broadcast_arrays(*[one.area() > 0 for one in plan.masks.values()]), axis=0)
+    if len(holds) not in (1, len(given)):
+        raise ValueError(
+            f"batch['attention_mask'] has {len(given)} rows, and the plan has masks for {len(holds)} batch rows"
+        )
+    # Without a packing, rows that read nothing need not be padding.
+    wrong = given != holds if plan.packing is not None else ~given & holds
+    for row, token in np.argwhere(wrong)[:1]:
+        marked = ("a token", "padding") if given[row, token] else ("padding", "a token")
+        raise ValueError(
+            f"batch['attention_mask'] has {marked[0]} at row {row}, token {token}, where the plan has {marked[1]}: "
+            f"make the plan from SpanMask.from_attention_mask(attention_mask), or from Packing.from_attention_mask for "
+            f"packed tensors"
+        )

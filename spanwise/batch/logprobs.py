@@ -1,0 +1,183 @@
+"""Log-probabilities and entropies of a shard's tokens: what policy gradients, DPO and evaluation compute with."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise.attention._limits import check_transforms
+from spanwise.batch import vocabulary
+from spanwise.batch.token_scores import default_chunk, token_scores
+
+
+@overload
+def token_logprobs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float = ...,
+    entropy: Literal[False] = ...,
+    vocab_weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    vocab_mesh: DeviceMesh | None = ...,
+    softcap: float | None = ...,
+    chunk: int | None = ...,
+) -> torch.Tensor: ...
+@overload
+def token_logprobs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float = ...,
+    entropy: Literal[True],
+    vocab_weight: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    vocab_mesh: DeviceMesh | None = ...,
+    softcap: float | None = ...,
+    chunk: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def token_logprobs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    vocab_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    vocab_mesh: DeviceMesh | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label, on this rank's tokens; differentiable.
+
+    A token's result depends on that token alone, so `unshard` puts the shards of all ranks into the global order.
+    Nothing is communicated, except over `vocab_mesh`. Nothing is scaled: if reducers average parameter gradients over
+    ``n`` ranks, multiply a rank's loss by ``n`` and divide it by a global count.
+
+    Args:
+        logits: ``[…, V]``, any floating dtype; with a `vocab_weight`, hidden states ``[…, D]``. Computed in float32 at
+            least.
+        labels: int64 ``[…]``, shifted as `shard_batch` does. −100 is ignored: result 0 and gradient 0, whatever the
+            logits hold.
+        temperature: logits are divided by it, after the `softcap`.
+        entropy: also return the entropy of each token's distribution.
+        vocab_weight: ``[V, D]``, the weight of the last linear layer. The logits of one chunk of tokens exist at a
+            time, in the forward and in the backward, which computes them again.
+        bias: ``[V]``, of that layer.
+        vocab_mesh: 1-D mesh of the ranks that share the vocabulary (tensor parallelism) and hold the same tokens. Each
+            gives its rows of `vocab_weight` (or columns of `logits`) and `bias`, in the order of ranks, any number of
+            them; or a DTensor ``Shard(0)`` on that mesh. All ranks get the same result, and the whole gradient of
+            hidden states.
+        softcap: logits are ``softcap * tanh(logits / softcap)``; with `vocab_weight` only.
+        chunk: tokens of a chunk; default: about 2^24 logits, 64 MiB.
+
+    Returns:
+        Log-probabilities ``[…]``, float32 at least; with `entropy` a pair, log-probabilities and entropies (in nats; 0
+        for ignored labels).
+
+    Raises:
+        ValueError: shapes, dtypes or numbers that do not fit; labels outside the vocabulary, on the CPU (elsewhere
+            their log-probability is −inf).
+        NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
+        spanwise.MismatchError: ranks of `vocab_mesh` make different calls.
+        spanwise.ExchangeError: a rank of `vocab_mesh` is gone or too late.
+
+    >>> import torch, spanwise
+    >>> spanwise.token_logprobs(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]))
+    tensor([[-2.0794,  0.0000, -2.0794]])
+    """
+    if softcap is not None and vocab_weight is None:
+        raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
+    check_numbers(temperature, softcap, chunk)
+    x, weight, bias = checked(logits, labels, vocab_weight, bias, vocab_mesh)
+    logprobs, entropies = scored(
+        x, labels, weight, bias, vocab_mesh,
+        temperature=temperature, softcap=softcap, entropy=entropy, chunk=chunk,
+    )  # fmt: skip
+    return (logprobs, entropies) if entropy else logprobs
+
+
+def scored(
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies in the shape of `labels`.
+
+    Args:
+        x, weight, bias: as `checked` gives them; the others as in `token_logprobs`.
+    """
+    flat_ND, labels_N = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0), labels.flatten()
+    rows = x.shape[-1] if weight is None else weight.shape[0]
+    options = (temperature, softcap, entropy, weight is None, bias is None)
+    mesh = None if mesh is None or mesh.size() == 1 else mesh
+    offset = vocabulary.offset_of(flat_ND, labels_N, rows, mesh, options)
+    results = token_scores(
+        flat_ND, labels_N, weight, bias, offset, temperature=temperature, softcap=softcap, entropy=entropy,
+        chunk=chunk or default_chunk(rows), mesh=mesh,
+    )  # fmt: skip
+    return results[0].view(labels.shape), results[1].view(labels.shape)
+
+
+def check_numbers(temperature: float, softcap: float | None, chunk: int | None) -> None:
+    """``ValueError`` for a number that is not usable."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive number of tokens, got {chunk!r}")
+
+
+def checked(
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`x`, and this rank's rows of `weight` and `bias`.
+
+    Raises:
+        ValueError: they do not fit together, or to `labels`.
+        NotImplementedError: a transform of `torch.func`.
+    """
+    check_transforms(*(t for t in (x, weight, bias) if t is not None))
+    vocabulary.check_plain(labels=labels, **{"logits" if weight is None else "hidden": x})
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
+    if weight is not None:
+        weight = vocabulary.local_rows(weight, "vocab_weight", mesh)
+    if bias is not None:
+        bias = vocabulary.local_rows(bias, "bias", mesh)
+        if weight is None:
+            raise ValueError("bias needs vocab_weight: a model's logits contain it already")
+    name, size = ("logits", "vocab") if weight is None else ("hidden", "D")
+    if x.shape[:-1] != labels.shape or x.dim() == 0:
+        raise ValueError(
+            f"{name} must be [*labels.shape, {size}], got {name} {tuple(x.shape)} and labels {tuple(labels.shape)}"
+        )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if weight is not None and (weight.dim() != 2 or weight.shape[1] != x.shape[-1]):
+        raise ValueError(f"vocab_weight must be [vocab, {x.shape[-1]}] for hidden {tuple(x.shape)}, got "
+                         f"{tuple(weight.shape)}")  # fmt: skip
+    if bias is not None and weight is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}] for vocab_weight {tuple(weight.shape)}, got "
+                         f"{tuple(bias.shape)}")  # fmt: skip
+    for what, t in ((name, x), ("vocab_weight", weight), ("bias", bias)):
+        if t is not None and not t.is_floating_point():
+            raise ValueError(f"{what} must be floating point, got {t.dtype}")
+        if t is not None and t.device != labels.device:
+            raise ValueError(f"{what} and labels must be on one device, got {t.device} and {labels.device}")
+    return x, weight, bias

@@ -1,0 +1,83 @@
+"""A vocabulary's weight as callers have it: whole, or this rank's rows under tensor parallelism, plain or a DTensor."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from spanwise import _torch
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.calls import Call
+from spanwise.attention.rank_plan import mesh_ranks
+from spanwise.batch.loss import IGNORE_INDEX
+
+_COMPARED = ("[tokens, hidden size]", "dtypes", "requires grad", "options")
+
+
+def local_rows(x: torch.Tensor, what: str, mesh: DeviceMesh | None) -> torch.Tensor:
+    """This rank's rows of a weight or bias, differentiably.
+
+    Raises:
+        ValueError: a DTensor that is not cut along dim 0 over `mesh`.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    if mesh is None or x.device_mesh != mesh or tuple(x.placements) != (Shard(0),):
+        cut = f"{tuple(x.placements)} on the mesh axes {x.device_mesh.mesh_dim_names}"
+        given = "None" if mesh is None else f"a mesh with the axes {mesh.mesh_dim_names}"
+        raise ValueError(
+            f"{what} is a DTensor {cut}, and vocab_mesh is {given}; a DTensor must be Shard(0) on vocab_mesh alone. "
+            f"Under FSDP, call this inside the forward of the module that owns the weight, where it is whole; pass a "
+            f"replicated DTensor as {what}.to_local()"
+        )
+    return x.to_local()
+
+
+def check_plain(**tensors: torch.Tensor) -> None:
+    """``ValueError`` for a DTensor among tensors that must be plain."""
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise ValueError(f"{name} must be a plain tensor, got a DTensor {tuple(x.placements)}; use to_local()")
+
+
+def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
+    """``ValueError`` for labels outside the vocabulary, on the CPU.
+
+    Elsewhere the host would wait for the device; the log-probability of such a label is -inf there.
+    """
+    if torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
+        return
+    wrong = labels[((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)]
+    if len(wrong):
+        raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
+
+
+def offset_of(
+    x_ND: torch.Tensor, labels_N: torch.Tensor, rows: int, mesh: DeviceMesh | None, options: tuple[object, ...]
+) -> torch.Tensor:
+    """Number of this rank's first row in the whole vocabulary, a scalar on the device of `x_ND`; checks the labels.
+
+    Args:
+        rows: of the vocabulary on this rank.
+        options: what else must be equal on the ranks of `mesh`.
+
+    Raises:
+        ValueError: labels outside the vocabulary, on the CPU.
+        spanwise.MismatchError: ranks of `mesh` make different calls.
+        spanwise.ExchangeError: a rank of `mesh` is gone or too late.
+    """
+    if mesh is None:
+        check_labels(labels_N, rows)
+        return labels_N.new_zeros(())
+    if not (torch.compiler.is_compiling() or _torch.is_fake(x_ND)):
+        grads = torch.is_grad_enabled() and x_ND.requires_grad
+        values = (tuple(x_ND.shape), x_ND.dtype, grads, options)
+        failure.compare(Call(b"", "token scores of a sharded vocabulary", _COMPARED, values), *mesh_ranks(mesh))
+    # A rank does not know the others' rows. `full` and `cumsum` keep the answer on the device.
+    rank, size = mesh.get_local_rank(), mesh.size()
+    counts = labels_N.new_zeros(size)
+    counts[rank : rank + 1] = rows
+    counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
+    check_labels(labels_N, counts.sum())
+    return counts[:rank].sum()

@@ -1,0 +1,183 @@
+"""verify: one short batch through a user's model, document by document and cut; outputs and gradients compared."""
+
+# N tokens that are kept, T of them this rank's, V vocabulary
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import spanwise
+from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
+from spanwise.integrations.transformers.inputs import prepare, site_of
+from spanwise.integrations.transformers.planned import ARGUMENT
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_TEXT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *DESCRIPTIONS}
+
+
+def verify(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    plan: spanwise.Plan | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> spanwise.VerifyReport:
+    """Compare a model under context parallelism with itself on one device, on one short batch.
+
+    Every rank of the loss mesh calls it with the same batch. The model runs in evaluation mode, each document alone
+    and then the batch cut. Logits and the gradients of all parameters along a random direction are compared. Then one
+    token changes, and no logit of another document may change. A batch with images is compared with the whole batch,
+    padded as it is, because its images cannot be told apart by document.
+
+    Args:
+        model: after `context_parallel`; also under FSDP2. Gradients that it holds are put back.
+        batch: as `prepare` takes it; a few hundred tokens are enough.
+        plan: as in `prepare`.
+        tolerance: largest error, relative to the largest value; default: 1e-4 in float32, 8e-2 in bfloat16.
+        seed: of the random direction.
+
+    Returns:
+        A `spanwise.VerifyReport`: errors of "logits" and "parameters", and leaks as (row, token) of the kept tokens.
+
+    Raises:
+        ValueError: a batch that `prepare` refuses.
+    """
+    site, documents = site_of(model), find_documents(batch)
+    if plan is not None and plan.num_ranks != site.mesh.size():
+        raise ValueError(f"the plan is for {plan.num_ranks} ranks, the mesh has {site.mesh.size()}")
+    given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels")}
+    arguments = prepare(given, model, plan)
+    local = arguments[ARGUMENT].plan
+    with _evaluating(model):
+        logits = _alone(model, given, documents)
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(logits.shape, generator=generator).to(logits)
+        (logits * direction).sum().backward()
+        wanted = _take_gradients(model)
+        cut = _logits(model, arguments)
+        # Averaged over the ranks, the gradients of the shards add up to the whole one.
+        (cut * spanwise.shard(local, x=direction)).sum().mul(site.mesh.size()).backward()
+        got = _take_gradients(model)
+        got_logits = spanwise.unshard(local, x=cut.detach())
+        errors = {"logits": _error(got_logits, logits.detach())}
+        errors["parameters"] = _gradient_error(got, wanted, site.mesh)
+        probed, leaks = _leaks(model, given, plan, documents, got_logits)
+    limit = _TOLERANCES[logits.dtype] if tolerance is None else tolerance
+    return spanwise.VerifyReport(errors, limit, probed, leaks, ())
+
+
+def _logits(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
+    logits = model(**arguments).logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.Tensor:
+    """Logits ``[1, N, V]`` of the kept tokens, from one forward a document."""
+    if not set(batch) <= _TEXT:
+        whole = {n: x for n, x in batch.items() if n not in DESCRIPTIONS} | {"use_cache": False}
+        return documents.flat(_logits(model, whole))
+    names = ("input_ids", "inputs_embeds", "position_ids")
+    tokens = {n: batch[n] for n in names if batch.get(n) is not None}
+    flat = {n: documents.flat(x, x.dim() - 2 if n == "position_ids" else 0) for n, x in tokens.items()}
+    parts = []
+    for start, end in itertools.pairwise(documents.cu_seqlens.tolist()):
+        one = {n: x[..., start:end] if n != "inputs_embeds" else x[:, start:end] for n, x in flat.items()}
+        parts.append(_logits(model, one | {"use_cache": False}))
+    return torch.cat(parts, dim=1)
+
+
+def _leaks(
+    model: Any, batch: Mapping[str, Any], plan: spanwise.Plan | None, documents: Documents, before: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Tokens that were changed, and (row, token) pairs where a logit of another document changed."""
+    offsets = documents.cu_seqlens.tolist()
+    if batch.get("input_ids") is None or len(offsets) < 3:
+        return (), ()
+    probed = (offsets[1] - 1, offsets[1])  # at the border of the first two documents
+    leaks = []
+    for token in probed:
+        ids = batch["input_ids"].clone()
+        at = token if documents.keep is None else int(documents.keep[token])
+        others = batch["input_ids"].unique()
+        ids.view(-1)[at] = others[others != ids.view(-1)[at]][0] if len(others) > 1 else ids.view(-1)[at] ^ 1
+        arguments = prepare({**batch, "input_ids": ids}, model, plan)
+        with torch.no_grad():
+            after = spanwise.unshard(arguments[ARGUMENT].plan, x=_logits(model, arguments))
+        changed = (after != before)[0].any(-1).nonzero().flatten().tolist()
+        first = token == offsets[1]
+        start, end = (offsets[1], offsets[2]) if first else (0, offsets[1])
+        leaks += [(row, token) for row in changed if not start <= row < end]
+    return probed, tuple(leaks)
+
+
+def _take_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients by name, taken off the parameters."""
+    taken = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            taken[name], parameter.grad = parameter.grad, None
+    return taken
+
+
+def _gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], mesh: DeviceMesh) -> float:
+    """The largest relative error of a parameter's gradient by norm, with vanishing ones on the scale of the largest."""
+    if set(got) != set(want):
+        raise RuntimeError(
+            f"gradients of {sorted(set(got) ^ set(want))[:4]} exist on one device or cut, and not on both"
+        )
+    norms = {name: _whole(x).norm().item() for name, x in want.items()}
+    floor = 1e-3 * max(norms.values(), default=0.0)
+    worst = 0.0
+    for name, reference in want.items():
+        gradient = _whole(_mean(got[name], mesh))
+        worst = max(worst, (gradient - _whole(reference)).norm().item() / max(norms[name], floor, 1e-30))
+    return worst
+
+
+def _mean(gradient: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The gradient averaged over the cp mesh, where no wrapper such as FSDP2 has done so."""
+    local = gradient
+    if isinstance(gradient, DTensor):
+        if set(mesh.mesh.flatten().tolist()) <= set(gradient.device_mesh.mesh.flatten().tolist()):
+            return gradient
+        local = gradient.to_local()
+    total = local.clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    total /= mesh.size()
+    if isinstance(gradient, DTensor):
+        return DTensor.from_local(total, gradient.device_mesh, gradient.placements, run_check=False)
+    return total
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).double()
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode with gradients, and without those that the model holds."""
+    modes = [(module, module.training) for module in model.modules()]
+    held = _take_gradients(model)
+    model.eval()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        _take_gradients(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = held.get(name)

@@ -1,0 +1,223 @@
+"""Constructors of named masks; `SpanMask` inherits them. `patterns` holds the array functions behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+
+from spanwise.masks import offsets, patterns, spans
+from spanwise.masks.checks import check_length, check_offsets
+from spanwise.masks.span_arrays import SpanArrays
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    Window = tuple[SupportsIndex, SupportsIndex]
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class NamedMasks(SpanArrays):
+    """Masks by name; see `SpanMask`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def full(cls, q_len: SupportsIndex, kv_len: SupportsIndex | None = None) -> Self:
+        """Every row reads every key. ``kv_len`` defaults to ``q_len``.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.full(2, 5).area()
+            array([[5, 5]])
+        """
+        rows = check_length(q_len, "q_len")
+        keys = rows if kv_len is None else check_length(kv_len, "kv_len")
+        return cls._trusted(*patterns.full(rows, keys), keys)
+
+    @classmethod
+    def causal(cls, seq_len: SupportsIndex) -> Self:
+        """Row ``i`` reads the keys ``0 … i``.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.causal(4).area()
+            array([[1, 2, 3, 4]])
+        """
+        return cls._trusted(*patterns.causal(seq_len))
+
+    @classmethod
+    def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
+        """Row ``i`` reads the keys ``i - left … i + right`` that exist, in tokens; -1 means no limit on that side.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.sliding_window(6, left=2).area()
+            array([[1, 2, 3, 3, 3, 3]])
+        """
+        return cls._trusted(*patterns.sliding_window(seq_len, left, right))
+
+    @classmethod
+    def documents(
+        cls,
+        cu_seqlens: Any,
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        chunk: SupportsIndex | None = None,
+    ) -> Self:
+        """Packed documents: a row reads keys of its own document only. The mask keeps the offsets.
+
+        Args:
+            cu_seqlens: integers ``[num_docs + 1]``, ``0 = cu[0] <= cu[1] <= …``: list, numpy array or torch tensor.
+                Document ``d`` holds the tokens ``cu[d] … cu[d + 1] - 1``; documents may be empty.
+            causal: read no key after the row itself.
+            window: ``(left, right)`` in tokens, -1 for no limit: read only the keys ``i - left … i + right``. With
+                ``causal`` a key must satisfy both, so ``right`` changes nothing. ``(-1, 0)`` without ``causal`` is
+                refused: FlashAttention reads it as causal, TransformerEngine as no limit.
+            chunk: read only keys of the row's own chunk of this many tokens, counted from the start of each document
+                (Llama 4's chunked attention). With a window a key must satisfy both.
+
+        Raises:
+            ValueError: offsets that do not ascend from 0, a bad window, or a chunk below 1.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.documents([0, 2, 5]).area()
+            array([[1, 2, 1, 2, 3]])
+            >>> SpanMask.documents([0, 2, 7], chunk=3).area()
+            array([[1, 2, 1, 2, 3, 1, 2]])
+        """
+        made = cls._trusted(*patterns.documents(cu_seqlens, causal, window, chunk))
+        return made._with_offsets((check_offsets(cu_seqlens),))
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: Any,
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        chunk: SupportsIndex | None = None,
+    ) -> Self:
+        """:meth:`documents` of packed batches that mark them by positions, as ``DataCollatorWithFlattening`` makes.
+
+        A document starts at the first token of a row, and wherever a position is not the one before plus 1.
+
+        Args:
+            position_ids: integers ``[tokens]`` or ``[batch, tokens]``, in host memory. Batch rows with different
+                documents make a batched mask.
+            causal, window, chunk: as in :meth:`documents`.
+
+        Raises:
+            ValueError: another shape, not integers, a bad window or chunk.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.from_position_ids([[0, 1, 0, 1, 2]]) == SpanMask.documents([0, 2, 5])
+            True
+        """
+        rows = offsets.of_positions(position_ids)
+        return cls._stacked([cls.documents(cu, causal=causal, window=window, chunk=chunk) for cu in rows])
+
+    @classmethod
+    def from_attention_mask(
+        cls,
+        attention_mask: Any,
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        chunk: SupportsIndex | None = None,
+    ) -> Self:
+        """Batches with padding on the left or right, as tokenizers make: a row reads tokens of its own sequence only.
+
+        Padding is never read and reads nothing. Each row's tokens and its padding are documents apart.
+
+        Args:
+            attention_mask: 1 or True for tokens, 0 or False for padding, ``[tokens]`` or ``[batch, tokens]``, in host
+                memory. Batch rows with different lengths make a batched mask.
+            causal, window, chunk: as in :meth:`documents`.
+
+        Raises:
+            ValueError: another shape (a mask of four dims says which keys are read, not what is padding), other values,
+                padding between tokens, a bad window or chunk.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.from_attention_mask([[0, 1, 1, 1], [1, 1, 0, 0]]).area()
+            array([[0, 1, 2, 3],
+                   [1, 2, 0, 0]])
+        """
+        first, stop, length = offsets.valid_runs(attention_mask)
+        rows = []
+        for low, high in zip(first.tolist(), stop.tolist(), strict=True):
+            documents = cls.documents(np.unique([0, low, high, length]), causal=causal, window=window, chunk=chunk)
+            row = np.arange(length)
+            hidden = (row < low) | (row >= high)
+            start, end = (np.where(hidden, np.int32(0), x) for x in (documents.start, documents.end))
+            rows.append(cls._trusted(start, end)._with_offsets(documents.cu_seqlens))
+        return cls._stacked(rows)
+
+    @classmethod
+    def prefix_lm(cls, cu_seqlens: Any, prefix_lens: Any) -> Self:
+        """Packed causal documents in which every row also reads the whole prefix of its document.
+
+        Args:
+            cu_seqlens: as in :meth:`documents`.
+            prefix_lens: integers ``[num_docs]``, tokens; each between 0 and its document's length.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.prefix_lm([0, 5], [3]).area()
+            array([[3, 3, 3, 4, 5]])
+        """
+        made = cls._trusted(*patterns.prefix_lm(cu_seqlens, prefix_lens))
+        return made._with_offsets((check_offsets(cu_seqlens),))
+
+    @classmethod
+    def shared_prefix(cls, prefix_len: SupportsIndex, suffix_lens: Any) -> Self:
+        """One causal prompt, then several causal answers; each reads the prompt and itself.
+
+        Args:
+            prefix_len: tokens of the prompt.
+            suffix_lens: integers ``[num_answers]``, tokens of each answer; they follow the prompt in this order.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.shared_prefix(2, [1, 2]).area()
+            array([[1, 2, 3, 3, 4]])
+        """
+        return cls._trusted(*patterns.shared_prefix(prefix_len, suffix_lens))
+
+    @classmethod
+    def block_causal(
+        cls,
+        seq_len: SupportsIndex,
+        block_len: SupportsIndex,
+        num_previous: SupportsIndex | None = None,
+        global_tokens: SupportsIndex = 0,
+    ) -> Self:
+        """Blocks of tokens, such as frames of a video: a row reads its whole block and whole earlier blocks.
+
+        Args:
+            block_len: tokens of a block; the last one may be short.
+            num_previous: number of earlier blocks that a row reads; None means all of them.
+            global_tokens: every row reads the first ``global_tokens`` keys. The rows of these tokens follow the rule
+                of their own block, and so never read the future through a later block.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.block_causal(6, 2, num_previous=1).area()
+            array([[2, 2, 4, 4, 4, 4]])
+        """
+        return cls._trusted(*patterns.block_causal(seq_len, block_len, num_previous, global_tokens))
+
+    @classmethod
+    def _stacked(cls, rows: Sequence[Self]) -> Self:
+        """One mask of these rows; of batch size 1 where all are alike."""
+        if all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None:
+            return rows[0]
+        made = cls._trusted(*spans.stack([(row.start, row.end, row.kv_len) for row in rows]))
+        return made._with_offsets(offsets.stacked([(row.cu_seqlens, 1) for row in rows]))

@@ -1,0 +1,76 @@
+"""Document offsets: from position ids and attention masks of a batch, and of several masks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import int_array
+
+Offsets = tuple[Int64, ...]  # one array for each batch row, or one for all
+
+
+def of_positions(position_ids: Any) -> Offsets:
+    """Offsets of each row of ``[tokens]`` or ``[batch, tokens]``: a document starts where positions do not go on."""
+    rows = _rows(int_array(position_ids, "position_ids"), "position_ids", "take those of the text, position_ids[0]")
+    return tuple(
+        np.concatenate([[0], np.flatnonzero(np.diff(row) != 1) + 1, [len(row)]]).astype(np.int64) for row in rows
+    )
+
+
+def valid_runs(attention_mask: Any) -> tuple[Int64, Int64, int]:
+    """First token and end of the tokens of each row ``[batch]``, and the rows' length; equal where all is padding.
+
+    Raises:
+        ValueError: another shape, other values than 0 and 1, padding between tokens.
+    """
+    array = np.asarray(attention_mask)
+    given = array if array.dtype == np.bool_ else int_array(attention_mask, "attention_mask")
+    rows = _rows(given, "attention_mask", "give the mask of padding, [batch, tokens], from which it was made")
+    if not np.isin(rows, (0, 1)).all():
+        raise ValueError(
+            f"attention_mask must be 1 for tokens and 0 for padding, got {rows.max()}; documents that it numbers are "
+            f"told by cu_seqlens or position_ids"
+        )
+    valid = rows.astype(bool)
+    length = valid.shape[1]
+    count, first = valid.sum(axis=1), np.where(valid.any(axis=1), valid.argmax(axis=1), 0)
+    stop = np.where(count > 0, length - valid[:, ::-1].argmax(axis=1), 0)
+    for row in np.flatnonzero(stop - first != count)[:1]:
+        raise ValueError(
+            f"attention_mask has padding between the tokens of row {row}; padding must be on the left or the right"
+        )
+    return first.astype(np.int64), stop.astype(np.int64), length
+
+
+def common(several: Sequence[Offsets | None]) -> Offsets | None:
+    """The offsets of masks that are used together: those that all have, else None."""
+    if not several or any(one is None for one in several):
+        return None
+    most = max((one for one in several if one is not None), key=len)
+    for one in several:
+        assert one is not None
+        if not all(np.array_equal(one[row % len(one)], cu) for row, cu in enumerate(most)):
+            return None
+    return most
+
+
+def stacked(rows: Sequence[tuple[Offsets | None, int]]) -> Offsets | None:
+    """Offsets of the batch rows of several masks, from those of each and its batch size; None if one has none."""
+    found: list[Int64] = []
+    for offsets, batch in rows:
+        if offsets is None:
+            return None
+        found += [offsets[row % len(offsets)] for row in range(batch)]
+    return tuple(found)
+
+
+def _rows(array: np.ndarray, name: str, remedy: str) -> np.ndarray:
+    if array.ndim not in (1, 2) or 0 in array.shape:
+        raise ValueError(
+            f"{name} must be [tokens] or [batch, tokens], not empty, got shape {list(array.shape)}; {remedy}"
+        )
+    return np.atleast_2d(array)

@@ -1,0 +1,100 @@
+"""shard_batch takes what collators and tokenizers make, and refuses what contradicts the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import spanwise
+from spanwise import Packing, SpanMask
+from tests.ranks.harness import run_ranks
+
+CU = [0, 5, 12]
+IDS = torch.arange(12)[None]
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+
+
+def test_what_is_not_cut_passes_through() -> None:
+    count = torch.tensor(7)
+    batch = {"input_ids": IDS, "max_length_q": 7, "scale": 0.5, "name": "a", "image": None, "flag": True, "n": count}
+    plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="contiguous")
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        cut = spanwise.shard_batch(batch, plan, mesh)
+        assert list(cut) == [*batch, "position_ids"]
+        assert all(cut[name] is batch[name] for name in batch if name != "input_ids")
+        assert torch.equal(cut["input_ids"], plan.shard(IDS, rank))
+        local = plan.local(mesh)
+        assert torch.equal(spanwise.shard_batch({"input_ids": IDS}, local)["position_ids"], cut["position_ids"])
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("balancer", ["contiguous", "lpt"])
+def test_several_positions_of_a_token(balancer: str) -> None:
+    """Qwen-VL's: cut along the last dim, also where batch rows have layouts of their own."""
+    rows = [[0, 5, 12], [0, 9, 12]]
+    mask = SpanMask.stack([SpanMask.documents(row) for row in rows])
+    plan = spanwise.make_plan(mask, 2, balancer=balancer, block_size=2)
+    assert plan.layout.batch_size == (2 if balancer == "lpt" else 1)
+    positions = torch.arange(3 * 2 * 12).view(3, 2, 12)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        cut = spanwise.shard_batch({"input_ids": IDS.expand(2, -1), "position_ids": positions}, plan, mesh)
+        wanted = torch.stack([plan.shard(x, rank) for x in positions])
+        assert torch.equal(cut["position_ids"], wanted)
+        if balancer == "contiguous":
+            packed = spanwise.shard_batch({"position_ids": positions[:, 0], "input_ids": IDS[0]}, plan, mesh, dim=0)
+            assert torch.equal(packed["position_ids"], wanted[:, 0])
+
+    run_ranks(2, on_rank)
+
+
+def test_attention_masks_that_agree_are_cut() -> None:
+    ids = torch.arange(12).view(2, 6)
+    padded = spanwise.make_plan(SpanMask.from_attention_mask(PADDED), 1)
+    plain = spanwise.make_plan(SpanMask.causal(6), 1)
+    for plan, mask in (
+        (padded, PADDED),
+        (padded, PADDED.bool()),
+        (padded, torch.ones_like(PADDED)),
+        (plain, PADDED | 1),
+    ):
+        cut = spanwise.shard_batch({"input_ids": ids, "attention_mask": mask}, plan)
+        assert torch.equal(cut["attention_mask"], mask)
+    packing = Packing.from_attention_mask(PADDED)
+    flat = spanwise.make_plan(packing.mask(), 1, packing=packing)
+    batch = {"input_ids": ids.flatten(), "attention_mask": PADDED.flatten()}
+    assert torch.equal(spanwise.shard_batch(batch, flat, dim=0)["attention_mask"], PADDED.flatten())
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "message"),
+    [
+        (SpanMask.causal(6), {"attention_mask": PADDED}, "padding at row 0, token 0, where the plan has a token: make"),
+        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED.flip(0)}, "padding at row 0, token 3"),
+        (SpanMask.causal(6), {"attention_mask": torch.ones(2, 1, 6, 6)}, "says which keys each query reads"),
+        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED[:1]}, "has 1 rows, and the plan .* for 2"),
+        (SpanMask.causal(6), {"lengths": [1, 2]}, r"batch\['lengths'\] is a list: make it a tensor"),
+        (SpanMask.causal(6), {"position_ids": torch.zeros(3, 2, 5)}, r"must be \[3, batch, 6\], got shape \(3, 2, 5\)"),
+    ],
+)
+def test_batches_that_contradict_the_plan(plan: SpanMask, batch: dict[str, Any], message: str) -> None:
+    made = spanwise.make_plan(plan, 1)
+    with pytest.raises(ValueError, match=message):
+        spanwise.shard_batch({"input_ids": torch.zeros(2, 6), **batch}, made)
+
+
+def test_other_batches_that_are_refused() -> None:
+    plan = spanwise.make_plan(SpanMask.causal(6), 1)
+    with pytest.raises(ValueError, match="got no tensor to cut, only"):
+        spanwise.shard_batch({"a": 1, "b": None}, plan)
+    with pytest.raises(ValueError, match="a RankPlan does not know the padding"):
+        spanwise.shard_batch({"attention_mask": PADDED | 1}, plan.local(None))
+    packing = Packing.from_attention_mask(PADDED)
+    flat = spanwise.make_plan(packing.mask(), 1, packing=packing)
+    with pytest.raises(ValueError, match="a token at row 0, token 0, where the plan has padding"):
+        spanwise.shard_batch({"attention_mask": torch.ones(12)}, flat, dim=0)

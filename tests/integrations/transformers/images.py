@@ -1,0 +1,129 @@
+"""Random tiny models of text and images, and batches of documents of which some hold an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from tests.integrations.transformers import tiny
+
+_TEXT: dict[str, Any] = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    vocab_size=tiny.VOCAB,
+    head_dim=16,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_VISION: dict[str, Any] = dict(
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=14
+)
+_IMAGE, _START, _END = 150, 152, 153
+_QWEN_IDS = dict(image_token_id=_IMAGE, video_token_id=151, vision_start_token_id=_START, vision_end_token_id=_END)
+_QWEN_TEXT = _TEXT | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+_QWEN_VISION = dict(num_heads=2, patch_size=7, spatial_merge_size=2, temporal_patch_size=1)
+TOKENS = 4  # of an image
+
+
+def _llava() -> PreTrainedModel:
+    text, vision = transformers.LlamaConfig(**_TEXT), transformers.CLIPVisionConfig(**_VISION)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_id=_IMAGE, image_token_index=_IMAGE, vision_feature_layer=-1
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _gemma3() -> PreTrainedModel:
+    text = _TEXT | dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=_VISION, image_token_id=_IMAGE, boi_token_id=_START, eoi_token_id=_END,
+        mm_tokens_per_image=TOKENS,
+    )  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _qwen2_vl() -> PreTrainedModel:
+    vision = _QWEN_VISION | dict(depth=1, embed_dim=32, hidden_size=64, mlp_ratio=1)
+    config = transformers.Qwen2VLConfig(text_config=_QWEN_TEXT, vision_config=vision, **_QWEN_IDS)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> PreTrainedModel:
+    vision = _QWEN_VISION | dict(
+        depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=32, num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    text = _QWEN_TEXT | dict(rope_parameters=_QWEN_TEXT["rope_parameters"] | {"mrope_interleaved": True})
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN_IDS)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llava": _llava,
+    "gemma3": _gemma3,
+    "qwen2_vl": _qwen2_vl,
+    "qwen3_vl": _qwen3_vl,
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """A random float32 model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name]().float().train()
+
+
+def documents_of(lengths: tuple[int, ...], with_image: tuple[bool, ...]) -> tiny.Documents:
+    """Token ids; an image after the fifth token."""
+    documents = [d.clamp(max=140) for d in tiny.documents_of(lengths)]
+    for document, image in zip(documents, with_image, strict=True):
+        if image:
+            document[5 : 7 + TOKENS] = torch.tensor([_START, *[_IMAGE] * TOKENS, _END])
+    return documents
+
+
+def pixels_of(name: str, number: int, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Arguments that hold `number` images; equal images for equal seeds, in order."""
+    generator = torch.Generator().manual_seed(seed)
+    if name.startswith("qwen"):
+        patches = torch.randn(number * 16, 3 * 7 * 7, generator=generator)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * number)}
+    return {"pixel_values": torch.randn(number, 3, 28, 28, generator=generator)}
+
+
+def marks_of(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments that mark tokens of images."""
+    if name == "gemma3":
+        return {"token_type_ids": (ids == _IMAGE).long()}
+    return {"mm_token_type_ids": (ids == _IMAGE).int()} if name.startswith("qwen") else {}
+
+
+def reference(name: str, model: PreTrainedModel, documents: tiny.Documents) -> Any:
+    """Loss and gradients of one document at a time."""
+    images = [bool((d == _IMAGE).any()) for d in documents]
+    every = pixels_of(name, sum(images))
+    more, seen = [], 0
+    for document, image in zip(documents, images, strict=True):
+        given = marks_of(name, document[None])
+        if image:
+            per_image = {n: len(x) // sum(images) for n, x in every.items()}
+            given |= {n: x[seen * per_image[n] : (seen + 1) * per_image[n]] for n, x in every.items()}
+            seen += 1
+        more.append(given)
+    return tiny.reference(model, documents, more)
+
+
+def batch_of(name: str, documents: tiny.Documents, form: str) -> dict[str, torch.Tensor]:
+    """All documents as one batch: "packed", or padded on the "left" or "right"."""
+    batch = tiny.packed(documents) if form == "packed" else tiny.padded(documents, form)
+    images = sum(bool((d == _IMAGE).any()) for d in documents)
+    return batch | marks_of(name, batch["input_ids"]) | (pixels_of(name, images) if images else {})

@@ -1,0 +1,73 @@
+"""Compiled Hugging Face models: exact, and as many graphs as kinds of masks, for any packing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.gloo import GlooPool
+
+pytestmark = [pytest.mark.compiles, pytest.mark.timeout(300)]
+
+NAME, LAYERS = "gemma3", 3
+PACKINGS = [
+    tiny.documents_of(n, seed=i) for i, n in enumerate([(31, 20, 40), (12, 50, 30), (70, 9, 18, 33), (20,) * 5])
+]
+
+
+def _layers(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+    torch._dynamo.reset()  # processes are reused
+    model = hf.context_parallel(tiny.model_of(NAME), mesh)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    results, graphs = [], []
+    for batch in batches:
+        model.zero_grad()
+        results.append(tiny.step(model, batch))
+        graphs.append(counter.frame_count)
+    return results, graphs
+
+
+def _whole(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+    torch._dynamo.reset()  # processes are reused
+    model = hf.context_parallel(tiny.model_of(NAME), mesh)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    results, graphs = [], []
+    for batch in batches:
+        model.zero_grad()
+        loss = compiled(**hf.prepare(batch, model)).loss
+        loss.backward()
+        results.append((loss.item(), tiny.gradients(model)))
+        graphs.append(counter.frame_count)
+    return results, graphs
+
+
+def _compare(results: list[Any]) -> None:
+    for index, documents in enumerate(PACKINGS):
+        tiny.check([result[0][index] for result in results], tiny.reference(tiny.model_of(NAME), documents))
+
+
+def test_compiled_layers(gloo_pool: GlooPool) -> None:
+    results = gloo_pool.run(2, _layers, [tiny.packed(d) for d in PACKINGS], timeout=280)
+    _compare(results)
+    for _, graphs in results:
+        # Three layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
+        assert graphs[0] == 2 and graphs[2] == graphs[3] == 4
+
+
+@pytest.mark.slow
+def test_compiled_model(gloo_pool: GlooPool) -> None:
+    results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=280)
+    _compare(results)
+    for _, graphs in results:
+        assert graphs[0] == 1 and graphs[2] == graphs[3] == 2

@@ -1,0 +1,87 @@
+"""Models of text and images under context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+from spanwise.integrations import transformers as hf
+from spanwise.integrations.transformers.documents import find_documents
+from spanwise.integrations.transformers.masks import image_blocks, with_blocks
+from tests.integrations.transformers import images, tiny
+from tests.ranks.harness import run_ranks
+
+DOCUMENTS = images.documents_of((23, 41, 30), (True, False, True))
+
+
+def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> Any:
+    return tiny.step(hf.context_parallel(models[rank], mesh, block_size=4), batch)
+
+
+@pytest.mark.parametrize("form", ["left", "right"])
+@pytest.mark.parametrize("name", images.MODELS)
+def test_padded(name: str, form: str) -> None:
+    model = images.model_of(name)
+    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, DOCUMENTS, form))
+    tiny.check(results, images.reference(name, model, DOCUMENTS))
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_packed(name: str) -> None:
+    model = images.model_of(name)
+    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed"))
+    tiny.check(results, images.reference(name, model, DOCUMENTS))
+
+
+@pytest.mark.parametrize("name", images.MODELS)
+def test_text_alone(name: str) -> None:
+    documents = images.documents_of((23, 41), (False, False))
+    model = images.model_of(name)
+    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
+    tiny.check(results, images.reference(name, model, documents))
+
+
+def test_packed_documents_need_positions_of_images() -> None:
+    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed")
+    offsets = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
+    del batch["position_ids"]
+    models = tiny.copies(images.model_of("qwen2_vl"), 2)
+    with pytest.raises(ValueError, match=r"pass their position_ids, \[3, B, S\]"):
+        run_ranks(2, _train, models, batch | {"cu_seq_lens_q": offsets})
+
+
+def test_positions_of_images_are_cut() -> None:
+    """Three rows of positions, as the model counts them for each document alone."""
+    name = "qwen2_vl"
+    model = images.model_of(name)
+    batch = images.batch_of(name, DOCUMENTS, "packed")
+    padded = images.batch_of(name, DOCUMENTS, "right")
+    keys = ("input_ids", "image_grid_thw", "attention_mask", "mm_token_type_ids")
+    positions, _ = model.model.get_rope_index(**{key: padded[key] for key in keys})
+    batch["position_ids"] = positions[:, padded["attention_mask"].bool()][:, None]
+    batch["cu_seq_lens_q"] = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
+    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
+    tiny.check(results, images.reference(name, model, DOCUMENTS))
+
+
+def test_blocks_of_images() -> None:
+    """Blocks end with their document, and dense masks are the union of the documents' and the blocks'."""
+    marks = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0]])
+    offsets = torch.tensor([0, 3, 8])
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "cu_seq_lens_q": offsets, "token_type_ids": marks}
+    config = images.model_of("gemma3").config
+    blocks = image_blocks(batch, config, find_documents(batch))
+    assert blocks is not None
+    assert [x.tolist() for x in blocks] == [[1, 3, 5], [3, 4, 7]]
+    document = np.array([0, 0, 0, 1, 1, 1, 1, 1])
+    causal = np.tril(np.ones((8, 8), bool)) & (document[:, None] == document)
+    block = np.array([-1, 0, 0, 1, -2, 2, 2, -3])
+    plan = hf.make_plan(batch, config, 1)
+    assert (plan.masks["full_attention"].dense()[0] == (causal | (block[:, None] == block))).all()
+    assert with_blocks(plan.masks["full_attention"], *blocks) == plan.masks["full_attention"]

@@ -1,0 +1,171 @@
+"""What context parallelism of Hugging Face models refuses, with a text that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import spanwise
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
+
+DOCUMENTS = tiny.documents_of((23, 41))
+BATCH = tiny.packed(DOCUMENTS)
+SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=160)
+
+
+def _attach(config: Any) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    run_ranks(1, lambda rank, mesh: hf.context_parallel(model, mesh))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text"),
+    [
+        ("bloom", dict(hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
+        ("gptj", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
+        ("mamba", dict(hidden_size=64, num_hidden_layers=2), "layers of type .*linear_attention"),
+        ("qwen3_next", SMALL | dict(num_key_value_heads=2, head_dim=16), "layers of type .*linear_attention"),
+        ("deepseek_v32", {}, "layers of type .*indexed_attention"),
+        ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
+        ("camembert", SMALL | dict(is_decoder=True), "counts positions by a rule of its own"),
+    ],
+)
+def test_models(kind: str, values: dict[str, Any], text: str) -> None:
+    if kind == "deepseek_v32":
+        with pytest.raises(ValueError, match=text):
+            hf.make_plan(BATCH, AutoConfig.for_model(kind), 2)
+        return
+    with pytest.raises(ValueError, match=text):
+        _attach(AutoConfig.for_model(kind, **values))
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
+        run_ranks(1, lambda rank, mesh: hf.context_parallel(torch.nn.Linear(2, 2), mesh))
+
+
+def test_twice() -> None:
+    model = tiny.model_of("llama")
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hf.context_parallel(hf.context_parallel(model, mesh), mesh)
+
+    with pytest.raises(ValueError, match="under context parallelism already"):
+        run_ranks(1, on_rank)
+
+
+def _call(name: str, batch: dict[str, Any], ranks: int = 2, **changes: Any) -> None:
+    models = tiny.copies(tiny.model_of(name, **changes), ranks)
+    run_ranks(ranks, lambda rank, mesh: hf.context_parallel(models[rank], mesh)(**batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"labels": BATCH["labels"]}, "needs input_ids or inputs_embeds"),
+        (BATCH | {"attention_mask": torch.ones(1, 64, dtype=torch.long)}, "start anew at token 23 of row 0"),
+        ({"input_ids": BATCH["input_ids"], "attention_mask": torch.ones(1, 1, 64, 64)}, r"\[B, S\] = \(1, 64\)"),
+        ({"input_ids": BATCH["input_ids"], "attention_mask": 2 * torch.ones(1, 64)}, "must hold 0 and 1"),
+        ({"input_ids": BATCH["input_ids"], "attention_mask": torch.zeros(1, 64)}, "no token"),
+        (BATCH | {"cu_seq_lens_q": torch.tensor([0, 70])}, "ascend from 0 to the batch's 64 tokens"),
+        (BATCH | {"position_ids": torch.arange(63)[None]}, r"\[B, S\] = \(1, 64\), got shape \(1, 63\)"),
+        (BATCH | {"labels": BATCH["labels"][:, 1:]}, r"labels must be \[B, S\]"),
+        (BATCH | {"use_cache": True}, "use_cache=False"),
+        (BATCH | {"logits_to_keep": 1}, "logits_to_keep"),
+    ],
+)
+def test_batches(batch: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _call("llama", batch)
+
+
+def test_padding_between_tokens() -> None:
+    mask = torch.ones(1, 64, dtype=torch.long)
+    mask[0, 30] = 0
+    with pytest.raises(ValueError, match="padding between tokens of row 0"):
+        _call("llama", {"input_ids": BATCH["input_ids"], "attention_mask": mask})
+
+
+def test_fewer_tokens_than_ranks() -> None:
+    with pytest.raises(ValueError, match="a token on every rank"):
+        _call("llama", tiny.packed(tiny.documents_of((2,))), ranks=3)
+
+
+def test_as_many_tokens_as_ranks() -> None:
+    documents = tiny.documents_of((2, 1))
+    model = tiny.model_of("llama")
+    models = tiny.copies(model, 3)
+    results = run_ranks(
+        3, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), tiny.packed(documents))
+    )
+    tiny.check(results, tiny.reference(model, documents))
+
+
+def test_attention_dropout() -> None:
+    with pytest.raises(ValueError, match="no attention dropout"):
+        _call("llama", BATCH, attention_dropout=0.1)
+
+
+def test_a_mask_that_the_config_does_not_tell() -> None:
+    models = tiny.copies(tiny.model_of("gemma3"), 2)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hf.context_parallel(models[rank], mesh)
+        models[rank].config.layer_types = ["full_attention"] * 3  # after the plan's layers were read
+        models[rank](**BATCH)
+
+    with pytest.raises(ValueError, match="asks for attention of full_attention"):
+        run_ranks(2, on_rank)
+
+
+def test_a_decoder_called_without_its_model() -> None:
+    model = tiny.model_of("llama")
+    with pytest.raises(ValueError, match="called without the model around it"):
+        run_ranks(1, lambda rank, mesh: hf.context_parallel(model, mesh).model(input_ids=BATCH["input_ids"]))
+
+
+def test_a_loss_function_replaced_later() -> None:
+    model = tiny.model_of("llama")
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hf.context_parallel(model, mesh)
+        del model._loss_function
+        model(**BATCH)
+
+    with pytest.raises(ValueError, match="replaced after hf.context_parallel"):
+        run_ranks(1, on_rank)
+
+
+def test_a_plan_of_another_batch() -> None:
+    models = tiny.copies(tiny.model_of("llama"), 2)
+    others = (tiny.documents_of((23, 40)), tiny.documents_of((24, 40)))
+
+    def on_rank(rank: int, mesh: Any, other: tiny.Documents) -> None:
+        model = hf.context_parallel(models[rank], mesh)
+        hf.prepare(BATCH, model, hf.make_plan(tiny.packed(other), model.config, 2))
+
+    with pytest.raises(ValueError, match="for 63 tokens on 2 ranks; the batch has 64"):
+        run_ranks(2, on_rank, others[0])
+    models = tiny.copies(tiny.model_of("llama"), 2)
+    with pytest.raises(ValueError, match="documents start at"):
+        run_ranks(2, on_rank, others[1])
+
+
+def test_a_plan_without_the_models_masks() -> None:
+    models = tiny.copies(tiny.model_of("llama"), 2)
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 23, 64]), 2, cu_seqlens=[0, 23, 64])
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hf.prepare(BATCH, hf.context_parallel(models[rank], mesh), plan)
+
+    with pytest.raises(ValueError, match="full_attention"):
+        run_ranks(2, on_rank)

@@ -1,0 +1,68 @@
+"""hf.verify: what users run on their own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+import spanwise
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
+
+DOCUMENTS = tiny.documents_of((23, 41, 7))
+
+
+def _verify(
+    rank: int, mesh: Any, models: list[Any], batch: dict[str, Any], plan: Any = None, break_it: Any = None
+) -> Any:
+    model = hf.context_parallel(models[rank], mesh)
+    if break_it is not None:
+        break_it(model)
+    held = torch.ones_like(model.lm_head.weight)
+    model.lm_head.weight.grad = held
+    report = hf.verify(model, batch, plan=plan)
+    assert model.training and model.lm_head.weight.grad is held
+    return report
+
+
+@pytest.mark.parametrize("form", ["packed", "left"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+def test_models_are_verified(name: str, form: str) -> None:
+    batch = tiny.packed(DOCUMENTS) if form == "packed" else tiny.padded(DOCUMENTS, form)
+    for report in run_ranks(2, _verify, tiny.copies(tiny.model_of(name), 2), batch):
+        assert report.ok, str(report)
+        assert report.probed == (22, 23) and max(report.errors.values()) < 1e-5
+
+
+def test_another_mask_is_found() -> None:
+    # All documents as one: rows read documents before theirs.
+    length = sum(len(d) for d in DOCUMENTS)
+    offsets = [0, 23, 64, 71]
+    mask = spanwise.SpanMask.causal(length)
+    plan = spanwise.make_plan({"full_attention": mask}, 2, cu_seqlens=offsets)
+    for report in run_ranks(2, _verify, tiny.copies(tiny.model_of("llama"), 2), tiny.packed(DOCUMENTS), plan):
+        assert not report.ok and report.errors["logits"] > 0.01 and report.errors["parameters"] > 0.01
+        assert {row for row, token in report.leaks if token == 22} == set(range(23, 71))
+        assert not [pair for pair in report.leaks if pair[0] < 23]
+
+
+def _lose_positions(model: Any) -> None:
+    def from_zero(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["position_ids"]
+        whole = torch.arange(positions.shape[1]).expand_as(positions)
+        return args, kwargs | {"position_ids": whole}  # right for a document, wrong for a shard
+
+    model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+
+
+def test_wrong_positions_are_found() -> None:
+    results = run_ranks(
+        2, _verify, tiny.copies(tiny.model_of("llama"), 2), tiny.packed(DOCUMENTS), None, _lose_positions
+    )
+    assert not any(report.ok for report in results)

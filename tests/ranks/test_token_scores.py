@@ -1,0 +1,312 @@
+"""Log-probabilities and the loss from hidden states on ranks: sharded tokens, sharded vocabularies, and both."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import spanwise
+from spanwise import SpanMask
+from tests.batch.test_token_scores import problem, reference
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_lost_peer import NEVER, World
+
+LENGTH, DIM, VOCAB = 45, 6, 11
+CU = [0, 1, 20, 20, 31, 45]
+
+
+def batch_problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight, bias, labels = problem(2 * LENGTH, DIM, VOCAB)
+    return hidden.detach().view(2, LENGTH, DIM), weight.detach(), bias.detach(), labels.view(2, LENGTH)
+
+
+def own(x: torch.Tensor, rows: list[int], rank: int) -> torch.Tensor:
+    """A copy of this rank's rows that needs a gradient."""
+    return x.split(rows)[rank].clone().requires_grad_()
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring", "ulysses"])
+def test_shards_restored_to_the_global_order_are_the_scores_of_one_device(exchange: str) -> None:
+    """Packed documents; the plan of each exchange lays the tokens out in its own way."""
+    way: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 4} if exchange == "ulysses" else {}
+    plan = spanwise.make_plan(SpanMask.documents(CU), 4, exchange=exchange, balancer="lpt", block_size=4,
+                              cu_seqlens=CU, **way)  # fmt: skip
+    hidden, weight, bias, tokens = batch_problem()
+    tokens = tokens.clamp(min=0)
+    labels = torch.full_like(tokens, -100)
+    for first, last in itertools.pairwise(CU):
+        labels[:, first : last - 1] = tokens[:, first + 1 : last] if last > first else tokens[:, :0]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    expected = reference(*leaves, labels, temperature=0.8)
+    cotangents = [torch.randn(2, LENGTH, dtype=torch.float64) for _ in range(2)]
+    grads = torch.autograd.grad(expected, leaves, cotangents)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
+        batch = spanwise.shard_batch({"labels": tokens}, plan, mesh)
+        scores = spanwise.token_logprobs(
+            spanwise.shard(plan, mesh, h), batch["labels"], vocab_weight=w, bias=b, temperature=0.8, entropy=True,
+            chunk=7,
+        )  # fmt: skip
+        restored = [spanwise.unshard(plan, mesh, x) for x in scores]
+        # Every rank computes the same loss from them, so each takes its share; reducers would then sum over ranks.
+        own_grads = torch.autograd.grad(restored, (h, w, b), [c / mesh.size() for c in cotangents])
+        return [x.detach() for x in restored], list(own_grads)
+
+    results = run_ranks(4, on_rank)
+    for scores, _ in results:
+        for one, other in zip(scores, expected, strict=True):
+            torch.testing.assert_close(one, other.detach())
+    for i, exact in enumerate(grads):
+        torch.testing.assert_close(sum(own_grads[i] for _, own_grads in results), exact)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_loss_and_all_gradients_are_those_of_one_device(num_ranks: int, reduction: Any, softcap: float) -> None:
+    plan = spanwise.make_plan(SpanMask.documents(CU), num_ranks, balancer="ptrr", block_size=4)
+    hidden, weight, bias, labels = batch_problem()
+    if num_ranks > 1:
+        labels[:, plan.layout.indices(0)] = -100  # a rank without a valid token
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    losses = -reference(*leaves, labels, softcap=softcap)[0]
+    cotangent = torch.randn(2, LENGTH, dtype=torch.float64)
+    expected = {"mean": losses.sum() / (labels != -100).sum(), "sum": losses.sum(), "none": losses}[reduction]
+    factor = cotangent if reduction == "none" else torch.tensor(0.7, dtype=torch.float64)
+    grads = torch.autograd.grad(expected, leaves, factor)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
+        loss = spanwise.linear_cross_entropy(
+            spanwise.shard(plan, mesh, h), w, spanwise.shard(plan, mesh, labels), bias=b, loss_mesh=mesh,
+            reduction=reduction, softcap=softcap, chunk=7,
+        )  # fmt: skip
+        own_factor = spanwise.shard(plan, mesh, cotangent) * mesh.size() if reduction == "none" else factor
+        return loss.detach(), list(torch.autograd.grad(loss, (h, w, b), own_factor))
+
+    results = run_ranks(num_ranks, on_rank)
+    for rank, (loss, _) in enumerate(results):
+        exact = expected.detach()
+        torch.testing.assert_close(loss, plan.shard(exact, rank) if reduction == "none" else exact)
+    for i, exact in enumerate(grads):  # averaged, as FSDP2 and DDP do
+        torch.testing.assert_close(sum(own_grads[i] for _, own_grads in results) / num_ranks, exact)
+
+
+def test_micro_batches() -> None:
+    hidden, weight, _, labels = batch_problem()
+    leaf = weight.clone().requires_grad_()
+    exact = F.cross_entropy((hidden @ leaf.T).flatten(0, 1), labels.flatten())
+    (grad,) = torch.autograd.grad(exact, leaf)
+    plan = spanwise.make_plan(SpanMask.causal(LENGTH), 2)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, torch.Tensor]:
+        local, total = weight.clone().requires_grad_(), 0.0
+        for h, y in zip(spanwise.shard(plan, mesh, hidden), spanwise.shard(plan, mesh, labels), strict=True):
+            loss = spanwise.linear_cross_entropy(
+                h, local, y, loss_mesh=mesh, num_valid=int((labels != -100).sum()), chunk=5
+            )
+            loss.backward()
+            total += loss.item()
+        return total, local.grad
+
+    results = run_ranks(2, on_rank)
+    assert all(total == pytest.approx(exact.item(), rel=1e-12) for total, _ in results)
+    torch.testing.assert_close(sum(g for _, g in results) / 2, grad)
+
+
+@pytest.mark.parametrize("rows", [[11], [6, 5], [4, 4, 3], [3, 3, 3, 2], [5, 5, 1, 0], [0, 1, 9, 1]])
+@pytest.mark.parametrize("from_hidden", [True, False])
+def test_a_sharded_vocabulary(rows: list[int], from_hidden: bool) -> None:
+    """Each rank has its rows, any number of them; scores and gradients of hidden states are whole on every rank."""
+    hidden, weight, bias, labels = problem(29, DIM, VOCAB)
+    softcap = 2.0 if from_hidden else None
+    expected = reference(hidden, weight, bias, labels, 1.3, softcap)
+    cotangents = [torch.randn(29, dtype=torch.float64) for _ in range(2)]
+    exact = torch.autograd.grad(expected, (hidden, weight, bias), cotangents)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[Any, Any]:
+        h = hidden.detach().clone().requires_grad_()
+        w, b = own(weight.detach(), rows, rank), own(bias.detach(), rows, rank)
+        given: dict[str, Any] = {"temperature": 1.3, "entropy": True, "vocab_mesh": mesh, "chunk": 4}
+        if from_hidden:
+            found = spanwise.token_logprobs(h, labels, vocab_weight=w, bias=b, softcap=softcap, **given)
+        else:
+            found = spanwise.token_logprobs(F.linear(h, w, b), labels, **given)
+        return [x.detach() for x in found], torch.autograd.grad(found, (h, w, b), cotangents)
+
+    results = run_ranks(len(rows), on_rank)
+    for scores, grads in results:
+        for one, other in zip(scores, expected, strict=True):
+            torch.testing.assert_close(one, other.detach())
+        if from_hidden:
+            torch.testing.assert_close(grads[0], exact[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([grads[i] for _, grads in results]), exact[i])
+    if not from_hidden:  # logits are each rank's own, so their gradients reach hidden states in parts
+        torch.testing.assert_close(sum(grads[0] for _, grads in results), exact[0])
+
+
+@pytest.mark.parametrize("dtensor", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_sharded_vocabulary_beside_context_parallelism(dtensor: bool, reduction: Any) -> None:
+    """2 × 2 ranks, 11 rows as 6 and 5; a DTensor gets its gradient as a DTensor of the same placement."""
+    plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="lpt", block_size=4)
+    hidden, weight, bias, labels = batch_problem()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    losses = -reference(*leaves, labels)[0]
+    expected = losses.sum() / ((labels != -100).sum() if reduction == "mean" else 1)
+    exact = torch.autograd.grad(expected, leaves)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cp, tp = mesh["cp"], mesh["tp"]
+        h = hidden.clone().requires_grad_()
+        if dtensor:
+            w, b = (distribute_tensor(x, tp, [Shard(0)]).requires_grad_() for x in (weight, bias))
+        else:
+            w, b = (own(x, [6, 5], tp.get_local_rank()) for x in (weight, bias))
+        loss = spanwise.linear_cross_entropy(
+            spanwise.shard(plan, cp, h), w, spanwise.shard(plan, cp, labels), bias=b, loss_mesh=cp, vocab_mesh=tp,
+            reduction=reduction, chunk=7,
+        )  # fmt: skip
+        loss.backward()
+        assert not dtensor or isinstance(w.grad, DTensor)
+        return loss.detach(), [x.grad.to_local() if isinstance(x, DTensor) else x.grad for x in (h, w, b)]
+
+    results = run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
+    assert all(torch.allclose(loss, expected) for loss, _ in results)
+    for tp in range(2):
+        torch.testing.assert_close((results[tp][1][0] + results[2 + tp][1][0]) / 2, exact[0])
+    for i in (1, 2):
+        parts = [(results[tp][1][i] + results[2 + tp][1][i]) / 2 for tp in range(2)]
+        torch.testing.assert_close(torch.cat(parts), exact[i])
+
+
+def test_what_a_sharded_vocabulary_refuses() -> None:
+    hidden, weight, _, labels = (x.detach() for x in problem(7, DIM, VOCAB))
+
+    def refused(match: str, **given: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            spanwise.linear_cross_entropy(
+                **({"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | given)
+            )
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        tp = mesh["tp"]
+        sharded = distribute_tensor(weight, tp, [Shard(0)])
+        refused(r"vocab_weight is a DTensor .*Shard\(dim=0\).* vocab_mesh is None; .* Under FSDP", vocab_weight=sharded)
+        refused("and vocab_mesh is a mesh with the axes", vocab_weight=sharded, vocab_mesh=mesh["cp"])
+        columns = distribute_tensor(weight, tp, [Shard(1)])
+        refused(r"must be Shard\(0\) on vocab_mesh alone", vocab_weight=columns, vocab_mesh=tp)
+        refused("hidden must be a plain tensor", hidden=distribute_tensor(hidden, tp, [Replicate()]))
+        refused(r"vocab_mesh must have one axis, got 2 \(\('cp', 'tp'\)\)", vocab_mesh=mesh)
+        rows = weight.split([6, 5])[tp.get_local_rank()]
+        refused(r"in \[0, 11\), got \[11", vocab_weight=rows, vocab_mesh=tp, labels=torch.full((7,), 11))
+
+    run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
+
+
+def _real_ranks(rank: int, mesh: DeviceMesh, hidden: Any, weight: Any, labels: Any, lengths: list[int]) -> Any:
+    h, w = hidden.clone().requires_grad_(), own(weight, [6, 5], rank)
+    loss = spanwise.linear_cross_entropy(h, w, labels, loss_mesh=None, vocab_mesh=mesh, chunk=5)
+    loss.backward()
+    errors = []
+    try:  # different numbers of tokens
+        spanwise.linear_cross_entropy(h[: lengths[rank]], w, labels[: lengths[rank]], loss_mesh=None, vocab_mesh=mesh)
+    except spanwise.MismatchError as error:
+        errors.append(str(error))
+    return loss.detach(), h.grad, w.grad, errors
+
+
+def test_real_ranks_and_calls_that_differ(gloo_pool: GlooPool) -> None:
+    hidden, weight, _, labels = problem(17, DIM, VOCAB)
+    expected = F.cross_entropy(hidden @ weight.T, labels)
+    exact = torch.autograd.grad(expected, (hidden, weight))
+    results = gloo_pool.run(2, _real_ranks, hidden.detach(), weight.detach(), labels, [9, 8])
+    for loss, grad, _, errors in results:
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(grad, exact[0])
+        assert len(errors) == 1 and "token scores of a sharded vocabulary" in errors[0]
+        assert "(9, 6)" in errors[0] and "(8, 6)" in errors[0]
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), exact[1])
+
+
+def _compiled(rank: int, mesh: DeviceMesh, hidden: Any, weight: Any, labels: Any) -> Any:
+    h, w = hidden.clone().requires_grad_(), own(weight, [6, 5], mesh["tp"].get_local_rank())
+
+    def loss(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return spanwise.linear_cross_entropy(h, w, labels, loss_mesh=mesh["cp"], vocab_mesh=mesh["tp"], chunk=5)
+
+    expected = torch.autograd.grad(loss(h, w), (h, w))
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(h, w), (h, w))
+    return all(map(torch.allclose, found, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_compiled_with_a_sharded_vocabulary(gloo_pool: GlooPool) -> None:
+    hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
+    ranks = {"mesh_shape": (2, 2), "mesh_dim_names": ("cp", "tp")}
+    assert gloo_pool.run(4, _compiled, hidden, weight, labels, **ranks) == [True] * 4
+
+
+def _loses_a_rank(rank: int, mesh: DeviceMesh, moment: str, hidden: Any, weight: Any, labels: Any) -> None:
+    h, w = hidden.clone().requires_grad_(), own(weight, [6, 5], rank)
+    if moment == "the loss":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        spanwise.linear_cross_entropy(h, w, labels, loss_mesh=mesh, reduction="sum")
+    loss = spanwise.linear_cross_entropy(h, w, labels, loss_mesh=None, vocab_mesh=mesh)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["the loss", "the gradient of hidden states"])
+def test_a_lost_rank_is_an_error(moment: str) -> None:
+    hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
+    labels = labels.clamp(max=4)
+    world = World(_loses_a_rank, moment, hidden, weight, labels, mesh_shape=(2,), timeout=NEVER)
+    error = world.outcomes()[0].error
+    assert isinstance(error, spanwise.ExchangeError)
+    assert error.what == f"all-reduce of {moment}" and error.lost == (1,)
+
+
+class Head(torch.nn.Module):
+    """The last layer of a model under FSDP: the loss is computed in its forward, where the weight is whole."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return spanwise.linear_cross_entropy(hidden, self.weight, labels, loss_mesh=mesh, chunk=5)
+
+
+def _fsdp(rank: int, mesh: DeviceMesh, plan: Any, hidden: Any, weight: Any, labels: Any) -> Any:
+    head = fully_shard(Head(weight), mesh=mesh)
+    h, y = (spanwise.shard(plan, mesh, x) for x in (hidden, labels))
+    with pytest.raises(ValueError, match="Under FSDP, call this inside the forward"):
+        spanwise.linear_cross_entropy(h, head.weight, y, loss_mesh=mesh)
+    head(h, y, mesh).backward()
+    return head.weight.grad.full_tensor()
+
+
+def test_fully_sharded_data_parallelism(gloo_pool: GlooPool) -> None:
+    hidden, weight, _, labels = batch_problem()
+    leaf = weight.clone().requires_grad_()
+    F.cross_entropy((hidden @ leaf.T).flatten(0, 1), labels.flatten()).backward()
+    plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="lpt", block_size=4)
+    for grad in gloo_pool.run(2, _fsdp, plan, hidden, weight, labels):
+        torch.testing.assert_close(grad, leaf.grad)
