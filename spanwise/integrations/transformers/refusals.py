@@ -9,6 +9,7 @@ import transformers
 from spanwise.integrations.transformers.inputs import is_causal_loss
 
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+_PARALLELISM = "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place"
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # of attention, in configs
 
 
@@ -37,46 +38,52 @@ def check_model(model: Any) -> None:
             f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of {name} is "
             f"{getattr(model, 'loss_type', None)!r}"
         )
-    dropout = {
-        key: getattr(config, key, None) for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    }
+    dropout = {key: getattr(config, key, None) for key in _DROPOUT}
     given = {key: x for key, x in dropout.items() if isinstance(x, float) and x > 0}
     if given:
         raise ValueError(f"context parallelism has no attention dropout; set {given} in the config of {name} to 0")
 
 
-def check_training(trainer: Any) -> None:
+def check_arguments(args: Any) -> None:
     """Raise ValueError for training arguments that are not exact under context parallelism; with a remedy."""
-    args, accelerator = trainer.args, trainer.accelerator
-    config = args.accelerator_config
-    if config.dispatch_batches is None:  # accelerate's default hands parts of a stream's batches to all ranks
-        accelerator.dataloader_config.dispatch_batches = False
+    _refuse(
+        {
+            "parallelism_config": (args.parallelism_config is not None, _PARALLELISM),
+            "dispatch_batches=True": (args.accelerator_config.dispatch_batches is True, "leave it None or False"),
+            "train_sampling_strategy='batch_rebalance'": (
+                args.train_sampling_strategy == "batch_rebalance",
+                "use 'random', 'sequential' or 'group_by_length'; each batch's plan balances the cp ranks",
+            ),
+            "eval_use_gather_object": (args.eval_use_gather_object, "leave it False; ranks gather tensors"),
+            "torch_compile": (args.torch_compile, "compile the layers of the model before, with layer.compile()"),
+            "use_liger_kernel": (args.use_liger_kernel, "leave it False: its loss would be that of one rank's tokens"),
+            "neftune_noise_alpha": (
+                args.neftune_noise_alpha is not None,
+                "leave it None: its noise depends on the length of a rank's input",
+            ),
+            "use_vllm": (getattr(args, "use_vllm", False), "leave it False; each cp group generates with the model"),
+            "log_completions": (
+                getattr(args, "log_completions", False),
+                "leave it False: completions would be logged once for each rank",
+            ),
+        }
+    )
+
+
+def check_accelerator(trainer: Any) -> None:
+    """Raise ValueError for what accelerate was set to, also by its own config file."""
+    accelerator = trainer.accelerator
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    refused = {
-        "parallelism_config": (
-            accelerator.parallelism_config is not None,
-            "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place",
-        ),
-        "deepspeed": (trainer.is_deepspeed_enabled, "use FSDP2 (fsdp_config={'version': 2}) or DDP"),
-        "fsdp version 1": (fsdp is not None and fsdp.fsdp_version != 2, "use fsdp_config={'version': 2}"),
-        "dispatch_batches=True": (config.dispatch_batches is True, "leave it None or False"),
-        "train_sampling_strategy='batch_rebalance'": (
-            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "use 'random', 'sequential' or 'group_by_length'; each batch's plan balances the cp ranks",
-        ),
-        "eval_use_gather_object": (args.eval_use_gather_object, "leave it False; ranks gather tensors"),
-        "torch_compile": (args.torch_compile, "compile the layers of the model before, with layer.compile()"),
-        "use_liger_kernel": (args.use_liger_kernel, "leave it False: its loss would be that of one rank's tokens"),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha is not None,
-            "leave it None: its noise depends on the length of a rank's input",
-        ),
-        "use_vllm": (getattr(args, "use_vllm", False), "leave it False; each cp group generates with the model"),
-        "log_completions": (
-            getattr(args, "log_completions", False),
-            "leave it False: completions would be logged once for each rank",
-        ),
-    }
-    for name, (given, remedy) in refused.items():
-        if given:
+    _refuse(
+        {
+            "parallelism_config": (accelerator.parallelism_config is not None, _PARALLELISM),
+            "deepspeed": (trainer.is_deepspeed_enabled, "use FSDP2 (fsdp_config={'version': 2}) or DDP"),
+            "fsdp version 1": (fsdp is not None and fsdp.fsdp_version != 2, "use fsdp_config={'version': 2}"),
+        }
+    )
+
+
+def _refuse(given: dict[str, tuple[bool, str]]) -> None:
+    for name, (refused, remedy) in given.items():
+        if refused:
             raise ValueError(f"{name} does not go with hf.trainer; {remedy}")

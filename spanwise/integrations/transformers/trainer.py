@@ -21,7 +21,12 @@ from spanwise.integrations.transformers.accelerator import CpAccelerator, group_
 from spanwise.integrations.transformers.documents import find_documents
 from spanwise.integrations.transformers.inputs import SITE, site_of
 from spanwise.integrations.transformers.model import context_parallel
-from spanwise.integrations.transformers.refusals import check_model, check_trainer, check_training
+from spanwise.integrations.transformers.refusals import (
+    check_accelerator,
+    check_arguments,
+    check_model,
+    check_trainer,
+)
 from spanwise.integrations.transformers.rollouts import Rollouts
 from spanwise.integrations.transformers.whole import Calls, restore_outputs
 
@@ -67,8 +72,11 @@ class _ContextParallel(transformers.Trainer):
             self._cut(reference)
 
     def create_accelerator_and_postprocess(self) -> None:
+        check_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        check_training(self)
+        check_accelerator(self)
+        # Otherwise a stream's batches would be divided among all ranks.
+        self.accelerator.dataloader_config.dispatch_batches = self.accelerator.dispatch_batches or False
         group_processes(self.accelerator, self.cp_mesh)
         if self.model is not None:
             self._cut(self.model)
