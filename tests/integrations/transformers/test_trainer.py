@@ -109,11 +109,12 @@ def test_predictions_and_metrics(gloo_pool: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [False, True])
-def test_resumes(gloo_pool: Any, tmp_path: Any, shard: bool) -> None:
-    """From a checkpoint of step 7 the remaining losses are those of the run that was not interrupted."""
+def test_resumes(gloo_pool: Any, tmp_path: Any) -> None:
+    """From a checkpoint of step 7 the remaining losses are those of the run that was not interrupted.
+
+    Not under FSDP2: accelerate does not support it on the CPU, and what the tests put in its place cannot be saved.
+    """
     options: dict[str, Any] = dict(max_steps=20, save_strategy="steps", save_steps=7, folder=str(tmp_path))
-    options |= runs.FSDP if shard else {}
     whole = start(gloo_pool, 2, runs.plain, **options)
     again = start(gloo_pool, 2, runs.plain, resume=str(tmp_path / "checkpoint-7"), **options)
     for a, b in zip(again, whole, strict=True):
