@@ -24,6 +24,7 @@ from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualch
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
 
 __all__ = [
     "Aux",
@@ -43,6 +44,7 @@ __all__ = [
     "Packing",
     "Plan",
     "RankPlan",
+    "RelayoutRoute",
     "SpanMask",
     "VerifyReport",
     "context_parallel_attention",
@@ -54,6 +56,8 @@ __all__ = [
     "make_plan",
     "packed_attention",
     "ptrr_schedule",
+    "relayout",
+    "relayout_route",
     "roll",
     "shard",
     "shard_batch",

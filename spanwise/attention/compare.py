@@ -23,6 +23,7 @@ _ATTENTION = (
 )  # fmt: skip
 _COMPILED = ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]")
 _GATHER = ("side", "dtype", "rows", "requires grad")
+_RELAYOUT = ("dtype", "features of a token", "requires grad")
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("compare_call(Tensor plan, str groups, str what, SymInt[] sizes) -> ()")
@@ -80,6 +81,14 @@ def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side:
         return None
     values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
     return _compare(Call(_bytes(local.digest), "unshard or roll", _GATHER, values), mesh)
+
+
+def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
+    """`compare_attention` for a `relayout` between the plans of `digest`."""
+    if _torch.is_fake(rows_RF) or torch.compiler.is_compiling():
+        return None
+    values = (rows_RF.dtype, rows_RF.shape[1], _grads(rows_RF))
+    return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, values), mesh)
 
 
 def _compare(call: Call, mesh: DeviceMesh) -> Compare:

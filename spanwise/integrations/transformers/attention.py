@@ -104,6 +104,7 @@ def attention(
     kwargs |= dict(zip(names, args, strict=True))
     kind = _checked_kind(module, query, key, attention_mask, kwargs, spanwise_plan.image_blocks)
     query = corrections.with_global_temperature(module, query, spanwise_plan.positions)
+    query, key, value = (_as_autocast(x) for x in (query, key, value))
     out = spanwise.context_parallel_attention(
         query,
         key,
@@ -115,6 +116,12 @@ def attention(
         sinks=_sinks(kwargs.get("s_aux"), query),
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype that autocast gives to attention; rotary embeddings leave q and k in float32."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def mask(before: str, *args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,7 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
 def _set_attention(model: PreTrainedModel) -> None:
     """Let the layers of the decoder take their attention from `attention.register`."""
     text = model.config.get_text_config()
-    before = text._attn_implementation
+    before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
     name = register(before)
     if type(model)._can_set_attn_implementation():

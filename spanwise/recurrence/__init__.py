@@ -1,0 +1,1 @@
+"""Layers that carry a state along the sequence."""

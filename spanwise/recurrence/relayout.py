@@ -1,0 +1,222 @@
+"""relayout: move a sharded sequence from the layout of one plan to that of another.
+
+Attention wants the tokens of a long document spread over ranks; a layer that carries a state along the sequence wants
+runs that are long. A model that has both keeps two plans. Each token travels at most once, from the rank that holds it
+under one plan to the rank that holds it under the other.
+"""
+
+# B batch rows (1 where one layout serves all), T tokens of this rank before, U after, F features of a token
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+from spanwise.attention.chunks import on_device, size
+from spanwise.attention.compare import compare_backward, compare_relayout
+from spanwise.attention.exchange import needed
+from spanwise.attention.exchange.needed import Route
+from spanwise.attention.rank_plan import compare_fingerprints
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.thd_order import check_dim
+from spanwise.masks.arrays import Int64
+from spanwise.planning.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayoutRoute:
+    """How this rank's tokens travel between two layouts; a pytree of tensors, for compiled code.
+
+    Attributes:
+        route: rows that this rank sends and receives.
+        before, after: ``[T, 0]`` and ``[U, 0]``; carry sizes in their shapes.
+        digest: uint8 ``[16]`` in host memory, of both plans; compared across the ranks in each call.
+        rank, num_ranks: plain numbers.
+        rows: batch rows with layouts of their own; 1 where one layout serves all.
+        mesh: of all ranks, 1-D; None for one rank.
+    """
+
+    route: Route
+    before: torch.Tensor
+    after: torch.Tensor
+    digest: torch.Tensor
+    rank: int
+    num_ranks: int
+    rows: int
+    mesh: DeviceMesh | None
+
+
+_torch.register_pytree_dataclass(RelayoutRoute, static=("rank", "num_ranks", "rows", "mesh"))
+
+
+def relayout(
+    x: torch.Tensor,
+    from_plan: Plan | RelayoutRoute,
+    to_plan: Plan | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    dim: int = 1,
+    batch_dim: int | None = 0,
+) -> torch.Tensor:
+    """This rank's shard of `x` under `to_plan`, from its shard under `from_plan`. Differentiable.
+
+    One all-to-all of the tokens that change their rank; the backward is one in the other direction. Collective: every
+    rank of `mesh` calls it.
+
+    Args:
+        x: ``T`` tokens along `dim`, this rank's shard under `from_plan`.
+        from_plan: what `relayout_route` made of both plans; then the next two are left out. Or a plan: each call then
+            makes the route, and compares the plans across the ranks.
+        to_plan: another plan of as many tokens and ranks.
+        mesh: 1-D mesh of all ranks of the plans; None on one rank.
+        dim: the sequence dim.
+        batch_dim: the batch dim; read only when batch rows have different layouts.
+
+    Returns:
+        `x` with ``U`` tokens along `dim`, ascending as in `spanwise.shard`.
+
+    Raises:
+        ValueError: plans that do not go together, a shape that is not this rank's shard, or another mesh.
+        spanwise.MismatchError: ranks make different calls.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
+
+    >>> import torch, spanwise
+    >>> mask = spanwise.SpanMask.causal(4)
+    >>> plans = [spanwise.make_plan(mask, 1, balancer=name) for name in ("head_tail", "contiguous")]
+    >>> spanwise.relayout(torch.tensor([[5, 6, 7, 8]]), *plans)
+    tensor([[5, 6, 7, 8]])
+    """
+    if isinstance(from_plan, RelayoutRoute):
+        if to_plan is not None or mesh is not None:
+            raise ValueError("a RelayoutRoute holds both plans and the mesh; leave to_plan and mesh out")
+        way = from_plan
+    else:
+        if to_plan is None:
+            raise ValueError("relayout needs to_plan, the plan whose shard it returns")
+        way = relayout_route(from_plan, to_plan, mesh, x.device)
+    dim = check_dim(x, dim)
+    if x.shape[dim] != way.before.shape[0]:
+        raise ValueError(
+            f"dim {dim} must have rank {way.rank}'s {way.before.shape[0]} tokens, got a tensor of shape "
+            f"{tuple(x.shape)}"
+        )
+    if way.num_ranks == 1:
+        return x
+    assert way.mesh is not None
+    if way.rows == 1:  # the batch is part of a token's features
+        return _moved(x.movedim(dim, 0), way, way.mesh).movedim(0, dim)
+    if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != way.rows:
+        raise ValueError(
+            f"the plans lay out {way.rows} batch rows differently; batch_dim={batch_dim} of a tensor of shape "
+            f"{tuple(x.shape)} is not a dim of that size other than dim={dim}"
+        )
+    dims = (check_dim(x, batch_dim), dim)
+    moved = _moved(x.movedim(dims, (0, 1)).flatten(0, 1), way, way.mesh)
+    return moved.unflatten(0, (way.rows, way.after.shape[0])).movedim((0, 1), dims)
+
+
+def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Tensor:
+    """Rows ``[R, …]`` of all ranks, moved; a row is a token, or a batch row's token."""
+    name, label = _torch.group_name(mesh.get_group()), "tokens (relayout)"
+    rest = x_Rx.shape[1:]
+    rows_RF = x_Rx.flatten(1) if rest else x_Rx.unsqueeze(-1)
+    compare = compare_relayout(rows_RF, way.digest, mesh)
+    (pending,) = needed.start(rows_RF, [way.route], name, label)
+    arrived_NF = needed.wait(pending, way.route, name, label)
+    compare_backward((arrived_NF,), compare)
+    return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
+
+
+def relayout_route(
+    from_plan: Plan, to_plan: Plan, mesh: DeviceMesh | None = None, device: torch.device | str | None = None
+) -> RelayoutRoute:
+    """What `relayout` needs of two plans: make it once a batch, for all layers, and for compiled code.
+
+    A collective call over `mesh`, which compares the plans of all ranks; outside of compiled code.
+
+    Args:
+        from_plan, to_plan, mesh: as in `relayout`.
+        device: where the tensors live; default: the mesh's device type.
+
+    Raises:
+        ValueError: plans of different sequences or numbers of ranks, or that differ between the ranks.
+
+    >>> import spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1)
+    >>> spanwise.relayout_route(plan, plan).before.shape
+    torch.Size([8, 0])
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError("plans were given inside a compiled region; call relayout_route outside and pass the result")
+    rank = _checked_rank(from_plan, to_plan, mesh)
+    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"
+    digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
+    if mesh is not None and from_plan.num_ranks > 1:
+        compare_fingerprints(digest.hex(), mesh)
+    with _torch.plain_tensors() as to_active_mode:
+        return to_active_mode(_build(from_plan, to_plan, rank, mesh, device, digest))
+
+
+def _checked_rank(from_plan: Plan, to_plan: Plan, mesh: DeviceMesh | None) -> int:
+    """This rank's number, after all checks that one rank can make."""
+    sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
+        )
+    num_ranks = from_plan.num_ranks
+    if mesh is None:
+        if num_ranks > 1:
+            raise ValueError(f"the plans are for {num_ranks} ranks and need their mesh; got mesh=None")
+        return 0
+    if mesh.ndim != 1 or mesh.size() != num_ranks:
+        raise ValueError(
+            f"relayout needs a 1-D mesh of the plans' {num_ranks} ranks, got shape {tuple(mesh.shape)}; of a 2-D cp "
+            f"mesh pass mesh._flatten()"
+        )
+    return mesh.get_local_rank()
+
+
+def _build(
+    from_plan: Plan, to_plan: Plan, rank: int, mesh: DeviceMesh | None, device: torch.device, digest: bytes
+) -> RelayoutRoute:
+    before, after = from_plan.layout, to_plan.layout
+    rows = max(before.batch_size, after.batch_size)
+    target, source = (np.stack([owners(layout, row) for row in range(rows)]) for layout in (after, before))
+    had = [before.indices(rank, row if before.batch_size > 1 else 0) for row in range(rows)]
+    gets = [after.indices(rank, row if after.batch_size > 1 else 0) for row in range(rows)]
+    # Rows of the shard, and of what it becomes, are (batch row, token); each by the rank at the other end.
+    goes_to = np.concatenate([target[row, tokens] for row, tokens in enumerate(had)])
+    comes_from = np.concatenate([source[row, tokens] for row, tokens in enumerate(gets)])
+    order = np.empty(len(comes_from), dtype=np.int64)
+    order[np.argsort(comes_from, kind="stable")] = np.arange(len(order))
+    num_ranks = from_plan.num_ranks
+    return RelayoutRoute(
+        route=Route(
+            send=_torch.mark_unbacked(on_device(np.argsort(goes_to, kind="stable"), device), 0),
+            order=_torch.mark_unbacked(on_device(order, device), 0),
+            send_sizes=tuple(size(n, device) for n in np.bincount(goes_to, minlength=num_ranks).tolist()),
+            recv_sizes=tuple(size(n, device) for n in np.bincount(comes_from, minlength=num_ranks).tolist()),
+            spare=False,
+        ),
+        before=_torch.mark_dynamic(torch.empty(len(had[0]), 0, device=device), 0),
+        after=size(len(gets[0]), device),
+        digest=torch.tensor(list(digest), dtype=torch.uint8),
+        rank=rank,
+        num_ranks=num_ranks,
+        rows=rows,
+        mesh=mesh,
+    )
+
+
+def owners(layout: Layout, row: int) -> Int64:
+    """The rank that holds each token of a batch row; int64 ``[seq_len]``."""
+    held = layout.pieces(row if layout.batch_size > 1 else 0)
+    held = held[np.argsort(held[:, 1], kind="stable")]
+    return np.repeat(held[:, 0], held[:, 2] - held[:, 1])

@@ -1,0 +1,231 @@
+"""`transformers.Trainer` under context parallelism logs and learns what it does on one process a cp group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("datasets", reason="datasets is not installed")
+
+from tests.integrations.transformers import trainer_runs as runs
+
+pytestmark = pytest.mark.timeout(600)
+
+EVALUATED: dict[str, Any] = dict(
+    eval_count=7, eval_strategy="steps", eval_steps=3
+)  # 7 is odd: the last batch is not full
+RUNS: dict[str, dict[str, Any]] = {
+    "epochs, accumulated": dict(gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3),
+    "replicas, accumulated": dict(dp=2, gradient_accumulation_steps=3),
+    "replicas, a count each": dict(dp=2, average_tokens_across_devices=False),
+    "replicas, evaluated": dict(dp=2, **EVALUATED),
+    "four ranks": dict(cp=4),
+    "one rank": dict(cp=1, **EVALUATED),
+    "label smoothing": dict(dp=2, label_smoothing_factor=0.1),
+    "own loss": dict(dp=2, more=dict(compute_loss_func=runs.squared_loss)),
+    "by length": dict(dp=2, train_sampling_strategy="group_by_length"),
+    "experts": dict(model="qwen3_moe, auxiliary loss"),
+    "sliding": dict(model="gemma3"),
+    "checkpointed": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
+    "checkpointed, reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
+    "FSDP": dict(shard=True, gradient_accumulation_steps=2),
+    "FSDP, replicas, evaluated": dict(dp=2, shard=True, **EVALUATED),
+    "stream": dict(dp=2, data=runs.streamed),
+}
+
+
+def start(pool: Any, ranks: int, made: Any, **options: Any) -> list[Any]:
+    """`runs.run` on ranks; the first one on a rank imports transformers, so that it has time."""
+    return pool.run(ranks, runs.run, made, timeout=240.0, **options)
+
+
+def compare(
+    pool: Any,
+    made: Any,
+    *names: str,
+    dp: int = 1,
+    cp: int = 2,
+    shard: bool = False,
+    close: float = 1e-5,
+    **options: Any,
+) -> list[Any]:
+    """Every rank under context parallelism against as many processes as there are cp groups."""
+    without: dict[str, Any] = {}
+    if options.get("data") is runs.streamed and made is runs.plain:
+        without = {"accelerator_config": {"dispatch_batches": False}}  # else accelerate cannot join the batches
+    axes: dict[str, Any] = dict(mesh_shape=(dp,), mesh_dim_names=("dp",))
+    want = start(pool, dp, made, cut=False, **axes, **options, **without)[0]
+    axes = dict(mesh_shape=(dp, cp), mesh_dim_names=("dp_shard", "cp"))
+    got = start(pool, dp * cp, made, **axes, **options, **(runs.FSDP if shard else {}))
+    for result in got:
+        assert result["sharded"] is shard
+        runs.check(result, want, *names, close=close)
+    return [*got, want]
+
+
+def test_twenty_steps(gloo_pool: Any) -> None:
+    """Accumulated, evaluated, clipped, with a last batch that is not full."""
+    options = dict(EVALUATED, gradient_accumulation_steps=2, max_steps=20)
+    got = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", **options)
+    norms = [log["grad_norm"] for log in got[0]["logs"] if "grad_norm" in log]
+    assert len(norms) == 20 and min(norms) > 0.5  # all were clipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_equal(gloo_pool: Any, name: str) -> None:
+    names = (*runs.LOGGED, "eval_loss") if "eval_count" in RUNS[name] else runs.LOGGED
+    compare(gloo_pool, runs.plain, *names, **RUNS[name])
+
+
+@pytest.mark.slow
+def test_bf16(gloo_pool: Any) -> None:
+    compare(gloo_pool, runs.plain, *runs.LOGGED, close=5e-3, bf16=True, max_grad_norm=0.0, learning_rate=1e-4)
+
+
+@pytest.mark.slow
+def test_other_axis_order(gloo_pool: Any) -> None:
+    """The cp groups are then ranks 0, 2 and 1, 3."""
+    options = dict(EVALUATED, more=dict(compute_metrics=runs.accuracy))
+    want = start(gloo_pool, 2, runs.plain, cut=False, **options)[0]
+    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "dp_replicate"))
+    for result in start(gloo_pool, 4, runs.plain, **axes, **options):
+        runs.check(result, want, *runs.LOGGED, "eval_loss", "eval_accuracy")
+
+
+@pytest.mark.slow
+def test_predictions_and_metrics(gloo_pool: Any) -> None:
+    """Whole logits in the order of the batch; at padding they are 0."""
+    options = dict(EVALUATED, dp=2, more=dict(compute_metrics=runs.accuracy), predict=True)
+    *got, want = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
+    valid = want["label_ids"] != -100
+    for result in got:
+        np.testing.assert_array_equal(result["label_ids"], want["label_ids"])
+        np.testing.assert_allclose(result["predictions"][valid], want["predictions"][valid], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_resumes(gloo_pool: Any, tmp_path: Any) -> None:
+    """From a checkpoint of step 7 the remaining losses are those of the run that was not interrupted.
+
+    Not under FSDP2: accelerate does not support it on the CPU, and what the tests put in its place cannot be saved.
+    """
+    options: dict[str, Any] = dict(max_steps=20, save_strategy="steps", save_steps=7, folder=str(tmp_path))
+    whole = start(gloo_pool, 2, runs.plain, **options)
+    again = start(gloo_pool, 2, runs.plain, resume=str(tmp_path / "checkpoint-7"), **options)
+    for a, b in zip(again, whole, strict=True):
+        assert len(a["logs"]) == len(b["logs"])
+        runs.check(a | {"logs": a["logs"][7:20]}, b | {"logs": b["logs"][7:20]}, "loss", "grad_norm", close=1e-6)
+
+
+@pytest.mark.slow
+def test_first_tokens_do_not_count(gloo_pool: Any) -> None:
+    """Labels of first tokens of documents are neither trained nor counted, whether the collator masks them or not."""
+    want = start(gloo_pool, 1, runs.plain, cut=False, collator=runs.pack_without_first)[0]
+    for result in start(gloo_pool, 2, runs.plain, collator=runs.pack):
+        runs.check(result, want, *runs.LOGGED)
+
+
+def random_batches(cls: Any) -> str:
+    with pytest.raises(ValueError, match="different batches; the dataset or the data collator draws"):
+        runs.plain(cls, collator=runs.pad_at_random)
+    return "raised"
+
+
+def refusals(cls: Any) -> dict[str, str]:
+    """The error of each argument that is refused, made before training starts."""
+    from accelerate import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    errors = {}
+
+    def attempt(name: str, model: Any = None, **changes: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            cls(Trainer)(model or runs.model_of("llama"), args=runs.arguments(TrainingArguments, **changes))
+        errors[name] = str(caught.value)
+
+    attempt("torch_compile", torch_compile=True)
+    attempt("use_liger_kernel", use_liger_kernel=True)
+    attempt("neftune_noise_alpha", neftune_noise_alpha=5.0)
+    attempt("dispatch_batches", accelerator_config={"dispatch_batches": True})
+    attempt("batch_rebalance", train_sampling_strategy="batch_rebalance")
+    attempt("eval_use_gather_object", eval_use_gather_object=True)
+    attempt("attention_dropout", model=runs.model_of("llama", attention_dropout=0.1))
+    attempt("parallelism_config", parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    return errors
+
+
+def other_losses(cls: Any) -> str:
+    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+    from tests.integrations.transformers import tiny
+
+    model = AutoModelForSequenceClassification.from_config(tiny.config_of("llama"))
+    with pytest.raises(ValueError) as caught:
+        cls(Trainer)(model, args=runs.arguments(TrainingArguments))
+    return str(caught.value)
+
+
+def test_refuses_before_training(gloo_pool: Any) -> None:
+    errors = start(gloo_pool, 2, refusals)
+    assert errors[0] == errors[1]
+    assert "set {'attention_dropout': 0.1} in the config of LlamaForCausalLM to 0" in errors[0].pop("attention_dropout")
+    for name, text in errors[0].items():
+        assert name in text and "does not go with hf.trainer; " in text
+    assert "causal language models" in start(gloo_pool, 2, other_losses)[0]
+    assert start(gloo_pool, 2, random_batches) == ["raised"] * 2
+
+
+def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
+    import transformers
+
+    from spanwise.integrations import transformers as hf
+
+    class Unknown(transformers.Trainer):
+        __module__ = "trl.trainer.unknown_trainer"
+
+    mesh: Any = None
+    with pytest.raises(ValueError, match=r"takes transformers.Trainer or a subclass, got <class 'int'>"):
+        hf.trainer(int, mesh)
+    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, GRPOTrainer of trl, got Unknown"):
+        hf.trainer(Unknown, mesh)
+    with pytest.raises(ValueError, match="Seq2SeqTrainer"):
+        hf.trainer(transformers.Seq2SeqTrainer, mesh)
+    with pytest.raises(ValueError, match="is a trainer for context parallelism already"):
+        hf.trainer(hf.trainer(transformers.Trainer, mesh), mesh)
+    with pytest.raises(ValueError, match="needs a mesh with an axis 'cp', got axes"):
+        start(gloo_pool, 2, runs.plain, mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match=r"takes data-parallel axes .* got \['tp'\]"):
+        start(gloo_pool, 2, runs.plain, mesh_shape=(2, 1), mesh_dim_names=("tp", "cp"))
+
+
+def before_and_after(cls: Any) -> dict[str, Any]:
+    """A run under context parallelism, then its model and another trainer without it."""
+    import accelerate
+    import torch
+    import transformers
+
+    model, args = runs.model_of("llama"), runs.arguments(transformers.TrainingArguments, max_steps=2)
+    cut = cls(transformers.Trainer)(model, args=args, train_dataset=runs.documents(22), data_collator=runs.pad)
+    cut.train()
+    batch = runs.pad(runs.documents(3, seed=9).to_list())
+    fresh = runs.model_of("llama")
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch).logits, fresh.eval()(**batch).logits)
+    whole = transformers.Trainer(fresh, args=args)
+    assert type(whole.accelerator) is accelerate.Accelerator is transformers.trainer.Accelerator
+    assert type(cut.accelerator) is not accelerate.Accelerator
+    assert whole.accelerator.num_processes == 2 and cut.accelerator.num_processes == 1
+    assert cut.args is args and not any("spanwise" in str(x) for x in vars(accelerate.Accelerator).values())
+    return {"config": model.config.to_dict()}
+
+
+def test_leaves_classes_and_modules_alone(gloo_pool: Any) -> None:
+    """The accelerator object alone changes its class; models keep hooks that are silent outside of the trainer."""
+    for result in start(gloo_pool, 2, before_and_after):
+        assert "spanwise" not in str(result["config"])

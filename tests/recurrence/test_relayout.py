@@ -1,0 +1,157 @@
+"""relayout: tokens move between the layouts of two plans, exactly, with their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spanwise
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+
+BALANCERS = ("contiguous", "head_tail", "lpt", "local")
+
+
+def _plan(length: int, ranks: int, balancer: str, block_size: int = 2, seed: int = 0) -> spanwise.Plan:
+    rng = np.random.default_rng(seed)
+    cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 3)]))
+    mask = spanwise.SpanMask.documents(cuts)
+    return spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
+
+
+def _move(rank: int, mesh: Any, plans: Any, x: torch.Tensor, cotangent: torch.Tensor, dim: int) -> Any:
+    before, after = plans
+    mine = before.shard(x, rank, dim=dim).clone().requires_grad_()
+    moved = spanwise.relayout(mine, before, after, mesh, dim=dim)
+    moved.backward(after.shard(cotangent, rank, dim=dim))
+    return moved.detach(), mine.grad
+
+
+def _check(plans: Any, shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.float64) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, cotangent = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    results = run_ranks(plans[0].num_ranks, _move, plans, x, cotangent, dim)
+    for rank, (moved, grad) in enumerate(results):
+        assert torch.equal(moved, plans[1].shard(x, rank, dim=dim))
+        assert torch.equal(grad, plans[0].shard(cotangent, rank, dim=dim))
+
+
+@settings(max_examples=25)
+@given(
+    length=st.integers(1, 40), ranks=st.integers(1, 4), block_size=st.integers(1, 9),
+    balancers=st.tuples(st.sampled_from(BALANCERS), st.sampled_from(BALANCERS)), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_any_two_layouts(length: int, ranks: int, block_size: int, balancers: tuple[str, str], seed: int) -> None:
+    plans = [_plan(length, ranks, name, block_size, seed) for name in balancers]
+    _check(plans, (2, length, 3), dim=1)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((31,), 0), ((2, 5, 31), 2), ((2, 31), -1), ((31, 2, 1, 3), 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_dim(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    _check([_plan(31, 3, "head_tail"), _plan(31, 3, "contiguous")], shape, dim, dtype)
+
+
+def test_rows_with_layouts_of_their_own() -> None:
+    masks = [spanwise.SpanMask.documents([0, *cuts, 24]) for cuts in ((3, 9), (20,))]
+    both = spanwise.SpanMask(
+        np.concatenate([m.start for m in masks]), np.concatenate([m.end for m in masks]), kv_len=24
+    )
+    apart = spanwise.make_plan(both, 3, balancer="local", exchange="needed", block_size=2)
+    assert apart.layout.batch_size == 2
+    together = _plan(24, 3, "contiguous")
+    for plans in ([apart, together], [together, apart]):
+        _check(plans, (2, 24, 5), dim=1)
+
+
+def test_integers_move_too() -> None:
+    plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
+    ids = torch.arange(20)[None]
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        return spanwise.relayout(plans[0].shard(ids, rank), *plans, mesh)
+
+    for rank, moved in enumerate(run_ranks(2, on_rank)):
+        assert torch.equal(moved, plans[1].shard(ids, rank))
+
+
+def test_there_and_back() -> None:
+    plans = [_plan(33, 4, "local"), _plan(33, 4, "contiguous")]
+    x = torch.randn(1, 33, 4)
+
+    def on_rank(rank: int, mesh: Any) -> bool:
+        mine = plans[0].shard(x, rank)
+        there, back = (spanwise.relayout_route(*p, mesh) for p in (plans, plans[::-1]))
+        return torch.equal(spanwise.relayout(spanwise.relayout(mine, there), back), mine)
+
+    assert all(run_ranks(4, on_rank))
+
+
+def _bytes_moved(rank: int, mesh: Any, plans: Any) -> tuple[int, int]:
+    way = spanwise.relayout_route(*plans, mesh)
+    sent = way.route.sizes[: mesh.size()]
+    return sum(sent) - sent[rank], len(np.setdiff1d(plans[0].layout.indices(rank), plans[1].layout.indices(rank)))
+
+
+def test_only_tokens_that_change_their_rank_travel() -> None:
+    plans = [_plan(40, 4, "head_tail"), _plan(40, 4, "contiguous")]
+    for sent, must in run_ranks(4, _bytes_moved, plans):
+        assert sent == must
+
+
+def _on_process(rank: int, mesh: Any, plans: Any, x: torch.Tensor, compiled: bool) -> Any:
+    torch._dynamo.reset()
+    way = spanwise.relayout_route(*plans, mesh)
+    move = torch.compile(spanwise.relayout, fullgraph=True, backend="aot_eager") if compiled else spanwise.relayout
+    mine = plans[0].shard(x, rank).clone().requires_grad_()
+    moved = move(mine, way)
+    moved.backward(plans[1].shard(x, rank))
+    return moved.detach(), mine.grad
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
+def test_processes(gloo_pool: GlooPool, compiled: bool) -> None:
+    plans = [_plan(29, 3, "head_tail"), _plan(29, 3, "contiguous")]
+    x = torch.randn(1, 29, 4)
+    for rank, (moved, grad) in enumerate(gloo_pool.run(3, _on_process, plans, x, compiled)):
+        assert torch.equal(moved, plans[1].shard(x, rank))
+        assert torch.equal(grad, plans[0].shard(x, rank))
+
+
+def _different_dtypes(rank: int, mesh: Any, plans: Any) -> None:
+    x = torch.randn(1, 20, 4, dtype=torch.float64 if rank else torch.float32)
+    spanwise.relayout(plans[0].shard(x, rank), *plans, mesh)
+
+
+def test_ranks_that_disagree(gloo_pool: GlooPool) -> None:
+    plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
+    with pytest.raises(spanwise.MismatchError, match="relayout"):
+        gloo_pool.run(2, _different_dtypes, plans)
+
+
+def test_errors() -> None:
+    plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
+    x = torch.zeros(1, 10, 2)
+    with pytest.raises(ValueError, match="need their mesh"):
+        spanwise.relayout(x, *plans)
+    with pytest.raises(ValueError, match=r"from_plan has .* = \(20, 2\), to_plan \(21, 2\)"):
+        spanwise.relayout(x, plans[0], _plan(21, 2, "contiguous"))
+    with pytest.raises(ValueError, match="needs to_plan"):
+        spanwise.relayout(x, plans[0])
+
+    def wrong_shape(rank: int, mesh: Any) -> None:
+        spanwise.relayout(torch.zeros(1, 20, 2), *plans, mesh)
+
+    with pytest.raises(ValueError, match=r"must have rank \d's 10 tokens"):
+        run_ranks(2, wrong_shape)
+
+    def twice(rank: int, mesh: Any) -> None:
+        spanwise.relayout(x, spanwise.relayout_route(*plans, mesh), plans[1])
+
+    with pytest.raises(ValueError, match="holds both plans"):
+        run_ranks(2, twice)
