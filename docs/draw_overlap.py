@@ -10,9 +10,8 @@ from pathlib import Path
 from spanwise.cli.report import overlap_charts
 from spanwise.cli.report.svg import Drawing
 from spanwise.hardware import H100
-from spanwise.overlap import CostModel, optimize
+from spanwise.overlap import CostModel, optimize, simulate
 from spanwise.overlap.fx.capture import CaptureConfig, capture
-from spanwise.overlap.ir import simulate
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.pytorch_pass import pytorch_order
 

@@ -276,12 +276,29 @@ def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[tor
     preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
 
 
-def assume_symbols(size: Any, number: int) -> int:
-    """Value of ``size`` with ``number`` for each symbol in it."""
+def symbols_of(size: Any) -> set[str]:
+    """Names of the symbols in ``size``; none in a number."""
+    return {str(symbol) for symbol in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
+
+
+def assume_symbols(size: Any, numbers: int | Mapping[str, int]) -> int:
+    """Value of ``size`` with a number for each symbol in it: one for all, or one by its name."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
+    known = numbers if isinstance(numbers, Mapping) else dict.fromkeys(map(str, expression.free_symbols), numbers)
+    return int(expression.subs({symbol: known[str(symbol)] for symbol in expression.free_symbols}))
+
+
+def low_contention_collectives() -> tuple[OpOverload, OpOverload]:
+    """All-gather and reduce-scatter by copy engines over symmetric memory, on a stream of their own.
+
+    They return before their end and are waited for by ``wait_tensor``, as functional collectives are.
+    """
+    import torch.distributed._symmetric_memory  # registers them
+
+    names = torch.ops.symm_mem
+    return names._low_contention_all_gather.default, names._low_contention_reduce_scatter.default
 
 
 def dump_graph(gm: torch.fx.GraphModule, keep: Sequence[str]) -> bytes:

@@ -6,6 +6,7 @@ fx graph, cost ─► to_dag ─► schedule ─► bucket ─► emit, on a cop
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 import numbers
@@ -19,10 +20,11 @@ from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
 from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
-from spanwise.overlap.explain.report import Result
+from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import NO_VALUE, Captured, bind, to_dag
-from spanwise.overlap.fx.operators import Cost
+from spanwise.overlap.fx.operators import Cost, operator_name
+from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
@@ -56,6 +58,7 @@ def optimize(
     in_flight: int | None = None,
     in_flight_bytes: int | None = None,
     effort: int | None = None,
+    sizes: Sizes | None = None,
 ) -> Result:
     """Reorder and bucket the nodes of `gm` so that compute hides its collectives. `gm` does not change.
 
@@ -73,6 +76,8 @@ def optimize(
         in_flight_bytes: the same in bytes that these make, read and write; see `schedule.schedule`.
         effort: most orders to try; default: `schedule.default_effort`. More find better ones as a rule, but with
             buckets that is not guaranteed.
+        sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
+            Give all ranks the same.
 
     Returns:
         The new graph on a copy, with its timeline and a report.
@@ -81,7 +86,7 @@ def optimize(
         TypeError: `gm` is no fx.GraphModule.
         GraphError: the graph cannot be scheduled, or a cost is invalid; names the node. See `to_dag`.
         ValueError: no order within the budget was found (the text has the least peak found); or an invalid
-            multiplier, limit or effort.
+            multiplier, limit, effort or size.
 
     Example:
         >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
@@ -98,8 +103,17 @@ def optimize(
     _check_options({"memory_budget": memory_budget, **limits}, multiplier)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     gm = _with_merged_waits(gm)
-    captured = _captured(gm, cost)
+    if sizes is None:
+        return _optimized(gm, cost, memory_budget, bucket, options)
+    with assumed(gm, sizes) as restore:
+        result = _optimized(gm, cost, memory_budget, bucket, options)
+        restore(result.graph_module)
+    return dataclasses.replace(result, sizes=sizes)
 
+
+def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
+    """`optimize` of a graph whose sizes are numbers."""
+    captured = _captured(gm, cost)
     found = schedule(captured.dag, budget=memory_budget, **options)
     before = found.before if memory_budget is None else run(captured.dag)
     merged = without_buckets(captured.dag)
@@ -111,7 +125,19 @@ def optimize(
     emit(bind(captured.dag, graph), found.order, merged.members)
     made = _torch.graph_module(gm, graph, type(gm).__name__)
     made.meta = dict(gm.meta)
-    return Result(made, found.timeline, before, found.bounds, merged.members, found.budget)
+    doubts = _doubts(captured, cost)
+    return Result(made, found.timeline, before, found.bounds, merged.members, found.budget, doubts)
+
+
+def _doubts(captured: Captured, cost: Cost) -> Doubts:
+    """What the result rests on and the graph does not tell."""
+    nodes = captured.nodes
+    is_guess = getattr(cost, "is_guess", lambda node: False)
+    waits = [operator_name(nodes[i]) for i in captured.outside_waits]
+    return Doubts(
+        barriers=tuple(operator_name(nodes[i]) for i in captured.barriers),
+        guesses=(*waits, *(operator_name(node) for node in nodes if is_guess(node))),
+    )
 
 
 def _check_options(limits: Mapping[str, Any], multiplier: Any) -> None:

@@ -159,10 +159,50 @@ def test_a_cycle_is_refused() -> None:
             function(gm, costs)
 
 
-def test_a_wait_without_a_start_is_refused() -> None:
-    gm = made(lambda x: OPS.wait_tensor(x.sin()) * 2, torch.ones(4, 4))
-    error = errors(gm)
-    assert error.node == "wait_tensor" and "no collective of this graph writes" in str(error)
+def test_the_report_tells_of_barriers_and_guesses() -> None:
+    @torch.library.custom_op("spanwise_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    def function(x: torch.Tensor) -> Any:
+        sent = OPS.wait_tensor(OPS.isend(x.sin(), 1, 0, "tp"))
+        return torch.ops.spanwise_test.twice(sent), OPS.wait_tensor(x), torch.ops.spanwise_test.twice(x)
+
+    cost = overlap.CostModel(H100, ranks={"tp": (0, 1)})
+    text = overlap.optimize(made(function, torch.ones(4, 4)), cost).report()
+    barriers = "2, which nothing crosses; the bound holds given them: _c10d_functional.isend, "
+    assert barriers + "_c10d_functional.wait_tensor" in text
+    guesses = "spanwise_test.twice (2), _c10d_functional.isend, _c10d_functional.wait_tensor"
+    assert f"costs of 4 nodes: {guesses}" in text
+    plain = overlap.optimize(made(gathered, torch.ones(4, 4)), cost).report()
+    assert "barriers" not in plain and "guesses" not in plain
+
+
+def test_sizes_stand_for_symbols() -> None:
+    """The order is that of the graph of these sizes; the new graph keeps its symbols."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        start = OPS.all_gather_into_tensor(x, 2, "tp")
+        first, second = y @ y.t(), OPS.wait_tensor(start)
+        return first, second @ x.t()
+
+    given = torch.ones(6, 4), torch.ones(10, 4)
+    gm = make_fx(function, tracing_mode="symbolic")(*given)
+    cost = overlap.CostModel(H100, ranks={"tp": (0, 1)})
+    symbols = sorted({str(size) for x in gm.graph.find_nodes(op="placeholder") for size in x.meta["val"].shape})
+    result = overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 4096))
+    numeric = overlap.optimize(made(function, torch.ones(4096, 4096), torch.ones(4096, 4096)), cost)
+    assert result.timeline.makespan == numeric.timeline.makespan > 0
+    assert result.report() == numeric.report()
+    assert overlap.optimize(gm, cost, sizes=4096).timeline.makespan == result.timeline.makespan
+    for module in (gm, result.graph_module):
+        assert {str(node.meta["val"].shape[0]) for node in module.graph.find_nodes(op="placeholder")} <= set(symbols)
+    with pytest.raises(ValueError, match=f"the graph has {symbols[-1]} as well: give all of them"):
+        overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols[:-1], 4096))
+    with pytest.raises(ValueError, match="sizes must be whole numbers of at least 1, got"):
+        overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 0))
 
 
 def test_an_unknown_group_is_refused() -> None:

@@ -102,6 +102,18 @@ def test_a_collective_stands_in_line() -> None:
     assert why(simulate(line("another"))) == {}  # which is what the reason says
 
 
+def test_a_stream_that_was_idle_before_it_was_full() -> None:
+    """The first collective could have started with the graph; the second waits for it on their stream."""
+    b = Build()
+    b.compute("early", 2.0)
+    b.start("first", 4.0)
+    b.start("second", 3.0, "early")
+    b.wait("second")
+    b.compute("c", 9.0, "wsecond")
+    b.wait("first")
+    assert why(simulate(b.dag())) == {"second": {Why.IDLE: 2.0, Why.STREAM: 2.0, Why.NO_COMPUTE: 3.0}}
+
+
 def late() -> Build:
     """A gather is issued after compute that could have hidden it."""
     b = Build()
@@ -268,7 +280,7 @@ def test_several_reasons_are_told_with_their_milliseconds() -> None:
     b.wait("first")
     (reason,) = reasons(simulate(b.dag())).values()
     assert reason.exposed == 4.0 and reason.independent == 5.0 and reason.main is Why.STREAM
-    assert str(reason) == "order of the group's stream (3 ms), order of compute (1 ms)"
+    assert str(reason) == "stream is saturated (3 ms), order of compute (1 ms)"
     (alone,) = reasons(simulate(two_in_a_row().dag())).values()
     assert str(alone) == "dependency"
 
@@ -287,7 +299,7 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
         assert sum(reason.parts.values()) == pytest.approx(reason.exposed) and min(reason.parts.values()) > 0
         assert reason.independent == independent[start]
         if not independent[start]:
-            assert set(reason.parts) <= {Why.STREAM, Why.NO_COMPUTE}
+            assert set(reason.parts) <= {Why.STREAM, Why.IDLE, Why.NO_COMPUTE}
         if independent[start] >= dag.nodes[start].ms:
             assert Why.NO_COMPUTE not in reason.parts
     assert hideable(dag) == {start for start, ms in independent.items() if ms > 0}

@@ -225,19 +225,16 @@ def test_effort_is_the_number_of_orders_tried(monkeypatch: pytest.MonkeyPatch, e
     assert len(calls) == effort
 
 
-@pytest.mark.parametrize(("gap", "tries"), [(0.04, 3), (0.06, 8)])
-def test_of_a_large_graph_fewer_are_tried_near_the_bound(
-    monkeypatch: pytest.MonkeyPatch, gap: float, tries: int
-) -> None:
+def test_of_a_large_graph_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only gain left is to put the gather at the end first."""
     compute = tuple(Node(f"mm {i}", C, 1.0) for i in range(4000))
     count = len(compute)
-    gather = (Node("gather", S, gap * count, group="dp"), Node("wait", W, deps=(count,), start=count))
+    gather = (Node("gather", S, 0.04 * count, group="dp"), Node("wait", W, deps=(count,), start=count))
     dag = Dag((*compute, *gather))
     calls, known_order = listing(dag, range(len(dag)))
     monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", known_order)
     schedule(dag)
-    assert len(calls) == tries and tries in (EFFORT, 3)
+    assert len(calls) == EFFORT
     monkeypatch.undo()
     assert schedule(dag).timeline.makespan == count
 

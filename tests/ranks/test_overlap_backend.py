@@ -172,12 +172,12 @@ def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool])
 
 def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: GlooPool) -> None:
     """Before any collective of the graph: afterwards the group works as if nothing had been."""
-    costs = [Cost(slow=80), Cost(slow=48)] * 2  # of two branches the other one is urgent
+    costs = [Cost(5.0, slow=80), Cost(5.0, slow=48)] * 2  # of two branches the other one is urgent
     for said, seconds, ranks in gloo_pool.run(4, compare, costs, [False] * 4):
         told = re.search(
             r"ranks of the process group of ranks \[0, 1, 2, 3\] scheduled the collectives of a graph differently, .*: "
             r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (\d\. .* \[\d+, \d+\])\. .*"
-            r"costs is ratio 0.6, slow 80 / ratio 0.6, slow 48",
+            r"costs is ratio 5.0, slow 80 / ratio 5.0, slow 48",
             said,
         )
         assert told and told[1] != told[2], said

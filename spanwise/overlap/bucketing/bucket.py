@@ -13,6 +13,7 @@ Two ways to choose buckets take turns:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from spanwise.overlap.search.schedule import Schedule, schedule
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Not measured apart.
 _SLACKS = (0.1, 0.5)
+# Shares of the makespan that one bucket may take: all are tried. Without the second, the forward of ResNet-50 has 3
+# launches and takes longer than with 25; benchmarks/results/overlap-zoo.json.
+_LONGEST = (math.inf, 1 / 32)
+_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken; not measured apart
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; not measured apart
 _REPAIRABLE = 1.01  # of the makespan: scheduled again up to here, given up above; not measured apart
 # Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
@@ -36,7 +41,7 @@ _PAYS, _REFILLED = 1e-3, 3
 _MIN_GAIN = 1e-6  # share of the makespan below which a gain does not count; not measured apart
 _ONE_BY_ONE = 4  # moves for each trial up to which they are tried one by one, not in batches; not measured apart
 _HOPELESS = 1.02  # of the makespan: not scheduled above, if trials are few; not measured apart
-_MANY_TRIALS = 16  # trials from which on moves are also tried before greedy buckets; not measured apart
+_MANY_TRIALS = 16  # trials from which on long orders are scheduled all the same; not measured apart
 _ROUNDING = 1e-9
 
 
@@ -80,21 +85,16 @@ def bucket(
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
     trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort != 0 else 0
-    searches = [_BucketSearch(dag, found, keys, merged_ms, options, effort)]
-    if trials >= _MANY_TRIALS:  # a move may save more before there are greedy buckets
-        searches.append(_BucketSearch(dag, found, keys, merged_ms, options, effort))
-        searches[1].improve(trials)
+    searches = [_BucketSearch(dag, found, keys, merged_ms, options, effort, share) for share in _LONGEST]
     for search in searches:
         for slack in _SLACKS:
             search.try_greedy(slack)
-    if searches[0].improve(trials):
-        searches[0].try_greedy(_SLACKS[-1])
-    best = searches[0]
-    for other in searches[1:]:
-        shortest, launches = best.best.timeline.makespan, best.merged.launches
-        most = 1 + _ROUNDING if other.merged.launches < launches else 1 - _ROUNDING
-        if other.best.timeline.makespan <= shortest * most:
+    best, *others = searches
+    for other in others:  # fewer launches are worth a little
+        if other.best.timeline.makespan < _WORTH * best.best.timeline.makespan:
             best = other
+    if best.improve(trials):
+        best.try_greedy(_SLACKS[-1])
     return best.merged, best.best
 
 
@@ -103,6 +103,7 @@ class _BucketSearch:
 
     Args:
         options, effort: of the schedules.
+        longest: share of the makespan that a greedy bucket may take.
 
     Attributes:
         allowed: of each group, most collectives and bytes in flight; None for no limits.
@@ -119,7 +120,9 @@ class _BucketSearch:
         price: Callable[[list[int]], float],
         options: dict[str, Any],
         effort: int | None,
+        longest: float = math.inf,
     ) -> None:
+        self.most_ms = math.inf if longest == math.inf else longest * found.timeline.makespan
         self.dag, self.keys, self.price, self.options, self.effort = dag, keys, price, options, effort
         self.merged, self.best = without_buckets(dag), found
         self.longest = found.timeline.makespan * (1 + _ROUNDING)
@@ -236,6 +239,7 @@ class _BucketSearch:
                 price=lambda starts: multiplier * self.price(flat(starts)),
                 budget=self.best.budget,
                 slack=slack,
+                most_ms=self.most_ms * multiplier,
                 allowed=self.allowed,
             )
         )

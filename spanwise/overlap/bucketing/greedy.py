@@ -45,6 +45,7 @@ class BucketingProblem:
         price: milliseconds of a fused collective, by its starts.
         budget: most bytes; the order keeps it, and the result will.
         slack: share of the slack that may be used, between 0 and 1; the rest is for costs that are wrong.
+        most_ms: milliseconds that a bucket may take.
         allowed: by group, most collectives and bytes in flight; a bucket is one, with all of its bytes. It is exceeded
             only where there is no other way to go on.
     """
@@ -54,6 +55,7 @@ class BucketingProblem:
     price: Callable[[list[int]], float]
     budget: int
     slack: float
+    most_ms: float = math.inf
     allowed: Mapping[str, tuple[float, float]] | None = None
 
 
@@ -101,7 +103,7 @@ class _GreedyBucketing(EventLoop):
         self.slack = MemorySlack(timeline, problem.budget)
         latest = LatestTimes(timeline, self.slack, problem.slack)
         super().__init__(dag, latest, problem.budget, problem.allowed)
-        self.keys, self.price = keys, problem.price
+        self.keys, self.price, self.most_ms = keys, problem.price, problem.most_ms
         self.issued_at = timeline.issued.tolist()
         self.rounding = 1e-9 * timeline.makespan
         self.streams = StreamQueues(timeline, latest, self.state)
@@ -219,6 +221,8 @@ class _GreedyBucketing(EventLoop):
     def has_space(self, bucket: OpenBucket, i: int) -> bool:
         """Whether the bucket is not full; or `i`, or each of its members, is little more than a latency."""
         saved = self.saving(i)
+        if bucket.ms + self.ms[i] - saved > self.most_ms:
+            return False
         if saved == 0.0 or bucket.ms + self.ms[i] - saved <= _FULL * saved:
             return True
         return min(self.ms[i], max(self.ms[j] for j in bucket.starts)) <= _SMALL * saved

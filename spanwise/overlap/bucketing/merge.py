@@ -172,7 +172,8 @@ def _storages(dag: Dag, number: Sequence[int]) -> tuple[Storage, ...]:
     """Storages by the new number of each node."""
     found = []
     for storage in dag.storages:
-        maker, users = number[storage.maker], sorted({number[user] for user in storage.users})
+        maker = -1 if storage.is_given else number[storage.maker]
+        users = sorted({number[user] for user in storage.users})
         kept = storage.kept
         if users and users[0] < maker:
             # A user that does not depend on the maker stands for the end of the graph, which may be another node now.

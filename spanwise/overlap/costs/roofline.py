@@ -76,6 +76,8 @@ _KINDS: dict[Any, str] = {
 # Operators that read as much of their table as they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 _SPARING = _UNREAD | _LOOKUPS
+# Namespaces whose operators have formulas for FLOPs, or are bound by memory.
+_KNOWN_BY_BYTES = frozenset({"aten", "prims", "bucketing", "fsdp"})
 
 
 def _fused_away(node: fx.Node) -> bool:
@@ -225,6 +227,12 @@ class CostModel:
             return 0.0
         memory = _moved(node, known, self.fuse) / self.hardware.memory_bandwidth
         return 1e3 * max(memory, self._flop_seconds(node))
+
+    def is_guess(self, node: fx.Node) -> bool:
+        """Whether a cost is a guess: of a custom operator without a formula for FLOPs, priced by its bytes alone."""
+        if node.target in _KINDS or node.target is operators.WAIT or is_free(node):
+            return False
+        return getattr(node.target, "namespace", None) not in _KNOWN_BY_BYTES and not node_flops(node)
 
     def _flop_seconds(self, node: fx.Node) -> float:
         flops = node_flops(node)

@@ -121,12 +121,15 @@ class Figures:
         before, after: the given order and the new one.
         collectives: collectives of the new graph, in the order in which they are issued.
         budget: byte limit of the new order.
+        barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
     """
 
     before: OrderFigures
     after: OrderFigures
     collectives: tuple[Collective, ...]
     budget: int
+    barriers: dict[str, int] = dataclasses.field(default_factory=dict)
+    guesses: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def most_exposed(self) -> list[Collective]:
@@ -140,6 +143,8 @@ class Figures:
             "before": dataclasses.asdict(self.before),
             "after": dataclasses.asdict(self.after),
             "budget_bytes": self.budget,
+            "barriers": self.barriers,
+            "guesses": self.guesses,
             "collectives": [one.as_dict() for one in self.collectives],
         }
 

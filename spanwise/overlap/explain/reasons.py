@@ -26,7 +26,9 @@ _BLOCK = 512  # collectives whose bits are unpacked at once
 class Why(enum.Enum):
     """Reasons for exposed milliseconds.
 
-    STREAM: other collectives went first on the stream of its group; a separate stream would end it earlier.
+    STREAM: other collectives went first on the stream of its group, which has been busy since they could start; a
+        separate stream would end it earlier, an order of the same stream only at the cost of others.
+    IDLE: the same, but the stream was idle before: had the others started when they were ready, it would end earlier.
     NO_COMPUTE: the compute independent of it (it neither leads to the start nor depends on the wait) is shorter.
     MEMORY: it could start earlier, or compute after its wait could run before, but the order would exceed the budget.
     ORDER: the same within the budget: another order would hide it, though perhaps expose others.
@@ -34,7 +36,8 @@ class Why(enum.Enum):
         or depends on nodes that have not run.
     """
 
-    STREAM = "order of the group's stream"
+    STREAM = "stream is saturated"
+    IDLE = "stream was idle earlier"
     NO_COMPUTE = "no independent compute"
     MEMORY = "memory budget"
     ORDER = "order of compute"
@@ -113,7 +116,8 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
 
     The exposed milliseconds of a collective are assigned in this order, until none are left:
 
-    1. STREAM: from its issue to its begin.
+    1. IDLE and STREAM: from its issue to its begin. IDLE is what it would gain if all collectives since the stream was
+       last idle started as soon as they are ready.
     2. NO_COMPUTE: its time beyond all independent compute.
     3. How much earlier it could be issued if the nodes that lead to it went first, with collectives in their places:
        STREAM while its stream is busy, else MEMORY or ORDER.
@@ -149,6 +153,8 @@ class _Analysis:
         ready: when each node could be issued with collectives in their places: a wait when its collective has ended,
             others after the longest path of compute to them. Never later than it was issued.
         idle_since: for each start, when the previous collective on its stream ended.
+        gained: for each start, how much earlier it would end if it and all collectives since its stream was last idle
+            started when they are ready.
         spare: milliseconds of each compute node that do not yet hide a collective in a reason.
     """
 
@@ -168,14 +174,18 @@ class _Analysis:
                 ready[i] = max(ready[i], ready[dep] + ms)
         self.ready = np.array(ready)
         self.idle_since: dict[int, float] = {}
-        last = dict.fromkeys(dag.groups, 0.0)
+        self.gained: dict[int, float] = {}
+        last, could = dict.fromkeys(dag.groups, 0.0), dict.fromkeys(dag.groups, 0.0)
         for i in order:
-            if dag.nodes[i].kind == Kind.START:
-                self.idle_since[i] = last[dag.nodes[i].group]
-                last[dag.nodes[i].group] = self.end[i]
-        self.allocated = np.zeros(len(dag), np.int64)
-        for storage in dag.storages:
-            self.allocated[storage.maker] += storage.num_bytes
+            node = dag.nodes[i]
+            if node.kind == Kind.START:
+                self.idle_since[i] = last[node.group]
+                if self.begin[i] > last[node.group] + self.tiny:
+                    could[node.group] = last[node.group]
+                could[node.group] = max(could[node.group], ready[i]) + node.ms
+                last[node.group] = self.end[i]
+                self.gained[i] = self.end[i] - could[node.group]
+        self.allocated = np.array(dag.lifetimes.allocated, np.int64)
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
         parts = dict.fromkeys(Why, 0.0)
@@ -187,7 +197,10 @@ class _Analysis:
             parts[why] += ms
             left = left - ms if left - ms > self.tiny else 0.0
 
-        account(Why.STREAM, self.begin[start] - self.issued[start])
+        queued = self.begin[start] - self.issued[start]
+        idle = min(queued, self.gained[start])
+        account(Why.IDLE, idle)
+        account(Why.STREAM, queued - idle)
         account(Why.NO_COMPUTE, self.dag.nodes[start].ms - independent)
         if left:
             earlier, moved, first = self.earlier(start, left)

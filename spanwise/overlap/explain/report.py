@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,12 +19,26 @@ from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import tensors_of
+from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.ir.simulate import Timeline
 
 #: Most rows of the table of collectives in a text.
 MOST = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubts:
+    """What a result rests on: operators by name, once for each node.
+
+    Attributes:
+        barriers: nothing moves across these, and the bounds hold given that.
+        guesses: their cost is a guess.
+    """
+
+    barriers: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +53,8 @@ class Result:
         bounds: lower bounds of all orders of the new graph's nodes, memory aside.
         members: for each node of `timeline.dag`, the nodes of `before.dag` that it replaces.
         budget: byte limit of the new order.
+        doubts: barriers, and costs that are guesses.
+        sizes: numbers that symbolic sizes stood for; None if the graph has none.
     """
 
     graph_module: fx.GraphModule
@@ -46,6 +63,8 @@ class Result:
     bounds: Bounds
     members: tuple[tuple[int, ...], ...]
     budget: int
+    doubts: Doubts = Doubts()
+    sizes: Sizes | None = None
 
     def report(self, groups: Mapping[str, str] | None = None) -> str:
         """Text of about twenty lines: the gain, the rest, and the most exposed collectives with reasons.
@@ -74,6 +93,9 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     Args:
         groups: labels of process groups, by their names in the graph; others keep their name.
     """
+    if result.sizes is not None:
+        with assumed(result.graph_module, result.sizes):
+            return figures(dataclasses.replace(result, sizes=None), groups)
     names = groups or {}
     timeline, heavy = result.timeline, arithmetic(result.graph_module)
     starts = [node for node in result.graph_module.graph.nodes if node.target in operators.STARTS]
@@ -91,6 +113,8 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             for i, node in zip(issued, starts, strict=True)
         ),
         budget=result.budget,
+        barriers=dict(Counter(result.doubts.barriers)),
+        guesses=dict(Counter(result.doubts.guesses)),
     )
 
 
@@ -146,6 +170,11 @@ def summary(found: Figures) -> dict[str, str]:
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
+    if found.barriers:
+        count = sum(found.barriers.values())
+        facts["barriers"] = f"{count:,}, which nothing crosses; the bound holds given them: {_named(found.barriers)}"
+    if found.guesses:
+        facts["guesses"] = f"costs of {sum(found.guesses.values()):,} nodes: {_named(found.guesses)}"
     if after.why:
         facts["exposed for"] = ", ".join(f"{why} {milliseconds(ms)}" for why, ms in after.why.items())
     return facts
@@ -154,6 +183,12 @@ def summary(found: Figures) -> dict[str, str]:
 def _counted(order: OrderFigures) -> str:
     counts = order.given_counts or order.counts
     return f"{counts['hidden']:,} hidden, {counts['partly']:,} partly, {counts['exposed']:,} exposed"
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    """Operators with their counts, the most frequent first."""
+    ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    return ", ".join(name if count == 1 else f"{name} ({count:,})" for name, count in ranked)
 
 
 def _times(before: float, after: float) -> str:

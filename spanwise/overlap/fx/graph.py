@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import (
     Cost,
     Role,
@@ -50,6 +51,8 @@ class Captured:
         inputs: placeholders and attributes, in the order of the graph; they are not in `dag`.
         outputs: numbers of the nodes whose results the graph returns, each once; returned inputs are left out.
         barriers: numbers of the barriers.
+        outside_waits: numbers of the waits for collectives that the graph does not start. They take no time here, and
+            stay behind the node that they follow.
     """
 
     dag: Dag
@@ -57,6 +60,7 @@ class Captured:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[int, ...] = ()
     barriers: tuple[int, ...] = ()
+    outside_waits: tuple[int, ...] = ()
 
 
 def bind(dag: Dag, graph: fx.Graph) -> Captured:
@@ -74,15 +78,16 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 
     Memory is counted by storage, from the node that allocates it to the last node that reads or writes it through any
     alias. Results of the graph, and operands of a collective without a wait, live to the end. Inputs and attributes are
-    not counted.
+    not counted, except for what a backward is given to free: its inputs that are neither parameters nor inputs of the
+    forward, which AOTAutograd names ``primals_``. After their last user they count as free.
 
     Args:
         cost: milliseconds of a node; see `costs`. Not called for nodes that take no time: waits, views, items of
             tuples, uninitialised memory and arithmetic on sizes.
 
     Raises:
-        GraphError: a symbolic size, an input or a call without ``meta["val"]``, a wait without a start, a start of an
-            unknown group, a negative or non-finite cost, or an exception of `cost`. Names the node.
+        GraphError: a symbolic size, an input or a call without ``meta["val"]``, a start of an unknown group,
+            a negative or non-finite cost, or an exception of `cost`. Names the node.
 
     Example:
         >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
@@ -91,7 +96,8 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
         >>> len(captured.dag.starts)  # gathers of the parameters
         9
     """
-    builder = _Builder(cost)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    builder = _Builder(cost, is_backward=any(name.startswith("tangents") for name in names))
     for node in gm.graph.nodes:
         if node.op == "output":
             builder.returns(node)
@@ -110,7 +116,7 @@ NO_VALUE = 'it has no meta["val"], which gives sizes and aliases'
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Memory:
-    """A storage during the walk over the graph, by numbers of nodes; an input has no maker."""
+    """A storage during the walk over the graph, by numbers of nodes; that of an input has no maker."""
 
     num_bytes: int = 0
     maker: int = -1
@@ -134,8 +140,8 @@ class _Collective:
 class _Builder:
     """Nodes, dependencies and storages of the part of a graph that was walked."""
 
-    def __init__(self, cost: Cost) -> None:
-        self.cost = cost
+    def __init__(self, cost: Cost, is_backward: bool) -> None:
+        self.cost, self.is_backward = cost, is_backward
         self.nodes: list[Node] = []
         self.calls: list[fx.Node] = []
         self.number: dict[fx.Node, int] = {}
@@ -146,9 +152,11 @@ class _Builder:
         self.first: dict[fx.Node, list[int]] = {}  # of a tuple: the number of each item's first tensor
         self.outside: dict[int | None, _Memory] = {}  # storages of inputs
         self.made: list[_Memory] = []
+        self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
         self.last_random = self.last_guard = -1
         self.barriers: list[int] = []
+        self.outside_waits: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
 
     def input(self, node: fx.Node) -> None:
@@ -164,6 +172,11 @@ class _Builder:
             storage = storage_of(owner)
             memory = _Memory() if storage is None else self.outside.setdefault(storage, _Memory())
             self.tensors[node].append((storage_of(value), (memory,)))
+            is_freed = self.is_backward and node.op == "placeholder" and not node.name.startswith("primals")
+            memory.kept |= not is_freed  # one of several that share a storage keeps it
+            if is_freed and not memory.num_bytes:
+                memory.num_bytes = self._num_bytes(node, value)
+                self.given.append(memory)
 
     def returns(self, node: fx.Node) -> None:
         for memory in self._places(node.all_input_nodes):
@@ -190,11 +203,16 @@ class _Builder:
         if known.role is Role.START:
             kind = Kind.START
         elif known.role is Role.WAIT:
-            start = self._started(node, reads)
-            barrier = start not in self.collectives  # a barrier like the node that it waits for
-            if not barrier:
+            start = max((memory.start for memory in reads), default=-1)  # the last collective that wrote it
+            if start < 0:  # started outside of the graph; nothing is gained by waiting for it sooner
+                writes = reads
+                deps.add(i - 1)
+                self.outside_waits.append(i)
+            elif start in self.collectives:
                 writes = reads
                 kind, reads = self._wait(i, start, reads, deps)
+            else:  # a barrier like the node that it waits for
+                barrier = True
         if known.random:
             deps.add(self.last_random)
             self.last_random = i
@@ -257,7 +275,8 @@ class _Builder:
         for tensor in values:
             for size in tensor.shape:
                 if type(size) is not int:
-                    text = f"its shape {tuple(tensor.shape)} is symbolic; compile with dynamic=False"
+                    symbols = ", ".join(f"{name!r}: …" for name in sorted(_torch.symbols_of(size)))
+                    text = f"its shape {tuple(tensor.shape)} is symbolic; give numbers: sizes={{{symbols}}}"
                     raise GraphError(node.name, text)
         return values
 
@@ -268,15 +287,6 @@ class _Builder:
             for _, places in self.tensors.get(node, ()):
                 found += places
         return found if len(found) < 2 else list(dict.fromkeys(found))
-
-    def _started(self, node: fx.Node, places: list[_Memory]) -> int:
-        """Number of the last collective that wrote the tensor of a wait."""
-        start = max((memory.start for memory in places), default=-1)
-        if start < 0:
-            raise GraphError(
-                node.name, f"it waits for {node.all_input_nodes}, which no collective of this graph writes"
-            )
-        return start
 
     def _results(
         self,
@@ -338,7 +348,7 @@ class _Builder:
         except (NotImplementedError, RuntimeError):  # no storage
             size = value.numel() * value.element_size()
         if type(size) is not int:
-            raise GraphError(node.name, f"its storage has {size} bytes; compile with dynamic=False")
+            raise GraphError(node.name, f"its storage has {size} bytes; give numbers with sizes=")
         return size
 
     def _ms(self, node: fx.Node, known: Traits) -> float:
@@ -358,11 +368,12 @@ class _Builder:
                     memory.kept = True
         storages = tuple(
             Storage(memory.num_bytes, memory.maker, tuple(dict.fromkeys(memory.users)), memory.kept)
-            for memory in self.made
+            for memory in (*self.made, *(one for one in self.given if one.users and not one.kept))
             if memory.num_bytes
         )
         dag = Dag(tuple(self.nodes), storages)
-        return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, tuple(self.barriers))
+        marked = tuple(self.barriers), tuple(self.outside_waits)
+        return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, *marked)
 
 
 def _touch(i: int, reads: Iterable[_Memory], writes: Iterable[_Memory], deps: set[int]) -> None:

@@ -8,6 +8,9 @@ Point to point in torch 2.13: ``permute_tensor`` is an all-to-all and moves like
 ``batch_p2p_ops`` of ``_c10d_functional`` are barriers although they start and are waited for; so are ``c10d::send`` and
 ``c10d::recv_``. Their graphs differ from rank to rank, so ranks would reorder them differently, and two ranks must send
 messages in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
+
+Copies into and out of buckets (``bucketing::``, ``fsdp::``) are compute with the writes of their schemas.
+``symm_mem::_low_contention_*`` start collectives; all else of that namespace is a barrier.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from spanwise.overlap.ir.dag import GraphError
 
 _ops = _torch.functional_collectives
 _autograd = _torch.autograd_collectives
+_low_contention = _torch.low_contention_collectives()
 
 # Operators by kind of collective; each starts one and returns before its end.
 ALL_GATHER = frozenset({
     _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default,
-    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default
+    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default, _low_contention[0]
 })  # fmt: skip
 REDUCE_SCATTER = frozenset({
     _ops.reduce_scatter_tensor.default, _ops.reduce_scatter_tensor_out.default,
-    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default
+    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default, _low_contention[1]
 })  # fmt: skip
 ALL_REDUCE = frozenset({
     _ops.all_reduce.default, _ops.all_reduce_.default, _ops.all_reduce_coalesced.default,
@@ -232,6 +236,14 @@ def _of_higher_order(node: fx.Node, hop: _torch.HigherOrderOperator) -> Traits:
             Role.BARRIER, communicates=any(t.communicates or t.role in (Role.START, Role.WAIT) for t in inside)
         )
     return Traits(Role.COMPUTE, random=name in _RANDOM_HOPS or any(t.random for t in inside))
+
+
+def operator_name(node: fx.Node) -> str:
+    """Name of what a node calls, such as ``_c10d_functional.isend``."""
+    target = node.target
+    if isinstance(target, _torch.OpOverload):
+        return str(target.overloadpacket)
+    return str(getattr(target, "__name__", target))
 
 
 def attribute(node: fx.Node) -> Any:

@@ -2,13 +2,13 @@
 
 A graph has symbols for sizes if it has dynamic shapes, or an exchange whose rows change from plan to plan. Costs and
 memory need numbers, and the same ones on all ranks: the sizes a rank saw when it compiled are its own, and would lead
-to other decisions elsewhere. So every symbol stands for one given number.
+to other decisions elsewhere. So symbols stand for given numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,19 +19,29 @@ from spanwise.overlap.fx.operators import storage_of, tensors_of
 
 _ALIGNED = 16  # bytes, a multiple of every element's
 
+Sizes = int | Mapping[str, int]
+"""A number for each symbol, or one for all."""
+
 
 @contextlib.contextmanager
-def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
-    """Inside, tensors in ``meta["val"]`` of all nodes have numeric sizes: every symbol is `size`.
+def assumed(gm: fx.GraphModule, size: Sizes) -> Iterator[Callable[[fx.GraphModule], None]]:
+    """Inside, tensors in ``meta["val"]`` of all nodes have numeric sizes: those of `size`.
 
     Shared storages stay shared. Afterwards the old values are back, also in new nodes that took a value of an old one.
+
+    Yields:
+        A function that puts the old values back in a graph that was copied from this one.
+
+    Raises:
+        ValueError: `size` lacks a symbol of the graph, or has a number below 1.
     """
     mode = _torch.fake_mode()
     tensors = [t for node in gm.graph.nodes for t in tensors_of(node)]
     storages = {storage_of(t) for t in tensors if not _is_static(t)} - {None}
     if not storages:
-        yield
+        yield lambda other: None
         return
+    _check_sizes(tensors, size)
     num_bytes: dict[int, int] = {}
     for t in tensors:
         if (storage := storage_of(t)) in storages and storage is not None:
@@ -52,11 +62,27 @@ def assumed(gm: fx.GraphModule, size: int) -> Iterator[None]:
         before[id(number)] = value
         return number
 
+    def restore(other: fx.GraphModule) -> None:
+        _replace_values(other, lambda value: before.get(id(value), value))
+
     _replace_values(gm, replace)
     try:
-        yield
+        yield restore
     finally:
-        _replace_values(gm, lambda value: before.get(id(value), value))
+        restore(gm)
+
+
+def _check_sizes(tensors: list[torch.Tensor], size: Sizes) -> None:
+    if not isinstance(size, Mapping):
+        return
+    named: set[str] = set()
+    for tensor in tensors:
+        whole = tensor.untyped_storage().nbytes()
+        named.update(*map(_torch.symbols_of, (*tensor.shape, *tensor.stride(), tensor.storage_offset(), whole)))
+    if missing := sorted(named - set(size)):
+        raise ValueError(f"sizes has {dict(size)}, and the graph has {', '.join(missing)} as well: give all of them")
+    if wrong := {name: number for name, number in size.items() if type(number) is not int or number < 1}:
+        raise ValueError(f"sizes must be whole numbers of at least 1, got {wrong}")
 
 
 def _replace_values(gm: fx.GraphModule, replace: Any) -> None:
@@ -69,13 +95,13 @@ def _is_static(tensor: torch.Tensor) -> bool:
     return all(type(size) is int for size in (*tensor.shape, tensor.untyped_storage().nbytes()))
 
 
-def _layout(tensor: torch.Tensor, size: int) -> tuple[list[int], list[int], int]:
+def _layout(tensor: torch.Tensor, size: Sizes) -> tuple[list[int], list[int], int]:
     """Shape, strides and offset in elements; a negative size becomes 0."""
     numbers = [max(0, _torch.assume_symbols(n, size)) for n in (*tensor.shape, *tensor.stride())]
     return numbers[: tensor.ndim], numbers[tensor.ndim :], _torch.assume_symbols(tensor.storage_offset(), size)
 
 
-def _extent(tensor: torch.Tensor, size: int) -> int:
+def _extent(tensor: torch.Tensor, size: Sizes) -> int:
     """Bytes of its storage, at least as many as the tensor reaches."""
     shape, strides, offset = _layout(tensor, size)
     reach = offset + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0

@@ -105,8 +105,8 @@ class Dag:
                     raise GraphError(node.name, f"it waits for a collective that {first!r} has waited for")
                 waited[node.start] = node.name
         for storage in self.storages:
-            for user in (storage.maker, *storage.users):
-                if not storage.maker <= user < len(self.nodes):
+            for user in storage.touched_by:
+                if not max(0, storage.maker) <= user < len(self.nodes):
                     raise ValueError(f"a storage of node {storage.maker} is used by node {user}, of {len(self.nodes)}")
 
     def __len__(self) -> int:

@@ -26,11 +26,11 @@ _FEW = 32  # changes of a profile up to which slices are quicker than one cumula
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Memory that a node allocates.
+    """Memory that a node allocates, or that the graph is given and may free.
 
     Attributes:
         num_bytes: its size.
-        maker: the node that allocates it.
+        maker: the node that allocates it; -1 for memory that is there when the graph begins.
         users: nodes that read or write it; it is freed after the last of them. A wait uses all that its collective
             reads and writes.
         kept: whether it outlives the graph, as an output does.
@@ -40,6 +40,20 @@ class Storage:
     maker: int
     users: tuple[int, ...] = ()
     kept: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_given and (self.kept or not self.users):
+            raise ValueError("memory that the graph is given has users, after the last of which it is freed")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it is there when the graph begins, as a saved activation is when a backward does."""
+        return self.maker < 0
+
+    @property
+    def touched_by(self) -> tuple[int, ...]:
+        """Its maker and its users."""
+        return self.users if self.is_given else (self.maker, *self.users)
 
 
 def interval_sums(
@@ -78,7 +92,7 @@ class Lifetimes:
     @functools.cached_property
     def users(self) -> list[tuple[int, ...]]:
         """Of each storage, its maker and its users, each once, the maker first."""
-        return [tuple(dict.fromkeys((storage.maker, *storage.users))) for storage in self.storages]
+        return [tuple(dict.fromkeys(storage.touched_by)) for storage in self.storages]
 
     @functools.cached_property
     def used(self) -> list[list[int]]:
@@ -94,13 +108,24 @@ class Lifetimes:
         """Of each node, the bytes that it allocates."""
         found = [0] * self.num_nodes
         for storage in self.storages:
-            found[storage.maker] += storage.num_bytes
+            if not storage.is_given:
+                found[storage.maker] += storage.num_bytes
         return found
+
+    @functools.cached_property
+    def given(self) -> NDArray[np.bool_]:
+        """Of each storage, whether it is there when the graph begins."""
+        return np.array([storage.is_given for storage in self.storages], bool)
+
+    @functools.cached_property
+    def given_bytes(self) -> int:
+        """Bytes that are there when the graph begins, and that it frees; they are not part of a profile."""
+        return int(self.num_bytes[self.given].sum())
 
     @functools.cached_property
     def _flat_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`users` of all storages one after another, and where those of each begin."""
-        users = [(storage.maker, *storage.users) for storage in self.storages]
+        users = [storage.touched_by for storage in self.storages]
         begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
         return np.array([user for of_one in users for user in of_one], np.int64), begins
 
@@ -114,15 +139,18 @@ class Lifetimes:
         if not len(begins):
             return begins, begins
         at = users if position is None else position[users]
-        return at[begins], np.where(self.kept, self.num_nodes, np.maximum.reduceat(at, begins) + 1)
+        return np.where(self.given, 0, at[begins]), np.where(
+            self.kept, self.num_nodes, np.maximum.reduceat(at, begins) + 1
+        )
 
     def profile(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Bytes alive while each node runs, by its position in the order; int64 ``[n]``.
 
         A node's results count together with the arguments that it frees. A storage without users is freed at once.
+        Bytes count from what was alive when the graph began: where it has freed memory that it was given, fewer than 0.
         """
         opens, closes = self.spans(None if order is None else positions(order))
-        return interval_sums(self.num_nodes, opens, closes, self.num_bytes)
+        return interval_sums(self.num_nodes, opens, closes, self.num_bytes) - self.given_bytes
 
     def peak(self, order: Sequence[int] | None = None) -> int:
         """Most bytes alive at once, in the given order or by the nodes' own numbers."""
@@ -200,7 +228,8 @@ class ResourceLimit:
         self._row = rows.tolist()  # of each position, the rows before it
         opens, closes = lifetimes.spans(at)
         # Bytes at each node that is left, if these ran next in the known order.
-        self._profile = Profile(interval_sums(self._row[-1], rows[opens], rows[closes], lifetimes.num_bytes))
+        alive = interval_sums(self._row[-1], rows[opens], rows[closes], lifetimes.num_bytes)
+        self._profile = Profile(alive - lifetimes.given_bytes)
         self._bound = self._profile.peak(0)  # at least the bytes that any node left needs
         self._has_run = bytearray(count)  # by position
         self._next = 0
@@ -210,14 +239,9 @@ class ResourceLimit:
                 f"allow at least {self._bound:,}"
             )
 
-    def copy(self, budget: int | None = None) -> ResourceLimit:
-        """An independent limit in the same state.
-
-        Args:
-            budget: another budget, at least the known order's peak.
-        """
+    def copy(self) -> ResourceLimit:
+        """An independent limit in the same state."""
         other = copy.copy(self)
-        other.budget = self.budget if budget is None else budget
         other._last, other._last_position = self._last.copy(), self._last_position.copy()
         other._has_run, other._profile = self._has_run.copy(), self._profile.copy()
         return other

@@ -30,13 +30,16 @@ class ListOptions:
             the node.
         queue: milliseconds of work below which a stream gets its next collective. It leaves no gap where collectives
             take less time, or compute takes more, than estimated.
-        budget: bytes of memory; default: that of the problem's limit.
     """
 
     ahead: float
     patience: float = 0.0
     queue: float = 0.0
-    budget: int | None = None
+
+    def scaled(self, ms: float) -> ListOptions:
+        """These rules, if `ahead` and `queue` are shares of `ms`."""
+        ahead = math.inf if self.ahead == math.inf else self.ahead * ms  # also if `ms` is 0
+        return ListOptions(ahead, self.patience, self.queue * ms)
 
 
 def list_schedule(problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> ListSchedule:
@@ -67,7 +70,7 @@ class _ListScheduler:
         self.ms, self.stream, self.users = problem.ms, problem.stream, problem.users
         self.start_of, self.is_instant = problem.start_of, problem.is_instant
         count = len(problem.ms)
-        self.memory = memory = problem.limits[0].copy(options.budget)
+        self.memory = memory = problem.limits[0].copy()
         self.is_safe, self.limit_run = memory.is_safe, memory.run
         if len(problem.limits) > 1:
             limits = AllLimits([memory, *(limit.copy() for limit in problem.limits[1:])])
@@ -151,7 +154,11 @@ class _ListScheduler:
             heappush(self.ready[stream], self.rank[i])
 
     def wait_in_turn(self) -> None:
-        """Wait for collectives that have ended and whose turn has come; others may end later than estimated."""
+        """Wait for collectives that have ended and whose turn has come; others may end later than estimated.
+
+        The turn of a wait has come at once if other collectives can start after it.
+        """
+        feeds_stream = self.problem.feeds_stream
         waits, ended, compute, has_run, by_priority = (
             self.waits,
             self.ended,
@@ -161,7 +168,11 @@ class _ListScheduler:
         )
         while waits and (waits[0][0] <= self.now or has_run[waits[0][1]]):
             wait = heappop(waits)[1]
-            if not has_run[wait]:
+            if has_run[wait]:
+                continue
+            if feeds_stream[wait] and self.is_safe(wait):
+                self.issue(wait)
+            else:
                 heappush(ended, self.rank[wait])
         while compute and has_run[by_priority[compute[0]]]:
             heappop(compute)

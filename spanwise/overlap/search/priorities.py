@@ -2,12 +2,13 @@
 
     dag ─► priorities ─► list_scheduler ─► schedule
 
-The smaller time goes first. There are two sources:
+The smaller time goes first. There are three sources:
 
 - `order_priorities`: the time of a node's turn in a known order, if all collectives were hidden. Nodes off the longest
   paths come later by up to `lead`. So the compute that collectives need comes first, and other compute is kept to hide
   them, but no more than `lead` of it: memory and the streams of gradients keep flowing. Without that limit the longest
   path runs ahead and memory fills up.
+- `nearest_collective`: the time at which the next collective that a node leads to could start. Streams are busy early.
 - `backward_pass`: the times of a schedule made from the end backward, which places first whatever ended last in an
   earlier schedule ("justification": K. Y. Li and R. J. Willis, "An iterative scheduling technique for
   resource-constrained project scheduling", European Journal of Operational Research 56, 1992; V. Valls, F. Ballestin
@@ -59,9 +60,11 @@ class SchedulingProblem:
     Attributes:
         stream: of each node: 0 for compute, a number for each group, -1 for a wait.
         longest: milliseconds of the longest path.
+        head: of each node, the earliest time at which it can be issued.
         tail: of each node, the longest path from its issue to the end of the graph.
         slack: of each node, `longest` less the longest path through it.
         scarce: bytes alive above which waits are not deferred and little runs ahead.
+        feeds_stream: of each node, whether only nodes that take no time lie between it and a start.
         is_instant: of each node, whether it takes neither time nor anything that is limited. It runs when it is ready.
     """
 
@@ -73,12 +76,17 @@ class SchedulingProblem:
         self.num_streams = 1 + len(numbers)
         self.stream = [numbers[n.group] if n.kind == _START else -(n.kind == _WAIT) for n in dag.nodes]
         self.start_of = [node.start for node in dag.nodes]
-        head, self.tail = heads(dag).tolist(), tails(dag)[0].tolist()
-        self.longest = max((first + rest for first, rest in zip(head, self.tail, strict=True)), default=0.0)
-        self.slack = [self.longest - first - rest for first, rest in zip(head, self.tail, strict=True)]
+        self.head, self.tail = heads(dag).tolist(), tails(dag)[0].tolist()
+        self.longest = max((first + rest for first, rest in zip(self.head, self.tail, strict=True)), default=0.0)
+        self.slack = [self.longest - first - rest for first, rest in zip(self.head, self.tail, strict=True)]
         peak = dag.peak_bytes(order)
         self.scarce = peak + (limits[0].budget - peak) // 2
         self.is_instant = [stream == 0 and ms == 0.0 for stream, ms in zip(self.stream, self.ms, strict=True)]
+        self.feeds_stream = [False] * len(dag)
+        for i in reversed(order):
+            self.feeds_stream[i] = any(
+                self.stream[user] > 0 or (self.is_instant[user] and self.feeds_stream[user]) for user in self.users[i]
+            )
         for limit in limits:
             self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
 
@@ -112,6 +120,25 @@ def order_priorities(problem: SchedulingProblem, lead: float, margin: float = 0.
         if stream[i] == 0:
             turn += ms[i]
     return before_users(problem, times, margin)
+
+
+def nearest_collective(problem: SchedulingProblem) -> list[float]:
+    """Priorities by which every stream gets work as soon as it can.
+
+    A node's time is the earliest at which a collective that it leads to could start, other nodes aside. Nodes that lead
+    to none come last, in the known order. A stream that is the bottleneck must not wait for its first collective.
+    """
+    early, stream, start_of = problem.head, problem.stream, problem.start_of
+    found = [math.inf] * len(early)
+    last = problem.longest
+    for i in reversed(problem.order):
+        # What the wait of a start leads to is later than the start.
+        users = [found[user] for user in problem.users[i] if start_of[user] != i]
+        found[i] = min(users, default=math.inf)
+        if stream[i] > 0:
+            found[i] = min(found[i], early[i])
+    turn = {i: place for place, i in enumerate(problem.order)}
+    return [last + turn[i] if time == math.inf else time for i, time in enumerate(found)]
 
 
 def before_users(problem: SchedulingProblem, times: Sequence[float], margin: float) -> list[float]:

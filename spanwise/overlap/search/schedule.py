@@ -1,7 +1,7 @@
 """Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
-    1. list schedules by priorities close to the graph's own order
-    2. list schedules by priorities from a backward pass over the best schedule so far
+    1. greedy list schedules: in the graph's own order, to the nearest collective, along the longest path
+    2. list schedules by priorities from a backward pass over these, the best first
     3. the best schedule, polished: less memory, earlier starts, later waits
 
 The best has the shortest makespan; of makespans that are close, the lowest peak memory decides. The graph's own order
@@ -29,29 +29,21 @@ from spanwise.overlap.search.priorities import (
     ListSchedule,
     SchedulingProblem,
     backward_pass,
-    before_users,
+    nearest_collective,
     order_priorities,
 )
 
 GIB = 2**30
-EFFORT = 8  # orders tried of a large graph; not measured apart
+# Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
+# time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
+EFFORT, _LARGE = 8, 1_800
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; not measured apart
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
-# Of the bound: within it, a large graph's first trials stop after 3 failures in a row; docs/decisions.md, "Orders".
-_NEAR, _MAX_FAILURES = 1.05, 3
-# Orders tried first. Shares of the longest path: `lead` and `margin` of `order_priorities`, `ahead` of `ListOptions`;
-# and patience. Measured together only: benchmarks/results/overlap-peers.json.
-_PACED = (
-    (5 / 64, 1 / 64, 5 / 64, 0.25), (3 / 64, 1 / 64, 5 / 64, 0.0), (1 / 32, 0.0, 1 / 16, 0.25),
-    (5 / 64, 1 / 64, 5 / 64, 0.0), (math.inf, 0.0, math.inf, 0.0), (1 / 8, 1 / 64, 1 / 8, 0.5),
-    (1 / 4, 1 / 64, 1 / 4, 0.0), (1 / 32, 1 / 64, 1 / 32, 0.0), (1, 0.0, 1 / 4, 0.25), (1 / 64, 0.0, 1 / 64, 0.25),
-    (1 / 16, 1 / 32, 3 / 32, 0.25),
-)  # fmt: skip
-_FIRST = 4  # of these, the best is improved first; not measured apart
-_ROUNDS = 3  # backward and forward passes in a row at most; not measured apart
-_NARROW, _WIDE = 5 / 64, 1 / 4  # `ahead` with priorities of a backward pass; not measured apart
-_QUEUE = 1 / 32  # `queue` of `ListOptions`, a share of the longest path; not measured apart
-_MARGIN = 1 / 32  # `margin` of the polished order, a share of the longest path; not measured apart
+# Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
+# queue at each stream or a long one. benchmarks/results/overlap-zoo.json, docs/decisions.md, "Orders".
+_RULES = tuple(ListOptions(ahead, queue=queue) for queue in (1 / 32, 1 / 2) for ahead in (5 / 64, math.inf))
+_NEAR, _EAGER, _, _EAGER_DEEP = _RULES
+_KICK = 1 / 16  # of the longest path: most noise in the priorities of a restart; not measured apart
 _TINY = 1e-4  # share of the longest path below which compute is moved as late as possible; not measured apart
 
 
@@ -88,8 +80,8 @@ def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
 
 
 def default_effort(dag: Dag) -> int:
-    """Number of orders to try: `EFFORT` of a large graph, up to four times as many of a small one."""
-    return min(4 * EFFORT, max(EFFORT, 32_000 // max(1, len(dag))))
+    """Number of orders to try: `EFFORT` of a large graph, three times as many of a small one."""
+    return 3 * EFFORT if len(dag) < _LARGE else EFFORT
 
 
 def schedule(
@@ -175,46 +167,27 @@ class _ScheduleSearch:
         return simulate(self.dag, order).makespan
 
     def run(self, effort: int) -> None:
-        """Try `effort` orders, or fewer if the best cannot get better.
-
-        Every better order is polished. Of the first orders of a large graph only the best is, because polishing takes
-        as long as trying three.
-        """
+        """Try `effort` orders, or fewer if the best is as short as the bound, and polish the best."""
         if effort > 1 and not self.done:
             self.bounds = lower_bounds(self.dag)  # takes as long as two tries, and often saves more
             self.floor = self.bounds.makespan
-        candidates = self._candidates()
-        is_large = default_effort(self.dag) == EFFORT
-        first = EFFORT if is_large else 1
-        self._try(candidates, min(effort, first))
-        for _ in range(first, effort):
+        better: list[int] | None = None
+        for found in itertools.islice(self._candidates(), effort):
+            makespan = found.makespan if self.same_costs else self._simulated(found.order)
+            if makespan <= self.makespan and self._score(makespan, found.peak) < self._score(self.makespan, self.peak):
+                better, self.makespan, self.peak = found.order, makespan, found.peak
             if self.done:
                 break
-            self._try(candidates, 1)
-
-    def _try(self, candidates: Iterator[ListSchedule], most: int) -> None:
-        """Keep the best of `most` orders, polished; stop early near the bound after `_MAX_FAILURES` without a gain."""
-        better: list[int] | None = None
-        failures = 0
-        for _ in range(most):
-            if self.done or (failures >= _MAX_FAILURES and self.makespan <= _NEAR * self.floor):
-                break
-            found = next(candidates)
-            makespan = found.makespan if self.same_costs else self._simulated(found.order)
-            failures += 1
-            if makespan <= self.makespan and self._score(makespan, found.peak) < self._score(self.makespan, self.peak):
-                better, self.makespan, self.peak, failures = found.order, makespan, found.peak, 0
         if better is None:
             return
         self.best = simulate(self.dag, self._polished(better, self.makespan, self.peak))
         if self.best.makespan > self.makespan or self.best.peak_bytes > self.peak:
             self.best = simulate(self.dag, better)
-        self.makespan, self.peak = self.best.makespan, self.best.peak_bytes
 
     @property
     def done(self) -> bool:
-        """Whether the best is as short as the bound and takes no more memory than the order to improve on."""
-        return self.makespan <= _OPTIMAL * self.floor and self.peak <= self.before.peak_bytes
+        """Whether the best is as short as the bound."""
+        return self.makespan <= _OPTIMAL * self.floor
 
     def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
         """An order that takes no longer, with less memory or more time before collectives are needed."""
@@ -224,60 +197,52 @@ class _ScheduleSearch:
         late = as_late_as_possible(problem, order, cheap)
         if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
             order, makespan, peak = late, late_span, late_peak
-        # Costs are estimates: collectives are started earlier, as far as the order's own peak allows.
-        known = problem.along(order, peak)
-        priorities = before_users(known, simulate(problem.dag, order).begin.tolist(), _MARGIN * scale)
-        found = list_schedule(known, priorities, ListOptions(_WIDE * scale, queue=_QUEUE * scale))
-        if (found.makespan if self.same_costs else self._simulated(found.order)) <= makespan:
-            known = problem.along(found.order, found.peak)
-        return starts_early_waits_late(known)
+        # Costs are estimates: collectives start earlier, as far as the order's own peak allows.
+        return starts_early_waits_late(problem.along(order, peak))
 
     def _candidates(self) -> Iterator[ListSchedule]:
-        """Schedules without end."""
+        """Schedules without end: different greedy ones, the best of them improved, then restarts near the best."""
         problem, scale = self.problem, self.scale
 
         def value(found: ListSchedule) -> float:
             return self._score(found.makespan, found.peak)
 
-        def run(
-            priorities: list[float], ahead: float, patience: float = 0.0, budget: int | None = None
-        ) -> ListSchedule:
-            return list_schedule(problem, priorities, ListOptions(ahead * scale, patience, _QUEUE * scale, budget))
-
-        def start(number: int) -> ListSchedule:
-            lead, margin, ahead, patience = _PACED[number]
-            return run(order_priorities(problem, lead * scale, margin * scale), ahead, patience)
+        def run(priorities: list[float], rule: ListOptions) -> ListSchedule:
+            return list_schedule(problem, priorities, rule.scaled(scale))
 
         first = []
-        for number in range(_FIRST):
-            first.append(start(number))
+        for priorities, rule in self._first():
+            first.append(run(priorities, rule))
             yield first[-1]
-        best, widest = min(first, key=value), _WIDE
-        draw = random.Random(0)
-        for number in itertools.count(_FIRST):
-            # Backward and forward again, as long as that helps.
-            current = best
-            for _ in range(_ROUNDS):
+        first.sort(key=value)
+        best, draw = min(first, key=value), random.Random(0)
+        for number in itertools.count():
+            if number < len(first):
+                current = first[number]
+            else:
+                current = run([begin + _KICK * scale * draw.random() for begin in best.begin], _NEAR)
+                yield current
+            while True:  # backward and forward again, as long as that helps
                 priorities = backward_pass(problem, current).begin
                 tried = []
-                for ahead in (_NARROW, widest):
-                    tried.append(run(priorities, ahead))
+                for rule in _RULES:
+                    tried.append(run(priorities, rule))
                     yield tried[-1]
                 better = min(tried, key=value)
-                gained = better.makespan < current.makespan
-                current = min(better, current, key=value)
-                if not gained:
+                if better.makespan >= current.makespan:
                     break
-            best = min(current, best, key=value)
-            least = self.before.peak_bytes
-            if best.peak > least:  # the same with half of the extra memory
-                yield run(priorities, _NARROW, budget=(least + best.peak) // 2)
-            if number < len(_PACED):
-                widest = max(_WIDE, _PACED[number][2])
-                best = start(number)
-            else:
-                best = run([begin + scale / 16 * draw.random() for begin in best.begin], _NARROW)
-            yield best
+                current = better
+            best = min(best, current, key=value)
+
+    def _first(self) -> Iterator[tuple[list[float], ListOptions]]:
+        """Priorities and rules of greedy orders that differ: each is the best on some graph."""
+        problem = self.problem
+        patient = dataclasses.replace(_EAGER, patience=1 / 4)
+        yield order_priorities(problem, 0.0), patient  # the known order, collectives as soon as they are ready
+        yield nearest_collective(problem), _EAGER
+        yield order_priorities(problem, math.inf), _EAGER_DEEP  # longest path first
+        # The known order, but what nothing waits for later: streams with a limit in flight need that.
+        yield order_priorities(problem, self.scale / 8, self.scale / 64), _EAGER
 
 
 def _slower_collectives(dag: Dag, multiplier: float) -> Dag:
