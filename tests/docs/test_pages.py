@@ -24,6 +24,13 @@ import run_blocks  # noqa: E402
 PAGES = sorted(path for path in DOCS.rglob("*.md") if re.search(r"^```(python|bash)$", path.read_text(), re.MULTILINE))
 # draw_gallery runs the code of the gallery; the tests of own exchanges and kernels run that of their pages.
 ELSEWHERE = ("gallery", "add-an-exchange", "add-a-kernel")
+# Packages that pages import and that may be missing.
+NEEDS = {
+    "huggingface": ["transformers"],
+    "lightning": ["pytorch_lightning", "transformers"],
+    "megatron": ["megatron.core.packed_seq_params"],
+    "rl": ["transformers"],
+}
 
 
 @pytest.mark.timeout(600)
@@ -36,6 +43,8 @@ ELSEWHERE = ("gallery", "add-an-exchange", "add-a-kernel")
     ],
 )
 def test_code_blocks_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    for name in NEEDS.get(page.stem, ()):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     assert run_blocks.run_page(page, tmp_path) == page.read_text()
 
 
