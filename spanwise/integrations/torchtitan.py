@@ -16,6 +16,7 @@ recomputes with the right one. torchtitan is imported when modules are wrapped; 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,8 +61,7 @@ def apply_cp_to_forward(
         ValueError: no module, a module with a forward of its own, or a `VarlenAttention` with a window, which belongs
             into the mask.
     """
-    from torchtitan.models.common import attention
-
+    attention = importlib.import_module("torchtitan.models.common.attention")
     known = [attention.FlexAttention, attention.VarlenAttention, attention.ScaledDotProductAttention]
     if not attention_modules:
         raise ValueError("apply_cp_to_forward got no attention module")
@@ -78,7 +78,7 @@ def apply_cp_to_forward(
                 f"at {_CAUSAL} and pass mask=SpanMask.documents(…, window={window}) to prepare_context_parallel_input"
             )
     for module in attention_modules:
-        module.forward = _planned_forward(cp_mesh, kernel)  # type: ignore[method-assign, assignment]
+        module.forward = _planned_forward(cp_mesh, kernel)
 
 
 def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., torch.Tensor]:
@@ -107,7 +107,9 @@ def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., to
             given = unknown if is_causal else {"is_causal": False, **unknown}
             raise ValueError(f"attention under context parallelism does not take {given}; the plan's mask decides")
         out, aux = spanwise.context_parallel_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attention_masks.plan,
             mesh,
             mask_name=attention_masks.name,
