@@ -35,7 +35,7 @@ def run_command(command: str, folder: Path, place: str) -> str:
     """What the command printed; torch.distributed is kept to one thread a process and the loopback interface."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "COLUMNS": "100",

@@ -1,0 +1,216 @@
+"""Context parallelism for torchtitan 0.3: the two calls of its `distributed.context_parallel`, for any span mask.
+
+    from spanwise.integrations import torchtitan as titan
+
+    titan.apply_cp_to_forward(attention_modules, parallel_dims.get_mesh("cp"))       # where the model is parallelized
+    inputs, labels, extra_kwargs = titan.prepare_context_parallel_input(             # where a batch is cut
+        inputs, labels, extra_kwargs, parallel_dims.get_mesh("cp")
+    )
+
+The plan travels in place of `attention_masks`, as an argument of every layer, so that activation checkpointing
+recomputes with the right one. torchtitan is imported when modules are wrapped; cutting a batch does not need it.
+"""
+
+# B batch, S tokens of a row, T tokens of this rank, N heads, H head dim: tensors of torchtitan are [B, T, N, H]
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import spanwise
+from spanwise.attention.kernels.base import Kernel
+
+# torchtitan's names of load balancers, where they differ from `make_plan`'s.
+_BALANCERS = {"headtail": "head_tail", None: "contiguous"}
+_CAUSAL = (-1, 0)  # the window_size of VarlenAttention that limits nothing but the future
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedMask:
+    """What attention gets in place of a mask: the rank's plan, and which of its masks to use.
+
+    Not a pytree: frameworks that cast or move tensors in arguments leave it alone.
+    """
+
+    plan: spanwise.RankPlan
+    name: str = "default"
+
+
+def apply_cp_to_forward(
+    attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, *, kernel: str | Kernel = "auto"
+) -> None:
+    """Let torchtitan's inner attention modules attend over all ranks of `cp_mesh`.
+
+    Replaces the forward of each module. Call it where torchtitan calls its own function of this name: before
+    ``Module.parallelize()``, compile and FSDP.
+
+    Args:
+        attention_modules: ``block.attention.inner_attention`` of every layer: `FlexAttention`, `VarlenAttention` or
+            `ScaledDotProductAttention`. Their own kernel is not used.
+        cp_mesh: the cp mesh, 1-D.
+        kernel: as in `spanwise.context_parallel_attention`.
+
+    Raises:
+        ValueError: no module, a module with a forward of its own, or a `VarlenAttention` with a window, which belongs
+            into the mask.
+    """
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    known = [attention.FlexAttention, attention.VarlenAttention, attention.ScaledDotProductAttention]
+    if not attention_modules:
+        raise ValueError("apply_cp_to_forward got no attention module")
+    for module in attention_modules:
+        if all(type(module).forward is not cls.forward for cls in known) or "forward" in vars(module):
+            raise ValueError(
+                f"apply_cp_to_forward takes torchtitan's {', '.join(cls.__name__ for cls in known)} with their own "
+                f"forward, got {type(module).__name__}; call spanwise.context_parallel_attention in a forward of yours"
+            )
+        window = tuple(getattr(module, "window_size", _CAUSAL))
+        if window != _CAUSAL:
+            raise ValueError(
+                f"{type(module).__name__} has window_size={window}; the mask decides what is read: leave window_size "
+                f"at {_CAUSAL} and pass mask=SpanMask.documents(…, window={window}) to prepare_context_parallel_input"
+            )
+    for module in attention_modules:
+        module.forward = _planned_forward(cp_mesh, kernel)
+
+
+def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., torch.Tensor]:
+    """A forward of an inner attention module that takes a `PlannedMask`."""
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        enable_gqa: bool = False,  # the heads of k tell it
+        is_causal: bool = True,
+        **unknown: Any,
+    ) -> torch.Tensor:
+        if not isinstance(attention_masks, PlannedMask):
+            raise ValueError(
+                f"attention under context parallelism needs the plan that prepare_context_parallel_input of "
+                f"spanwise.integrations.torchtitan puts into extra_kwargs['attention_masks'], got "
+                f"{type(attention_masks).__name__}"
+            )
+        if unknown or not is_causal:
+            given = unknown if is_causal else {"is_causal": False, **unknown}
+            raise ValueError(f"attention under context parallelism does not take {given}; the plan's mask decides")
+        out, aux = spanwise.context_parallel_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attention_masks.plan,
+            mesh,
+            mask_name=attention_masks.name,
+            scale=scale,
+            score_mod=score_mod,
+            kernel=kernel,
+            return_aux=spanwise.AuxRequest(lse=out_transform is not None),
+        )
+        out = out.transpose(1, 2)
+        return out if out_transform is None else out_transform(out, aux.lse.transpose(1, 2))
+
+    return forward
+
+
+def prepare_context_parallel_input(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    extra_kwargs: Mapping[str, Any],
+    cp_mesh: DeviceMesh,
+    device: torch.device | str | None = None,
+    load_balancer_type: str | spanwise.LoadBalancer | None = "auto",
+    *,
+    mask: Any = None,
+    plan: spanwise.Plan | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Plan a batch and cut it to this rank's tokens. A collective call over `cp_mesh`.
+
+    The mask is the first of: `plan`, `mask`, ``extra_kwargs["attention_masks"]`` (a `BlockMask` or a dict of them),
+    causal documents of ``extra_kwargs["positions"]``.
+
+    Args:
+        inputs: ``[B, S]``, or embeddings ``[B, S, D]``; whole, the same on all ranks of `cp_mesh`.
+        labels: ``[B, S]``, shifted before, as torchtitan's loaders do.
+        extra_kwargs: arguments of the model. ``positions`` ``[B, S]`` are 0 at the start of each document; missing
+            ones count from the start of the row.
+        cp_mesh: the cp mesh, 1-D.
+        device: of the results; default: that of `inputs`.
+        load_balancer_type: "headtail", "ptrr" or None as in torchtitan, or a balancer of `spanwise.make_plan`.
+        mask: a `SpanMask`, a `BlockMask`, or masks by the keys that the model looks up.
+        plan: made before, for example in the loader.
+        options: arguments of `spanwise.make_plan`. Several masks share one layout, which ``weights`` balances; so there
+            is no ``ptrr_mask_key``.
+
+    Returns:
+        inputs ``[B, T, …]``, labels ``[B, T]`` and the arguments of the model, in which ``positions`` ``[B, T]`` are
+        cut and ``attention_masks`` holds the plan. Other arguments are as given.
+
+    Raises:
+        ValueError: shapes that differ, or a plan of another batch; on all ranks alike.
+    """
+    shape = tuple(inputs.shape[:2])
+    positions = extra_kwargs.get("positions")
+    if positions is None:
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand(shape)
+    if tuple(labels.shape) != shape or tuple(positions.shape) != shape:
+        raise ValueError(
+            f"labels and positions must be [B, S] = {shape}, as inputs, got {tuple(labels.shape)} and "
+            f"{tuple(positions.shape)}"
+        )
+    if plan is None:
+        masks = next(m for m in (mask, extra_kwargs.get("attention_masks"), document_mask(positions)) if m is not None)
+        plan = _make_plan(masks, cp_mesh.size(), load_balancer_type, options)
+    elif mask is not None or options:
+        raise ValueError("a plan has its masks and options; leave mask and the options of make_plan out")
+    if (plan.seq_len, plan.num_ranks) != (shape[1], cp_mesh.size()):
+        raise ValueError(
+            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {shape[1]} tokens a row, "
+            f"the mesh {cp_mesh.size()} ranks"
+        )
+    device = inputs.device if device is None else torch.device(device)
+    local = plan.local(cp_mesh, device)
+    inputs, labels, positions = spanwise.shard(local, x=tuple(x.to(device) for x in (inputs, labels, positions)))
+    named = {name: PlannedMask(local, name) for name in plan.masks}
+    planned = named["default"] if set(named) == {"default"} else named
+    return inputs, labels, {**extra_kwargs, "positions": positions, "attention_masks": planned}
+
+
+def document_mask(positions: torch.Tensor, **options: Any) -> spanwise.SpanMask:
+    """Packed documents, one from each position 0, as torchtitan marks them; ``[B, S]`` gives each row its own.
+
+    Args:
+        positions: integers ``[B, S]``; the first token of a row starts a document in any case.
+        options: ``causal``, ``window`` and ``chunk`` of `SpanMask.documents`.
+
+    >>> document_mask(torch.tensor([[0, 1, 0, 1, 2]])) == spanwise.SpanMask.documents([0, 2, 5])
+    True
+    """
+    if positions.dim() != 2:
+        raise ValueError(f"positions must be [B, S], got shape {tuple(positions.shape)}")
+    rows = []
+    for row in positions.detach().cpu():
+        starts = (row[1:] == 0).nonzero().flatten() + 1
+        rows.append(spanwise.SpanMask.documents([0, *starts.tolist(), len(row)], **options))
+    return rows[0] if all(row == rows[0] for row in rows) else spanwise.SpanMask.stack(rows)
+
+
+def _make_plan(masks: Any, num_ranks: int, balancer: Any, options: Mapping[str, Any]) -> spanwise.Plan:
+    """The plan, after a translation of torchtitan's names."""
+    if isinstance(masks, Mapping):
+        masks = {name: mask for name, mask in masks.items() if mask is not None}  # None marks an unused mask
+    if balancer is None or isinstance(balancer, str):
+        balancer = _BALANCERS.get(balancer, balancer)
+    return spanwise.make_plan(masks, num_ranks, balancer=balancer, **options)

@@ -1,0 +1,216 @@
+"""torchtitan's models under context parallelism: its own modules, masks, loss, checkpointing and FSDP2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan.models.llama3", reason="torchtitan (Python 3.11), or triton, is not installed")
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.gpt_oss import gptoss_configs
+
+import spanwise
+from spanwise.integrations import torchtitan as titan
+from tests.integrations.torchtitan import tiny
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # processes import torchtitan first
+ROWS = ((23, 41, 7, 30), (64, 1, 36))
+
+
+def _inner(model: Any) -> list[Any]:
+    return [layer.attention.inner_attention for layer in model.layers.values()]
+
+
+def _step(model: Any, mesh: Any, batch: Any, extra: dict[str, Any], **options: Any) -> Any:
+    inputs, labels, positions = batch
+    count = int((labels != tiny.IGNORE_INDEX).sum())
+    inputs, labels, kwargs = titan.prepare_context_parallel_input(
+        inputs, labels, {"positions": positions, **extra}, mesh, **options
+    )
+    return tiny.step(model, labels, count, inputs, **kwargs), kwargs
+
+
+def _train(rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    model = tiny.model_of()
+    titan.apply_cp_to_forward(_inner(model), mesh)
+    loss, _ = _step(model, mesh, batch, extra or {}, **options)
+    return loss, tiny.gradients_of(model)
+
+
+@pytest.mark.parametrize(("num_ranks", "balancer"), [(2, "auto"), (4, "headtail"), (3, None)])
+def test_packed_documents(num_ranks: int, balancer: str | None) -> None:
+    batch = tiny.batch_of(ROWS)
+    results = run_ranks(num_ranks, _train, batch, load_balancer_type=balancer, block_size=16)
+    tiny.check(results, tiny.reference(ROWS, batch))
+
+
+def test_block_mask_of_the_model() -> None:
+    """What torchtitan's trainer puts into ``attention_masks``."""
+    batch = tiny.batch_of(ROWS)
+    with torch.compiler.set_stance("force_eager"):
+        mask = tiny.model_of().get_attention_masks(batch[2])
+    tiny.check(run_ranks(2, _train, batch, {"attention_masks": mask}), tiny.reference(ROWS, batch))
+
+
+def test_mask_goes_before_positions() -> None:
+    """Documents by `mask`, other numbers in ``positions``: the rotary embedding is relative, so results are equal."""
+    rows = ((50, 51),)
+    inputs, labels, positions = tiny.batch_of(rows)
+    batch = inputs, labels, torch.arange(101)[None]
+    mask = spanwise.SpanMask.documents([0, 50, 101])
+    want = tiny.reference(rows, (inputs, labels, positions))
+    tiny.check(run_ranks(2, _train, batch, mask=mask), want)
+    plan = spanwise.make_plan(mask, 2, balancer="ptrr", block_size=8)
+    tiny.check(run_ranks(2, _train, batch, plan=plan), want)
+    with pytest.raises(AssertionError):  # one document
+        tiny.check(run_ranks(2, _train, batch), want)
+
+
+def _sharded(rank: int, mesh: Any, batch: Any, more: str) -> Any:
+    torch._dynamo.reset()  # processes are reused
+    model = tiny.model_of()
+    titan.apply_cp_to_forward(_inner(model), mesh)
+    if more == "checkpointing":
+        FullAC.Config().build(dump_folder="").apply(model)
+    else:
+        for layer in model.layers.values():
+            layer.compile(backend="aot_eager", fullgraph=True)
+    apply_fsdp_to_decoder(model, mesh, torch.float32, torch.float32, pp_enabled=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
+    loss, kwargs = _step(model, mesh, batch, {}, exchange="needed", stages=1)
+    assert isinstance(kwargs["attention_masks"], titan.PlannedMask)
+    held = tiny.gradients_of(model)
+    return loss, {
+        name.replace("_checkpoint_wrapped_module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
+        for name, g in held.items()
+    }
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("more", ["checkpointing", "compile"])
+def test_fsdp(gloo_pool: GlooPool, more: str) -> None:
+    batch = tiny.batch_of(ROWS)
+    results = gloo_pool.run(2, _sharded, batch, more, timeout=240)
+    loss, gradients = tiny.reference(ROWS, batch)
+    tiny.check([results[0], (results[1][0], {name: 0 * g for name, g in gradients.items()})], (loss, gradients))
+
+
+def _gpt_oss_attention(sliding: bool) -> Any:
+    """Attention of gpt-oss: sinks through `out_transform`, GQA, a scale of its own."""
+    config = gptoss_configs["debugmodel"]("standard", "flex").layers[0].attention
+    config.n_heads, config.n_kv_heads = config.qkv_linear.n_heads, config.qkv_linear.n_kv_heads
+    module = config.build()
+    generator = torch.Generator().manual_seed(int(sliding))
+    with torch.no_grad():
+        module.init_states()
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    return module
+
+
+def _dense(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: float, out_transform: Any, **_: Any) -> Any:
+    """Attention with a dense mask, for one device."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (scale * q @ k.mT).masked_fill(~attention_masks.unsqueeze(1), -math.inf)
+    return out_transform((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
+
+
+def _two_masks(rank: int, mesh: Any, x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, masks: Any) -> Any:
+    x = x.clone().requires_grad_()
+    layers = {"basic_mask": _gpt_oss_attention(False), "sliding_window_mask": _gpt_oss_attention(True)}
+    titan.apply_cp_to_forward([layer.inner_attention for layer in layers.values()], mesh)
+    local, _, kwargs = titan.prepare_context_parallel_input(
+        x, positions, {"positions": positions}, mesh, mask=masks, weights={"basic_mask": 3}
+    )
+    plan = kwargs["attention_masks"]["basic_mask"].plan
+    for name, layer in layers.items():
+        local = layer(local, kwargs["attention_masks"][name], kwargs["positions"])
+    local.backward(spanwise.shard(plan, x=out))
+    return spanwise.unshard(plan, x=local.detach()), x.grad, [tiny.gradients_of(layer) for layer in layers.values()]
+
+
+def test_two_masks_and_sinks() -> None:
+    _, _, positions = tiny.batch_of(ROWS)
+    generator = torch.Generator().manual_seed(3)
+    x, cotangent = torch.randn(2, *positions.shape, 256, generator=generator).unbind()
+    masks = {"basic_mask": titan.document_mask(positions)}
+    masks |= {"sliding_window_mask": titan.document_mask(positions, window=(9, 0)), "unused": None}
+    results = run_ranks(2, _two_masks, x, cotangent, positions, masks)
+
+    document = (positions == 0).cumsum(1)
+    i, j = torch.arange(101)[:, None], torch.arange(101)
+    basic = (document[:, :, None] == document[:, None]) & (j <= i)
+    want = x.clone().requires_grad_()
+    layers = [_gpt_oss_attention(False), _gpt_oss_attention(True)]
+    out = want
+    for layer, mask in zip(layers, (basic, basic & (i - j <= 9)), strict=True):
+        layer.inner_attention.forward = _dense
+        out = layer(out, mask, positions)
+    out.backward(cotangent)
+    assert want.grad is not None
+    grad = sum(result[1] for result in results)
+    for whole, _, _ in results:
+        torch.testing.assert_close(whole, out.detach(), atol=2e-6, rtol=1e-5)
+    assert (grad - want.grad).norm() <= 1e-5 * want.grad.norm()
+    for index, layer in enumerate(layers):
+        for name, gradient in tiny.gradients_of(layer).items():
+            error = sum(result[2][index][name] for result in results) - gradient
+            assert error.norm() <= 1e-5 * gradient.norm(), name
+
+
+def _refused(rank: int, mesh: Any) -> None:
+    inputs, labels, positions = tiny.batch_of(ROWS)
+    model = tiny.model_of()
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        return titan.prepare_context_parallel_input(*args, mesh, **options)
+
+    with pytest.raises(ValueError, match="no attention module"):
+        titan.apply_cp_to_forward([], mesh)
+    with pytest.raises(ValueError, match="with their own forward, got Linear"):
+        titan.apply_cp_to_forward([torch.nn.Linear(1, 1)], mesh)
+    with pytest.raises(ValueError, match=r"window_size=\(9, 0\)"):
+        titan.apply_cp_to_forward([_with_window()], mesh)
+    titan.apply_cp_to_forward(_inner(model), mesh)
+    with pytest.raises(ValueError, match="with their own forward, got FlexAttention"):
+        titan.apply_cp_to_forward(_inner(model), mesh)
+    with pytest.raises(ValueError, match="needs the plan .* got NoneType"):
+        model(inputs, positions)
+    with pytest.raises(ValueError, match=r"must be \[B, S\] = \(2, 101\)"):
+        prepare(inputs, labels[:1], {"positions": positions})
+    with pytest.raises(ValueError, match="zigzag"):
+        prepare(inputs, labels, {}, load_balancer_type="zigzag")
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(100), 2)
+    with pytest.raises(ValueError, match="100 tokens on 2 ranks; the batch has 101 tokens"):
+        prepare(inputs, labels, {}, plan=plan)
+    with pytest.raises(ValueError, match="leave mask"):
+        prepare(inputs, labels, {}, plan=plan, mask=spanwise.SpanMask.causal(101))
+    _, _, kwargs = prepare(inputs, labels, {"other": 1})
+    assert kwargs["other"] == 1 and kwargs["positions"].shape[0] == 2
+    q = torch.zeros(2, kwargs["positions"].shape[1], 2, 4)
+    with pytest.raises(ValueError, match="does not take {'is_causal': False, 'window': 3}"):
+        _inner(model)[0](q, q, q, attention_masks=kwargs["attention_masks"], is_causal=False, window=3)
+
+
+def _with_window() -> Any:
+    module = VarlenAttention(VarlenAttention.Config())
+    module.window_size = (9, 0)
+    return module
+
+
+def test_refusals() -> None:
+    assert FlexAttention.forward is not VarlenAttention.forward
+    run_ranks(2, _refused)
