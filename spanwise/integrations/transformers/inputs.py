@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import spanwise
+from spanwise.integrations.transformers.agreement import check_same_batch
+from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
+from spanwise.integrations.transformers.loss import GlobalLoss
 from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, make_plan
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
 
@@ -30,12 +33,14 @@ class Site:
         loss_mesh: all axes over which gradients are averaged.
         options: arguments of `spanwise.make_plan`.
         cut_in_decoder: whether the decoder's inputs are cut, because images are merged into whole sequences before.
+        reduce_loss: whether the loss is to be that of all ranks; False for the model's own.
     """
 
     mesh: DeviceMesh
     loss_mesh: DeviceMesh
     options: Mapping[str, Any]
     cut_in_decoder: bool
+    reduce_loss: bool
 
     def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
         return self
@@ -71,11 +76,18 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     """
     site, config = site_of(model), model.config
     documents = find_documents(batch)
+    implementation = config.get_text_config()._attn_implementation
+    if not implementation.startswith(PREFIX):
+        raise ValueError(
+            f"the attention of {type(model).__name__} was set to {implementation!r} after hf.context_parallel, and "
+            f"would read one rank's tokens only; set it to {PREFIX + implementation!r}, or before hf.context_parallel"
+        )
     if plan is None:
         plan = make_plan(batch, config, site.mesh.size(), **site.options)
     _check_plan(plan, documents, site.mesh, config)
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(site.mesh, device)
+    check_same_batch(batch, site.mesh)
     planned = PlannedBatch(
         plan=local,
         documents=documents,
@@ -83,11 +95,12 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         image_blocks=image_blocks(batch, config, documents) is not None,
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
-    if given.pop("logits_to_keep", 0):
+    kept = given.pop("logits_to_keep", 0)
+    if isinstance(kept, torch.Tensor) or kept:
         raise ValueError("logits_to_keep does not go with context parallelism: the logits of a rank are its shard's")
     if given.pop("use_cache", False) or given.pop("past_key_values", None) is not None:
         raise ValueError("a KV cache does not go with context parallelism; pass use_cache=False")
-    labels = _labels(batch, documents, plan, site.mesh, model)
+    labels = _labels(batch, documents, plan, site, model)
     given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
     return given | labels | {"use_cache": False, ARGUMENT: planned}
 
@@ -179,19 +192,30 @@ def _largest_position(batch: Mapping[str, Any], documents: Documents, device: to
 
 
 def _labels(
-    batch: Mapping[str, Any], documents: Documents, plan: spanwise.Plan, mesh: DeviceMesh, model: Any
+    batch: Mapping[str, Any], documents: Documents, plan: spanwise.Plan, site: Site, model: Any
 ) -> dict[str, torch.Tensor]:
     """This rank's labels, under both names that models read; nothing if the batch has none."""
     shifted = batch.get("shift_labels") is not None
     labels = batch["shift_labels"] if shifted else batch.get("labels")
     if labels is None:
         return {}
-    if model.loss_function is not getattr(model, "_loss_function", None):
-        raise ValueError("the model's loss function was replaced after hf.context_parallel; replace it before")
+    if site.reduce_loss and not isinstance(model.loss_function, GlobalLoss):
+        raise ValueError(
+            f"the loss function of {type(model).__name__} is not that of causal language models, or was replaced after "
+            f"hf.context_parallel, and would see one rank's tokens only; leave labels out of the batch and compute the "
+            f"loss from the logits, or pass reduce_loss=False to hf.context_parallel to keep it"
+        )
     if tuple(labels.shape) != shape_of(batch):
         raise ValueError(f"labels must be [B, S] = {shape_of(batch)}, got shape {tuple(labels.shape)}")
+    if documents.keep is not None:
+        lost = int((labels != -100).sum() - (documents.flat(labels) != -100).sum())
+        if lost:
+            raise ValueError(
+                f"{lost} tokens of padding have labels, and padding is dropped; set them to -100, as in "
+                f"labels.masked_fill(attention_mask == 0, -100)"
+            )
     cut = spanwise.shard_batch(
-        {"labels": documents.flat(labels)}, plan, mesh, cu_seqlens=documents.cu_seqlens, shift_labels=not shifted
+        {"labels": documents.flat(labels)}, plan, site.mesh, cu_seqlens=documents.cu_seqlens, shift_labels=not shifted
     )["labels"]
     return dict.fromkeys(_LABELS, cut)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,23 @@ import spanwise
 from spanwise.integrations.transformers.planned import ARGUMENT
 
 
-def global_loss(mesh: DeviceMesh, before: Callable[..., Any]) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class GlobalLoss:
     """A `loss_function` that is `spanwise.cross_entropy` over `mesh` for planned batches, and `before` for others."""
 
-    def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
+    mesh: DeviceMesh
+    before: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         planned = kwargs.pop(ARGUMENT, None)
         if planned is None:
-            return before(*args, **kwargs)
+            return self.before(*args, **kwargs)
         planned.losses.append("loss_function")
         logits = args[0] if args else kwargs["logits"]
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         labels = kwargs["shift_labels"]
-        return spanwise.cross_entropy(logits, labels, mesh, num_valid=kwargs.get("num_items_in_batch"))
+        return spanwise.cross_entropy(logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"))
 
-    return loss_function
+    def __deepcopy__(self, memo: Any) -> GlobalLoss:  # meshes cannot be copied
+        return self

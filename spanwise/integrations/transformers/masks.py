@@ -44,7 +44,14 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
         raise ValueError(
             f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
         )
-    return tuple(kinds[: config.num_hidden_layers])
+    kinds = tuple(kinds[: config.num_hidden_layers])
+    for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if kind in kinds and not (getattr(config, name, None) or 0) > 0:
+            raise ValueError(
+                f"{type(config).__name__} has layers of type {kind!r} and {name}={getattr(config, name, None)}; set "
+                f"{name} to a number of tokens, or other layer_types"
+            )
+    return kinds
 
 
 def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMask:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +20,13 @@ from transformers import PreTrainedModel
 
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
-from spanwise.integrations.transformers.inputs import SITE, Site, cut_for_decoder, is_causal_loss, prepare
-from spanwise.integrations.transformers.loss import global_loss
+from spanwise.integrations.transformers.inputs import SITE, Site, cut_for_decoder, is_causal_loss, prepare, site_of
+from spanwise.integrations.transformers.loss import GlobalLoss
 from spanwise.integrations.transformers.masks import layer_kinds
 from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, PlannedBatch, kind_of, no_mask, request
 
+_POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
+_LAYER_DROP = ("layerdrop", "decoder_layerdrop")
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend on the largest position
 
 
@@ -68,9 +71,9 @@ def context_parallel(
     setattr(decoder, _ROTARY, rotary)
     cut_in_decoder = base.config.get_text_config() is not base.config
     loss_mesh = mesh if loss_mesh is None else loss_mesh
-    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder))
+    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss))
     if reduce_loss and is_causal_loss(base):
-        base.loss_function = global_loss(loss_mesh, base.loss_function)
+        base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
     base.register_forward_hook(_check_loss, with_kwargs=True)
     decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=base is not decoder)
@@ -84,6 +87,18 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
     layer_kinds(model.config)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
+    pooled = [cls.__name__ for cls in type(model).__mro__ if re.search(_POOLED, cls.__name__)]
+    if pooled:
+        raise ValueError(
+            f"{pooled[0]} computes its output from certain tokens of a sequence, which other ranks may hold; take the "
+            f"base model (AutoModel), restore its hidden states with spanwise.unshard, and compute the output from them"
+        )
+    random = {n: x for n in _LAYER_DROP if (x := getattr(model.config.get_text_config(), n, None))}
+    if random:
+        raise ValueError(
+            f"{name} skips layers at random, by {random} in its config, and ranks would skip different ones; set "
+            f"it to 0"
+        )
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
         decoder = model.base_model
@@ -124,8 +139,15 @@ def _set_attention(model: PreTrainedModel) -> None:
 
 def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's hook: plan and cut a whole batch."""
-    if kwargs.get(ARGUMENT) is not None or not model.training or kwargs.get("past_key_values") is not None:
+    if kwargs.get(ARGUMENT) is not None or not model.training:
         return None
+    if kwargs.get("past_key_values") is not None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(model).__name__} trains with past_key_values, as with prefix tuning; a batch behind a KV cache "
+                f"cannot be cut. Train with another method, such as LoRA or prompt tuning"
+            )
+        return None  # it generates
     return (), _planned_arguments(model, args, kwargs)
 
 
@@ -167,9 +189,14 @@ def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After the model: its loss is the one that knows of ranks."""
     planned: PlannedBatch | None = kwargs.get(ARGUMENT)
-    if planned is None or kwargs.get("labels") is None or torch.compiler.is_compiling():
+    if (
+        planned is None
+        or kwargs.get("labels") is None
+        or torch.compiler.is_compiling()
+        or not site_of(model).reduce_loss
+    ):
         return
-    if not planned.losses and getattr(output, "loss", None) is not None:
+    if not planned.losses and (isinstance(output, tuple) or getattr(output, "loss", None) is not None):
         raise ValueError(
             f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "
             f"and call spanwise.cross_entropy on the logits with the labels of hf.prepare"

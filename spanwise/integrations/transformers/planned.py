@@ -49,8 +49,8 @@ def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
 
 
-# Attention of a planned batch gets a mask without contents, whose last dim tells the kind of attention that the model
-# asked for: 1 + the index in _KINDS.
+# Attention of a planned batch gets an empty mask, whose second dim tells the kind of attention that the model asked
+# for: 1 + the index in _KINDS. No other mask is empty, and models that slice the last dims leave it as it is.
 UNKNOWN, OTHER = "an unknown kind", "another kind"  # not looked at; none of KINDS
 _KINDS = (*KINDS, UNKNOWN, OTHER)
 _PLANNED = "_spanwise_planned"  # attribute of such a mask, for models that do not pass keyword arguments on
@@ -58,14 +58,14 @@ _PLANNED = "_spanwise_planned"  # attribute of such a mask, for models that do n
 
 def no_mask(kind: str, device: torch.device, planned: PlannedBatch | None) -> torch.Tensor:
     """A mask of four dims, which transformers hands through to attention as it is."""
-    return _marked(torch.ones(1, 1, 1, 1 + _KINDS.index(kind), dtype=torch.bool, device=device), planned)
+    return _marked(torch.ones(1, 1 + _KINDS.index(kind), 0, 0, dtype=torch.bool, device=device), planned)
 
 
 def kind_of(mask: Any) -> str | None:
     """The kind that `no_mask` was made for; None for other masks."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[:3] != (1, 1, 1):
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[2:] != (0, 0):
         return None
-    return _KINDS[mask.shape[3] - 1] if mask.shape[3] <= len(_KINDS) else None
+    return _KINDS[mask.shape[1] - 1]
 
 
 def request(planned: PlannedBatch) -> torch.Tensor:

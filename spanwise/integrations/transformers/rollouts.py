@@ -41,6 +41,9 @@ class Rollouts(transformers.Trainer):
         rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         return self.accelerator.first_of_groups(rewards)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self._same_in_group(super()._prepare_inputs(inputs))
+
     def _same_in_group(self, inputs: Any) -> Any:
         """`inputs` of the first rank of the cp group."""
         box = [send_to_device(inputs, "cpu")]

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -120,42 +119,6 @@ class _ContextParallel(transformers.Trainer):
         own = type(self).compute_loss is transformers.Trainer.compute_loss
         return own and self.compute_loss_func is None and self.label_smoother is None
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return self._same_in_group(super()._prepare_inputs(inputs))
-
-    def _same_in_group(self, inputs: Any) -> Any:
-        """`inputs`, after a comparison of the ranks' batches."""
-        check_same_batch(inputs, self.cp_mesh["cp"], self.args.device)
-        return inputs
-
-
-def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
-    """Compare the contents of a batch over `mesh`: one small all-gather.
-
-    Raises:
-        ValueError: batches that differ, on all ranks.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for name in sorted(inputs):
-        x = inputs[name]
-        if isinstance(x, torch.Tensor):
-            total = total * 1000003 + _checksum(x.detach()).to(device)
-    totals = torch.empty(mesh.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(totals, total[None], group=mesh.get_group())
-    if (totals != totals[0]).any():
-        raise ValueError(
-            "the ranks of a cp group got different batches; the dataset or the data collator draws random numbers. "
-            "Draw them from a generator with the same seed on all ranks of the group, or before training"
-        )
-
-
-def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """int64: differs, almost surely, where contents or shapes do."""
-    flat = x.contiguous().flatten()
-    flat = flat.view(torch.uint8) if flat.is_floating_point() else flat
-    weights = torch.arange(flat.numel(), device=flat.device) * 2654435761 + sum(x.shape) * 2 + 1
-    return (flat.to(torch.int64) * weights).sum() + x.numel()
-
 
 def _without_first_labels(batch: Any) -> Any:
     """The batch as it is counted: without labels of documents' first tokens, which nothing in a document predicts."""
@@ -168,4 +131,4 @@ def _without_first_labels(batch: Any) -> Any:
     return {**batch, "labels": labels.flatten().index_fill(0, first.to(labels.device), -100).view_as(labels)}
 
 
-__all__ = ["CpAccelerator", "check_same_batch", "trainer"]
+__all__ = ["CpAccelerator", "trainer"]

@@ -1,0 +1,161 @@
+"""Models and batches whose loss or gradients would be wrong on shards without an error: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
+
+DOCUMENTS = tiny.documents_of((23, 41))
+BATCH = tiny.packed(DOCUMENTS)
+
+
+def _attach(model: Any) -> None:
+    run_ranks(1, lambda rank, mesh: hf.context_parallel(model, mesh))
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
+def test_outputs_from_certain_tokens(head: str) -> None:
+    model = getattr(transformers, f"AutoModelFor{head}").from_config(tiny.config_of("llama"))
+    with pytest.raises(ValueError, match=f"LlamaFor{head} computes its output from certain tokens"):
+        _attach(model)
+
+
+def test_layers_that_are_skipped_at_random() -> None:
+    with pytest.raises(ValueError, match="skips layers at random, by {'layerdrop': 0.5}"):
+        _attach(tiny.model_of("opt", layerdrop=0.5))
+
+
+def test_a_kind_of_layer_without_its_length() -> None:
+    with pytest.raises(ValueError, match="layers of type 'sliding_attention' and sliding_window=None"):
+        hf.make_plan(BATCH, tiny.config_of("gemma3", sliding_window=None), 2)
+    with pytest.raises(ValueError, match="sliding_window=0; set sliding_window"):
+        hf.make_plan(BATCH, tiny.config_of("mistral, sliding", sliding_window=0), 2)
+    with pytest.raises(ValueError, match="attention_chunk_size=None"):
+        hf.make_plan(BATCH, tiny.config_of("llama4", attention_chunk_size=None), 2)
+
+
+def test_attention_that_was_set_back() -> None:
+    models = tiny.copies(tiny.model_of("llama"), 2)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hf.context_parallel(models[rank], mesh).set_attn_implementation("sdpa")
+        models[rank](**BATCH)
+
+    with pytest.raises(ValueError, match="set to 'sdpa' after hf.context_parallel"):
+        run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "pixels"])
+def test_ranks_with_different_batches(name: str) -> None:
+    """Equal documents, so that their plans are equal."""
+    models = tiny.copies(tiny.model_of("llama"), 2)
+    batch = {**BATCH, "pixels": torch.randn(3, 5)}
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        mine = dict(batch)
+        if rank == 1:
+            mine[name] = mine[name] + 1 if name == "position_ids" else mine[name].flip(0).flip(1)
+        hf.prepare(mine, hf.context_parallel(models[rank], mesh))
+
+    with pytest.raises(ValueError, match="got different batches of equal lengths"):
+        run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_of_padding(side: str) -> None:
+    model = tiny.model_of("llama")
+    batch = tiny.padded(DOCUMENTS, side)
+    with pytest.raises(ValueError, match="18 tokens of padding have labels"):
+        run_ranks(1, lambda rank, mesh: hf.prepare(batch | {"labels": batch["input_ids"]}, _prepared(model, mesh)))
+
+
+def _prepared(model: Any, mesh: Any) -> Any:
+    return hf.context_parallel(copy.deepcopy(model), mesh)
+
+
+def test_training_behind_a_cache() -> None:
+    """As prefix tuning does: each rank would train on the whole batch."""
+    model = tiny.model_of("llama")
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        _prepared(model, mesh)(**BATCH, past_key_values=DynamicCache(config=model.config))
+
+    with pytest.raises(ValueError, match="trains with past_key_values, as with prefix tuning"):
+        run_ranks(1, on_rank)
+
+
+def test_a_loss_that_is_not_causal() -> None:
+    model = transformers.AutoModelForTokenClassification.from_config(tiny.config_of("llama", num_labels=3)).train()
+    with pytest.raises(ValueError, match="is not that of causal language models"):
+        run_ranks(1, lambda rank, mesh: _prepared(model, mesh)(**BATCH))
+
+
+def test_a_models_own_loss() -> None:
+    """It gets labels that are shifted and cut, here to this rank's sum, whose mean over ranks is the loss."""
+    model = tiny.model_of("llama")
+    total = sum(len(d) - 1 for d in DOCUMENTS)
+
+    def own(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum") / total * 2
+
+    models = tiny.copies(model, 2)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        models[rank].loss_function = own
+        return tiny.step(hf.context_parallel(models[rank], mesh, reduce_loss=False), BATCH)
+
+    results = run_ranks(2, on_rank)
+    mean = sum(loss for loss, _ in results) / 2
+    tiny.check([(mean, gradients) for _, gradients in results], tiny.reference(model, DOCUMENTS))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_generating_from_short_prompts(attention: str) -> None:
+    """The masks of transformers are as small as the empty ones of planned batches."""
+    model = tiny.model_of("llama", attention=attention).eval()
+    ids, mask = torch.tensor([[5, 6]]), torch.tensor([[0, 1]])
+    want = copy.deepcopy(model).generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        prepared = _prepared(model, mesh)
+        return prepared.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+
+    assert torch.equal(run_ranks(1, on_rank)[0], want)
+
+
+def test_a_model_is_pickled() -> None:
+    model = tiny.model_of("llama")
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(_prepared(model, mesh), file)
+        file.seek(0)
+        return tiny.step(torch.load(file, weights_only=False), BATCH)
+
+    tiny.check(run_ranks(1, on_rank), tiny.reference(model, DOCUMENTS))
+
+
+def test_tuples() -> None:
+    """Auxiliary losses too."""
+    name = "mixtral, auxiliary loss"
+    models = tiny.copies(tiny.model_of(name), 2)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        loss = hf.context_parallel(models[rank], mesh)(**BATCH, return_dict=False)[0]
+        loss.backward()
+        return loss.item(), tiny.gradients(models[rank])
+
+    tiny.check(run_ranks(2, on_rank), tiny.reference(tiny.model_of(name), DOCUMENTS))
