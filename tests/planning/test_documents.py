@@ -94,3 +94,23 @@ def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
     assert documents.positions(cross, 1) is None
     with pytest.raises(ValueError, match=r"cross attention does not tell.*\[0, 12\]"):
         documents.packings(cross, "kv")
+
+
+def test_explain_tells_what_a_tree_saves() -> None:
+    tree = spanwise.TokenTree([-1, 0, 0, 0], [1000, 100, 200, 300])
+    for num_ranks, inner in ((2, 1), (1, 2), (1, 1)):
+        plan = spanwise.make_plan(tree.mask(), (num_ranks, inner), balancer="contiguous", exchange="needed")
+        apart = spanwise.SpanMask.documents([0, 1100, 2300, 3600])
+        same = spanwise.make_plan(apart, (num_ranks, inner), balancer="local", exchange="needed", quality="fast")
+        lines = [line for line in plan.explain(tree).splitlines() if line.startswith("tree: ")]
+        assert [line.removeprefix("tree: ") for line in lines[:3]] == tree.explain().splitlines()
+        assert "1,600 tokens in 4 nodes" in lines[0] and "3,600 tokens, 2.25 times as many" in lines[1]
+        pairs = 1000 * 1001 // 2 + sum(n * 1000 + n * (n + 1) // 2 for n in (100, 200, 300))
+        assert f"{pairs:,}; {int(apart.area().sum()):,} as separate" in lines[2] and pairs == plan.work().sum()
+        assert lines[3] == (
+            f"tree: receives {plan.recv_tokens().mean():,.0f} (mask 'default') K/V tokens a rank; "
+            f"{same.recv_tokens().mean():,.0f} as separate sequences in a layout of balancer local"
+        )
+        assert [line for line in plan.explain(tree).splitlines() if line not in lines] == plan.explain().splitlines()
+    with pytest.raises(ValueError, match="the tree has 5 tokens, the plan 1600"):
+        plan.explain(spanwise.TokenTree([-1], [5]))
