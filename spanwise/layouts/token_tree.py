@@ -85,9 +85,14 @@ class TokenTree:
         inner[self.parents[self.parents >= 0]] = True
         return np.flatnonzero(~inner)
 
-    def mask(self, *, max_spans: SupportsIndex = 64) -> SpanMask:
-        """The mask over storage; see `SpanMask.tree`. Join it with others: ``tree.mask() & window``."""
-        return SpanMask.tree(self.parents, self.lengths, max_spans=max_spans)
+    def mask(self, *, window: SupportsIndex | None = None, max_spans: SupportsIndex = 64) -> SpanMask:
+        """The mask over storage; see `SpanMask.tree`.
+
+        Examples:
+            >>> TokenTree([-1, 0, 0], [3, 2, 1]).mask(window=1).area()
+            array([[1, 2, 2, 2, 2, 2]])
+        """
+        return SpanMask.tree(self.parents, self.lengths, window=window, max_spans=max_spans)
 
     def positions(self) -> Int64:
         """Position of each token on its path, counted from the root, int64 ``[num_tokens]``."""

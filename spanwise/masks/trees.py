@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
+from spanwise.masks import spans as _spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_lengths, check_positive, int_array
 
@@ -104,9 +105,10 @@ def chains(parents: Int64, lengths: Int64) -> Chains:
     return Chains(start, stop, above, chain, start[heads], link, depth)
 
 
-def spans(parents: Any, lengths: Any, max_spans: SupportsIndex) -> tuple[Int32, Int32]:
+def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: SupportsIndex) -> tuple[Int32, Int32]:
     """Canonical ``start, end`` ``[1, num_spans, tokens]``; see `SpanMask.tree`."""
-    found, limit = chains(*checked(parents, lengths)), check_positive(max_spans, "max_spans")
+    nodes, limit = checked(parents, lengths), check_positive(max_spans, "max_spans")
+    found = chains(*nodes)
     sizes = found.stop - found.start
     total, slots = int(sizes.sum()), int(found.depth.max(initial=0)) + 1
     if slots > limit:
@@ -132,7 +134,14 @@ def spans(parents: Any, lengths: Any, max_spans: SupportsIndex) -> tuple[Int32, 
         out[0, 0, slot, rows[some]] = np.repeat(found.first[found.chain[at]], sizes)[some]
         out[1, 0, slot, rows[some]] = np.repeat(found.stop[at], sizes)[some]
         at = np.where(at >= 0, found.link[found.chain[at]], -1)
-    return out[0], out[1]
+    if window is None:
+        return out[0], out[1]
+    left = min(check_length(window, "window"), total)
+    position = positions(*nodes).astype(np.int32)
+    # A span follows the path, so its first token is at a known distance from the row.
+    begin = np.where(out[0] < out[1], position[np.minimum(out[0], total - 1)], np.int32(0))
+    clipped = out[0] + np.maximum(position - np.int32(left) - begin, np.int32(0))
+    return _spans.canonicalise(np.minimum(clipped, out[1]), out[1])
 
 
 def parent_tokens(parents: Int64, lengths: Int64) -> Int64:

@@ -53,7 +53,21 @@ def test_any_forest(forest):
     assert trees.path_lengths(*checked).tolist() == [len(path) for path in paths(*forest)]
 
 
+@settings(max_examples=100, deadline=None)
+@given(forests(), st.integers(0, 9))
+def test_windows_are_counted_along_the_path(forest, window):
+    mask = SpanMask.tree(*forest, window=window)
+    dense, *_ = walked(*forest)
+    for path in paths(*forest):
+        for i, token in enumerate(path):
+            dense[token, path[: max(i - window, 0)]] = False
+    check_canonical(mask)
+    np.testing.assert_array_equal(mask.dense()[0], dense)
+
+
 def test_named_masks_are_trees():
+    assert SpanMask.tree([-1, 0], [4, 5], window=3) == SpanMask.sliding_window(9, left=3)
+    assert SpanMask.tree([-1, 0, 0], [4, 5, 2], window=10**6) == SpanMask.tree([-1, 0, 0], [4, 5, 2])
     assert SpanMask.tree([-1], [9]) == SpanMask.causal(9)
     assert SpanMask.tree([-1, -1, -1], [3, 0, 4]) == SpanMask.documents([0, 3, 3, 7])
     assert SpanMask.tree([-1, 0, 0, 0], [4, 2, 3, 1]) == SpanMask.shared_prefix(4, [2, 3, 1])
@@ -90,6 +104,11 @@ def test_spans_of_a_row_are_the_ancestors_that_the_next_one_does_not_follow():
 def test_what_is_refused(parents, lengths, message):
     with pytest.raises(ValueError, match=message):
         SpanMask.tree(parents, lengths)
+
+
+def test_a_window_is_not_negative():
+    with pytest.raises(ValueError, match="window must be between 0 and .* got -1"):
+        SpanMask.tree([-1], [3], window=-1)
 
 
 def test_too_many_spans_are_refused_before_memory_is_taken():
