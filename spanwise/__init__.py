@@ -15,12 +15,15 @@ from spanwise.batch.linear_loss import linear_cross_entropy
 from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
+from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.layouts.ptrr import ptrr_schedule
+from spanwise.layouts.sequence_tree import SequenceTree, tree_from_sequences
 from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
+from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -45,7 +48,10 @@ __all__ = [
     "Plan",
     "RankPlan",
     "RelayoutRoute",
+    "SequenceTree",
     "SpanMask",
+    "TokenTree",
+    "TreeEdges",
     "VerifyReport",
     "context_parallel_attention",
     "contiguous_to_dualchunk_order_thd",
@@ -61,8 +67,11 @@ __all__ = [
     "roll",
     "shard",
     "shard_batch",
+    "shard_edges",
     "token_logprobs",
+    "tree_from_sequences",
     "unshard",
+    "unshard_edges",
     "verify",
 ]
 

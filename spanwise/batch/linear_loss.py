@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.batch import fused
 from spanwise.batch.logprobs import check_numbers, checked, scored
-from spanwise.batch.loss import check_count, global_sum, valid_tokens
+from spanwise.batch.loss import check_count, check_weights, global_sum, valid_tokens
 
 
 def linear_cross_entropy(
@@ -20,7 +20,8 @@ def linear_cross_entropy(
     loss_mesh: DeviceMesh | None,
     vocab_mesh: DeviceMesh | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
-    num_valid: int | torch.Tensor | None = None,
+    num_valid: float | torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     softcap: float | None = None,
     bias: torch.Tensor | None = None,
     chunk: int | None = None,
@@ -44,6 +45,7 @@ def linear_cross_entropy(
             gives the gradient of that sum. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own
             gradient, not scaled; `loss_mesh` is not used.
         num_valid: for "mean", as in `cross_entropy`.
+        weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
         kernel: ``"chunked"`` is spanwise's own. ``"liger"`` and ``"cce"`` are fused kernels of Liger-Kernel and
             cut-cross-entropy, for a whole vocabulary on a CUDA device; Liger's cannot do ``"none"``. ``"auto"`` takes
             one of them where it is installed and can do what is asked, else ``"chunked"``. A named one never falls
@@ -74,14 +76,17 @@ def linear_cross_entropy(
     check_numbers(1.0, softcap, chunk)
     hidden, weight, bias = checked(hidden, labels, vocab_weight, bias, vocab_mesh)
     assert weight is not None
-    call = fused.resolve(kernel, hidden, weight, reduction, vocab_mesh)
-    if call is None:
-        losses = -scored(hidden, labels, weight, bias, vocab_mesh, softcap=softcap, chunk=chunk)[0]
-        if reduction != "none":
-            losses = losses.sum()
+    check_weights(weights, labels)
+    inner = reduction if weights is None else "none"
+    call = fused.resolve(kernel, hidden, weight, inner, vocab_mesh)
+    if call is not None:
+        losses = call(hidden, weight, labels, bias, softcap, inner)
     else:
-        losses = call(hidden, weight, labels, bias, softcap, reduction)
+        losses = -scored(hidden, labels, weight, bias, vocab_mesh, softcap=softcap, chunk=chunk)[0]
+    if weights is not None:
+        losses = losses * weights.to(losses.dtype)
     if reduction == "none":
         return losses
-    count = valid_tokens(labels, num_valid, loss_mesh) if reduction == "mean" else None
+    count = valid_tokens(labels, num_valid, loss_mesh, weights) if reduction == "mean" else None
+    losses = losses.sum()  # of one number, where a fused kernel has summed
     return global_sum(losses, count, loss_mesh)

@@ -37,10 +37,10 @@ def global_sum(total: torch.Tensor, count: torch.Tensor | None, mesh: DeviceMesh
 
     Averaging parameter gradients over `mesh` gives the gradient of the result.
     """
-    return _GlobalMean.apply(total, None if count is None else count.clamp(min=1).to(total.dtype), mesh)
+    return _GlobalMean.apply(total, None if count is None else count.masked_fill(count == 0, 1).to(total.dtype), mesh)
 
 
-def check_count(num_valid: int | torch.Tensor | None) -> None:
+def check_count(num_valid: float | torch.Tensor | None) -> None:
     """``ValueError`` for a number that is not a number of tokens; a tensor is not read."""
     if num_valid is None or isinstance(num_valid, torch.Tensor):
         return
@@ -48,10 +48,26 @@ def check_count(num_valid: int | torch.Tensor | None) -> None:
         raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
 
 
-def valid_tokens(labels: torch.Tensor, num_valid: int | torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
-    """`num_valid` on the device of `labels`; without it the valid tokens of all ranks of `mesh`."""
+def check_weights(weights: torch.Tensor | None, labels: torch.Tensor) -> None:
+    """``ValueError`` for weights of another shape, or with a gradient."""
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(
+            f"weights must have the shape of labels, got {tuple(weights.shape)} and labels {tuple(labels.shape)}"
+        )
+    if weights is not None and weights.requires_grad:
+        raise ValueError("weights are constants of the loss, got a tensor that requires a gradient; use detach()")
+
+
+def valid_tokens(
+    labels: torch.Tensor,
+    num_valid: float | torch.Tensor | None,
+    mesh: DeviceMesh | None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`num_valid` on the device of `labels`; without it the valid tokens, or their weights, of all ranks of `mesh`."""
     if num_valid is None:
-        count = (labels != IGNORE_INDEX).sum()
+        valid = labels != IGNORE_INDEX
+        count = valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
         return count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
     if isinstance(num_valid, torch.Tensor):
         return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
@@ -61,7 +77,12 @@ def valid_tokens(labels: torch.Tensor, num_valid: int | torch.Tensor | None, mes
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None, *, num_valid: int | torch.Tensor | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mesh: DeviceMesh | None,
+    *,
+    num_valid: float | torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean cross-entropy over the valid tokens of all ranks of `mesh`; the same value on every rank.
 
@@ -74,12 +95,14 @@ def cross_entropy(
         mesh: all axes over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
         num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
             micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
+        weights: ``[…]``, of each label, without a gradient: the mean is the weighted sum over the sum of the weights of
+            valid tokens, or over `num_valid`; give that where weights may be negative.
 
     Returns:
         A scalar, float32 at least; 0 with gradient 0 if no rank has a valid token.
 
     Raises:
-        ValueError: shapes that do not match, or a `num_valid` that is not a number of tokens.
+        ValueError: shapes that do not match, weights with a gradient, or a `num_valid` that is not a number of tokens.
         spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
@@ -92,5 +115,9 @@ def cross_entropy(
         )
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    total = torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return global_sum(total, valid_tokens(labels, num_valid, mesh), mesh)
+    check_weights(weights, labels)
+    losses = torch.nn.functional.cross_entropy(
+        scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
+    )
+    total = losses if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
+    return global_sum(total, valid_tokens(labels, num_valid, mesh, weights), mesh)

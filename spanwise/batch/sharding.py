@@ -20,6 +20,7 @@ from spanwise.batch.documents import shift
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
+from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.checks import check_offset_rows
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
@@ -112,6 +113,7 @@ def roll(
     mesh: DeviceMesh | None = None,
     cu_seqlens: Any = None,
     *,
+    tree: TokenTree | None = None,
     dim: int = 1,
     batch_dim: int | None = 0,
     fill_value: float = 0,
@@ -128,9 +130,12 @@ def roll(
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
             With ``side="kv"`` they are offsets of keys.
+        tree: in place of documents, the tree of which the plan has the mask. A token gets the one `shifts` before it
+            on its path; `shifts` must not be negative, because a token may have several next ones: see `shard_edges`.
 
     Raises:
-        ValueError: bad offsets, or none given although the mask may hold several documents.
+        ValueError: bad offsets, or none given although the mask may hold several documents; a tree that does not fit
+            the plan.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
@@ -140,18 +145,22 @@ def roll(
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
     check_side(side)
-    ids = _ids(_packings(plan, cu_seqlens, side), side)
+    if tree is None:
+        source, inside = shift(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
+    else:
+        _check_tree(plan, tree, cu_seqlens)
+        source = tree.parent_tokens(int(shifts))
+        source, inside = np.maximum(source, 0), source[None] >= 0
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
-    rolled = _shift(full, ids, int(shifts), dim, batch_dim, fill_value)
+    rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
     return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
 
 
-def _shift(
-    x: torch.Tensor, ids: np.ndarray, shifts: int, dim: int, batch_dim: int | None, fill_value: float
+def _moved(
+    x: torch.Tensor, source: np.ndarray, inside: np.ndarray, dim: int, batch_dim: int | None, fill_value: float
 ) -> torch.Tensor:
-    """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`, or `fill_value`."""
-    source, inside = shift(ids, shifts)
+    """Token ``source[i]`` for each token ``i`` of the whole sequence `x`; `fill_value` where it is not `inside`."""
     moved = x.index_select(dim, to_device_of(x, torch.from_numpy(source)))
     return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
 
@@ -189,6 +198,15 @@ def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[
     return documents.packings(plan, side)
 
 
+def _check_tree(plan: Plan | RankPlan, tree: TokenTree, cu_seqlens: Any) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("a tree tells the order of its tokens: give tree or cu_seqlens, not both")
+    if isinstance(plan, Plan):
+        documents.check_tree(plan, tree)
+    else:  # a RankPlan does not know the whole mask
+        documents.check_tree_length(plan.seq_len, tree)
+
+
 def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
     """Document of each token, -1 in padding; int64 ``[rows, tokens]``."""
     return np.stack([packing.sequence_ids(side) for packing in packings])
@@ -200,6 +218,7 @@ def shard_batch(
     mesh: DeviceMesh | None = None,
     *,
     cu_seqlens: Any = None,
+    tree: TokenTree | None = None,
     shift_labels: bool = True,
     dim: int = 1,
     kv: Collection[str] = (),
@@ -214,6 +233,8 @@ def shard_batch(
             the plan has. Numbers, strings, None and tensors without dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
+        tree: in place of documents, the tree of which the plan has the mask; positions count along its paths. Labels
+            follow its edges and cannot be shifted: leave them out, see `shard_edges`.
         shift_labels: False if the loader already shifted.
         dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
         kv: names of the tensors ``[B, kv_len, …]`` (``[kv_len, …]``) of the keys of cross attention, such as the
@@ -227,7 +248,7 @@ def shard_batch(
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
             names in `kv` that the batch lacks, or that belong to the queries; an attention mask that contradicts the
-            plan, or has four dims; values of other types.
+            plan, or has four dims; values of other types; a tree that does not fit the plan, or labels with it.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
@@ -243,18 +264,28 @@ def shard_batch(
     tensors = tensors_of(batch, plan, dim, kv)
     first = next(x for name, x in tensors.items() if name not in kv)
     rows = first.shape[seq_dim(next(name for name in tensors if name not in kv), first, dim) - 1] if dim else 1
-    counted = isinstance(plan, RankPlan) and plan.positions is not None and cu_seqlens is None
+    if tree is not None:
+        _check_tree(plan, tree, cu_seqlens)
+        if "labels" in tensors:
+            raise ValueError(
+                "labels of a tree follow its edges, because the last token of a node predicts the first one of each "
+                "child: leave them out of the batch, and take labels[:, edges.targets] with "
+                "edges = spanwise.shard_edges(tree, plan, mesh)"
+            )
+    counted = isinstance(plan, RankPlan) and plan.positions is not None and cu_seqlens is None and tree is None
     # Labels to shift and positions to count need the documents; other tensors do not.
     needs_documents = "labels" in tensors or cu_seqlens is not None or not ("position_ids" in tensors or counted)
+    needs_documents &= tree is None
     packings = _packings(plan, cu_seqlens) if needs_documents else [Packing([0, plan.seq_len])]
     if len(packings) not in (1, rows):
         raise ValueError(f"cu_seqlens has {len(packings)} rows, the batch has {rows if dim else 'no batch dim'}")
     whole = dict(tensors)
     if "labels" in tensors:
         shifts = -1 if shift_labels else 0
-        whole["labels"] = _shift(tensors["labels"], _ids(packings), shifts, dim, 0, IGNORE_INDEX)
+        whole["labels"] = _moved(tensors["labels"], *shift(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
     if "position_ids" not in tensors and not counted:
-        positions = to_device_of(first, torch.from_numpy(np.stack([packing.positions() for packing in packings])))
+        counts = [packing.positions() for packing in packings] if tree is None else [tree.positions()]
+        positions = to_device_of(first, torch.from_numpy(np.stack(counts)))
         whole["position_ids"] = positions.expand(rows, -1) if dim else positions[0]
     cut = {}
     for name, x in whole.items():

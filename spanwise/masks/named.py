@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import offsets, patterns, spans
+from spanwise.masks import offsets, patterns, spans, trees
 from spanwise.masks.checks import check_length, check_offsets
 from spanwise.masks.span_arrays import SpanArrays
 
@@ -190,6 +190,39 @@ class NamedMasks(SpanArrays):
             array([[1, 2, 3, 3, 4]])
         """
         return cls._trusted(*patterns.shared_prefix(prefix_len, suffix_lens))
+
+    @classmethod
+    def tree(
+        cls,
+        parents: Any,
+        lengths: Any,
+        *,
+        window: SupportsIndex | None = None,
+        max_spans: SupportsIndex = 64,
+    ) -> Self:
+        """A tree of token runs, or several: each node reads its ancestors and, causally, itself.
+
+        Rollouts that share prefixes are such a tree. `TokenTree` adds positions and labels along the paths.
+
+        Args:
+            parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents come before children.
+            lengths: integers ``[num_nodes]``: tokens of each node; they lie in storage in this order. Nodes may be
+                empty.
+            window: read only so many tokens before the row on its path; None for no limit.
+            max_spans: the most spans that a row may need: one, and one more for each ancestor on its path that the next
+                one does not follow in storage. Depth-first order needs few; all kernels take any number, but the mask
+                takes 8 bytes a token and span. A window may leave fewer.
+
+        Raises:
+            ValueError: shapes that differ, negative lengths, a parent that does not exist or comes after its child, a
+                circle, a row that needs more spans.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.tree([-1, 0, 1, 0], lengths=[2, 1, 2, 1]).area()  # the last node reads the first
+            array([[1, 2, 3, 4, 5, 3]])
+        """
+        return cls._trusted(*trees.spans(parents, lengths, window, max_spans))
 
     @classmethod
     def block_causal(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from spanwise.layouts.packing import Packing, Side
+from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
@@ -33,12 +34,49 @@ def packings(plan: PlanData, side: Side = "q") -> list[Packing]:
             f"a mask of cross attention does not tell where documents start; pass cu_seqlens ([0, {length}] for one "
             f"document)"
         )
-    if not plan.causal and len(possible := cuts(plan.masks.values(), plan.seq_len)):
+    if plan.causal:
+        return [Packing([0, plan.seq_len])]
+    if len(possible := cuts(plan.masks.values(), plan.seq_len)):
         raise ValueError(
             f"no span of the mask crosses token {possible[0]}, so a document may start there, and spans alone do not "
             f"tell; pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
+    for token in branches(plan.masks.values(), plan.seq_len)[:1]:
+        raise ValueError(
+            f"the tokens {token - 1} and {token} do not read each other, so token {token} may follow another one, as "
+            f"where answers share a prompt; pass tree=spanwise.TokenTree(…), or cu_seqlens, here or to make_plan "
+            f"([0, {plan.seq_len}] for one document)"
+        )
     return [Packing([0, plan.seq_len])]
+
+
+def check_tree(plan: PlanData, tree: TokenTree) -> None:
+    """``ValueError`` unless all masks of the plan keep to the paths of the tree."""
+    if plan.packing is not None or plan.kv_layout != plan.layout:
+        kind = "a packing" if plan.packing is not None else "cross attention"
+        raise ValueError(
+            f"the plan has {kind}, and a tree lies in storage without gaps; leave tree out, or the packing"
+        )
+    check_tree_length(plan.seq_len, tree)
+    whole = tree.mask(max_spans=plan.seq_len)
+    for name, mask in plan.masks.items():
+        if mask == whole:
+            continue
+        wrong = mask.area() > (mask & whole).area()
+        for row, token in np.argwhere(wrong)[:1]:
+            raise ValueError(
+                f"mask {name!r} of the plan lets token {token} (batch row {row}) read tokens that are not on its path "
+                f"in the tree; make the plan from tree.mask(), or from tree.mask() & another mask"
+            )
+
+
+def check_tree_length(seq_len: int, tree: TokenTree) -> None:
+    """``ValueError`` unless the tree has as many tokens as the plan."""
+    if tree.num_tokens != seq_len:
+        raise ValueError(
+            f"the tree has {tree.num_tokens} tokens, the plan {seq_len}; padding can be one more root, as in "
+            f"TokenTree.pack([tree, TokenTree([-1], [padding])])"
+        )
 
 
 def positions(plan: PlanData, rank: int) -> Int64 | None:
@@ -78,3 +116,15 @@ def cuts(masks: Iterable[SpanMask], seq_len: int) -> Int64:
         steps = np.bincount(first + 1, minlength=seq_len + 2) - np.bincount(last, minlength=seq_len + 2)
         crossed |= np.cumsum(steps)[: seq_len + 1] > 0
     return np.flatnonzero(~crossed[1:-1]) + 1
+
+
+def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
+    """Tokens that neither read the token before them nor are read by it, in any mask of some batch row; ascending."""
+    rows = np.arange(1, seq_len)
+    joined = []
+    for mask in masks:
+        back = (mask.start[:, :, 1:] < rows) & (rows <= mask.end[:, :, 1:])
+        ahead = (mask.start[:, :, :-1] <= rows) & (rows < mask.end[:, :, :-1])
+        joined.append((back | ahead).any(axis=1))
+    apart = ~np.any(np.broadcast_arrays(*joined), axis=0)
+    return np.flatnonzero(apart.any(axis=0)) + 1

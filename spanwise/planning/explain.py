@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from spanwise.layouts.assignment import Assigner
+from spanwise.layouts.token_tree import TokenTree
+from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.explain.units import seconds as as_text
+from spanwise.planning import documents
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import predict
 
@@ -21,8 +27,9 @@ def describe_exchange(plan: PlanData) -> str:
     return inside if plan.num_groups == 1 else f"{inside}, between them {between}"
 
 
-def explain(plan: PlanData) -> str:
+def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
     """The text of `Plan.explain`."""
+    saved = [] if tree is None else _saved_by(tree, plan)
     tokens = plan.layout.tokens_per_rank
     lines = [
         f"{plan.seq_len:,} tokens on {plan.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",
@@ -35,6 +42,7 @@ def explain(plan: PlanData) -> str:
             f"mask {name!r} (weight {plan.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
             f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
         )
+    lines += saved
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
         parts = ", ".join(f"{part} {as_text(seconds)}" for part, seconds in predict(plan).items())
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
@@ -45,3 +53,22 @@ def explain(plan: PlanData) -> str:
         )
     lines.append(f"fingerprint {plan.fingerprint}")
     return "\n".join(lines)
+
+
+def _saved_by(tree: TokenTree, plan: PlanData) -> list[str]:
+    """What the tree saves against its paths as separate sequences, packed and laid out by "local"."""
+    documents.check_tree(plan, tree)
+    mask = SpanMask.documents(np.append(0, np.cumsum(tree.path_lengths())))
+    assigner = Assigner({"default": mask}, None, plan.block_size, None, None, plan.hardware, "fast")
+    layout, kv_layout, block_size = assigner.layouts("local", plan.num_groups, plan.inner)
+    apart = plan.replace(
+        masks={"default": mask}, weights=assigner.weights, layout=layout, kv_layout=kv_layout, block_size=block_size,
+        cu_seqlens=assigner.cu_seqlens,
+    )  # fmt: skip
+    recv = [f"{plan.recv_tokens(name).mean():,.0f} (mask {name!r})" for name in plan.masks]
+    lines = [f"tree: {line}" for line in tree.explain().splitlines()]
+    return [
+        *lines,
+        f"tree: receives {', '.join(recv)} K/V tokens a rank; {apart.recv_tokens().mean():,.0f} as separate sequences "
+        f"in a layout of balancer local",
+    ]

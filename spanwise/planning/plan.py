@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from spanwise.layouts.packing import Side
+from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
 from spanwise.planning import explain, files, memory, predict, requests
 from spanwise.planning.plan_data import PlanData
@@ -104,15 +105,19 @@ class Plan(PlanData):
         """
         return predict.simulate(self, mask)
 
-    def explain(self) -> str:
+    def explain(self, tree: TokenTree | None = None) -> str:
         """Work, traffic, predicted time and the reason of the choice, as text for a person.
+
+        Args:
+            tree: the tree of which the plan has the mask: adds tokens, work and traffic of its paths as separate
+                sequences.
 
         >>> import spanwise
         >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(1000), num_ranks=2, balancer="contiguous")
         >>> print(plan.explain().splitlines()[0])
         1,000 tokens on 2 ranks: 500 to 500 tokens a rank
         """
-        return explain.explain(self)
+        return explain.explain(self, tree)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` (numpy's npz; no pickled code).

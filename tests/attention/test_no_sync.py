@@ -22,6 +22,7 @@ DOORS = [
     "batch/logprobs.py",
     "batch/loss.py",
     "batch/sharding.py",
+    "batch/trees.py",
     "layouts/thd_order.py",
 ]
 HOT = [

@@ -23,6 +23,25 @@ def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> 
     assert documents.cuts([mask], length).tolist() == expected
 
 
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 10**6))
+def test_branches_are_the_tokens_apart_from_the_one_before(length: int, rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    masks = []
+    for _ in range(2):
+        edges = np.sort(rng.integers(0, length + 1, (rows, 4, length)), axis=1)
+        masks.append(SpanMask(edges[:, ::2], edges[:, 1::2], length))
+    dense = masks[0].dense() | masks[1].dense()
+    apart = [t for t in range(1, length) if any(not row[t, t - 1] and not row[t - 1, t] for row in dense)]
+    assert documents.branches(masks, length).tolist() == apart
+
+
+def test_answers_that_share_a_prompt_are_not_one_document() -> None:
+    plan = spanwise.make_plan(SpanMask.shared_prefix(4, [3, 5]), 2)
+    assert documents.positions(plan, 0) is None
+    with pytest.raises(ValueError, match=r"tokens 6 and 7 do not read each other.*tree=.*\[0, 12\]"):
+        documents.packings(plan)
+
+
 def test_positions_count_from_the_start_of_each_document() -> None:
     cu = [0, 7, 7, 30, 41]
     whole = Packing(cu).positions()
@@ -75,3 +94,23 @@ def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
     assert documents.positions(cross, 1) is None
     with pytest.raises(ValueError, match=r"cross attention does not tell.*\[0, 12\]"):
         documents.packings(cross, "kv")
+
+
+def test_explain_tells_what_a_tree_saves() -> None:
+    tree = spanwise.TokenTree([-1, 0, 0, 0], [1000, 100, 200, 300])
+    for num_ranks, inner in ((2, 1), (1, 2), (1, 1)):
+        plan = spanwise.make_plan(tree.mask(), (num_ranks, inner), balancer="contiguous", exchange="needed")
+        apart = spanwise.SpanMask.documents([0, 1100, 2300, 3600])
+        same = spanwise.make_plan(apart, (num_ranks, inner), balancer="local", exchange="needed", quality="fast")
+        lines = [line for line in plan.explain(tree).splitlines() if line.startswith("tree: ")]
+        assert [line.removeprefix("tree: ") for line in lines[:3]] == tree.explain().splitlines()
+        assert "1,600 tokens in 4 nodes" in lines[0] and "3,600 tokens, 2.25 times as many" in lines[1]
+        pairs = 1000 * 1001 // 2 + sum(n * 1000 + n * (n + 1) // 2 for n in (100, 200, 300))
+        assert f"{pairs:,}; {int(apart.area().sum()):,} as separate" in lines[2] and pairs == plan.work().sum()
+        assert lines[3] == (
+            f"tree: receives {plan.recv_tokens().mean():,.0f} (mask 'default') K/V tokens a rank; "
+            f"{same.recv_tokens().mean():,.0f} as separate sequences in a layout of balancer local"
+        )
+        assert [line for line in plan.explain(tree).splitlines() if line not in lines] == plan.explain().splitlines()
+    with pytest.raises(ValueError, match="the tree has 5 tokens, the plan 1600"):
+        plan.explain(spanwise.TokenTree([-1], [5]))

@@ -1,0 +1,167 @@
+"""Trees of token runs as array functions: checked parents, spans of the rows, parent tokens, positions.
+
+A node is a run of tokens. Nodes lie in storage in the order of their numbers, parents before children. A *chain* is a
+maximal run of filled nodes in storage of which each is a child of the one before: its tokens and those of its ancestors
+in the chain are one span. A row reads one span of its own chain and one of each chain above it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+
+from spanwise.masks import spans as _spans
+from spanwise.masks.arrays import Int32, Int64
+from spanwise.masks.checks import check_length, check_lengths, check_positive, int_array
+
+
+class Chains(NamedTuple):
+    """The filled nodes of a forest and their chains; int64 ``[filled nodes]`` unless another shape is given.
+
+    Attributes:
+        start, stop: tokens of each node.
+        above: the nearest filled ancestor, a number among filled nodes; -1 without one.
+        chain: chain of each node; chains are numbered in storage order.
+        first: first token of each chain, ``[chains]``.
+        link: node above the first node of each chain, -1 without one, ``[chains]``.
+        depth: chains above each chain, ``[chains]``.
+    """
+
+    start: Int64
+    stop: Int64
+    above: Int64
+    chain: Int64
+    first: Int64
+    link: Int64
+    depth: Int64
+
+
+def checked(parents: Any, lengths: Any) -> tuple[Int64, Int64]:
+    """Parents and lengths of the nodes, int64 ``[num_nodes]`` each.
+
+    Raises:
+        ValueError: other shapes, a negative length, a parent that does not exist, a cycle, children before parents.
+    """
+    own, sizes = int_array(parents, "parents").astype(np.int64), check_lengths(lengths, "lengths")
+    if own.ndim != 1 or len(own) != len(sizes):
+        raise ValueError(
+            f"parents and lengths must have an entry for each node, [num_nodes], got shapes {list(own.shape)} and "
+            f"{list(sizes.shape)}"
+        )
+    check_length(int(sizes.sum()), "the sum of lengths")
+    count = len(own)
+    for node in np.flatnonzero((own < -1) | (own >= count))[:1]:
+        raise ValueError(
+            f"parents[{node}] = {own[node]}, and there are {count} nodes; a parent is a node from 0 to {count - 1}, or "
+            f"-1 for a root: a forest has no node left out"
+        )
+    for node in np.flatnonzero(own >= np.arange(count))[:1]:
+        if (cycle := _cycle(own)) is not None:
+            raise ValueError(f"parents must not go in a circle, but {' -> '.join(map(str, cycle))} does")
+        raise ValueError(
+            f"parents[{node}] = {own[node]}: nodes lie in storage in the order of their numbers, and a parent must "
+            f"come before its children; renumber the nodes, for example depth-first from the roots"
+        )
+    return own, sizes
+
+
+def _cycle(parents: Int64) -> list[int] | None:
+    """A circle of parents, from a node back to itself; None if every node leads to a root."""
+    top, steps = np.append(parents, -1), 1
+    while steps < 2 * len(parents):  # each time twice as far up; roots stay at -1, the last entry
+        top, steps = top[top], 2 * steps
+    for node in top[top >= 0][:1].tolist():
+        found = [node]
+        while len(found) == 1 or found[-1] != node:
+            found.append(int(parents[found[-1]]))
+        return found
+    return None
+
+
+def chains(parents: Int64, lengths: Int64) -> Chains:
+    """The chains of checked parents and lengths."""
+    count = len(parents)
+    # Empty nodes hand their parent on; each time twice as many in a row are skipped.
+    above, empty = np.append(parents, -1), np.append(lengths == 0, False)
+    while bool((skip := empty[above]).any()):
+        above = np.where(skip, above[above], above)
+    filled = np.flatnonzero(lengths > 0)
+    number = np.full(count + 1, -1)
+    number[filled] = np.arange(len(filled))
+    stop = np.cumsum(lengths)[filled]
+    start, above = stop - lengths[filled], number[above[filled]]
+    heads = np.flatnonzero(above != np.arange(len(filled)) - 1)
+    if len(filled):
+        heads = np.union1d(heads, [0])  # the first node follows none, as -1 would say
+    chain = np.zeros(len(filled), np.int64)
+    chain[heads[1:]] = 1
+    chain = np.cumsum(chain)
+    link = above[heads]
+    depth, at = np.zeros(len(heads), np.int64), link
+    while bool((at >= 0).any()):
+        depth += at >= 0
+        at = np.where(at >= 0, link[chain[at]], -1)
+    return Chains(start, stop, above, chain, start[heads], link, depth)
+
+
+def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: SupportsIndex) -> tuple[Int32, Int32]:
+    """Canonical ``start, end`` ``[1, num_spans, tokens]``; see `SpanMask.tree`."""
+    nodes, limit = checked(parents, lengths), check_positive(max_spans, "max_spans")
+    found = chains(*nodes)
+    sizes = found.stop - found.start
+    total, slots = int(sizes.sum()), int(found.depth.max(initial=0)) + 1
+    if slots > limit:
+        node = int(np.argmax(found.depth[found.chain] + 1 > limit))
+        raise ValueError(
+            f"tokens {found.start[node]} to {found.stop[node] - 1} need {found.depth[found.chain[node]] + 1} spans, "
+            f"more than max_spans={limit}: one for each ancestor that does not end where the next one on the path "
+            f"begins. Let the child with the deepest subtree follow its parent (tree_from_sequences does), or pass "
+            f"max_spans={slots}, which takes {8 * slots * total:,} bytes"
+        )
+    out = np.zeros((2, 1, slots, total), np.int32)
+    rows = np.arange(total, dtype=np.int32)
+    if not total:
+        return out[0], out[1]
+    # The span of a row's own chain, then those above, which all rows of a node share.
+    slot = np.repeat(found.depth[found.chain], sizes)
+    out[0, 0, slot, rows] = np.repeat(found.first[found.chain], sizes)
+    out[1, 0, slot, rows] = rows + np.int32(1)
+    at = found.link[found.chain]
+    while bool((at >= 0).any()):
+        some = np.repeat(at >= 0, sizes)
+        slot = np.repeat(found.depth[found.chain[at]], sizes)[some]
+        out[0, 0, slot, rows[some]] = np.repeat(found.first[found.chain[at]], sizes)[some]
+        out[1, 0, slot, rows[some]] = np.repeat(found.stop[at], sizes)[some]
+        at = np.where(at >= 0, found.link[found.chain[at]], -1)
+    if window is None:
+        return out[0], out[1]
+    left = min(check_length(window, "window"), total)
+    position = positions(*nodes).astype(np.int32)
+    # A span follows the path, so its first token is at a known distance from the row.
+    begin = np.where(out[0] < out[1], position[np.minimum(out[0], total - 1)], np.int32(0))
+    clipped = out[0] + np.maximum(position - np.int32(left) - begin, np.int32(0))
+    return _spans.canonicalise(np.minimum(clipped, out[1]), out[1])
+
+
+def parent_tokens(parents: Int64, lengths: Int64) -> Int64:
+    """The token before each token on its path, int64 ``[tokens]``; -1 for the first token of a path."""
+    found = chains(parents, lengths)
+    before = np.arange(int(lengths.sum()), dtype=np.int64) - 1
+    before[found.start] = np.where(found.above >= 0, found.stop[found.above] - 1, -1) if len(found.start) else 0
+    return before
+
+
+def positions(parents: Int64, lengths: Int64) -> Int64:
+    """Number of tokens before each token on its path, int64 ``[tokens]``."""
+    begin = path_lengths(parents, lengths) - lengths
+    first = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(begin - first, lengths)
+
+
+def path_lengths(parents: Int64, lengths: Int64) -> Int64:
+    """Tokens from the root to the end of each node, int64 ``[num_nodes]``."""
+    total, above = np.append(lengths, 0), np.append(parents, -1)
+    while bool((above >= 0).any()):  # each time the sum over twice as many nodes
+        total, above = total + total[above], above[above]
+    return total[:-1]

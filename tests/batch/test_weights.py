@@ -1,0 +1,57 @@
+"""Weights of labels: the weighted mean and sum of both losses, against the sum of single losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spanwise
+
+
+def drawn() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((2, 5, 3), (7, 3)))
+    labels = torch.randint(0, 7, (2, 5), generator=generator)
+    labels[0, 1] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.rand(2, 5, generator=generator) * 0.01
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("num_valid", [None, 0.25, torch.tensor(0.25)])
+def test_each_loss_counts_by_its_weight(reduction: Any, num_valid: Any) -> None:
+    """The sum of the weights is far below 1, where a number of tokens cannot be."""
+    hidden, weight, labels, weights = drawn()
+    each = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(2, 5) * weights
+    count = weights[labels != -100].sum() if num_valid is None else num_valid
+    expected = {"mean": each.sum() / count, "sum": each.sum(), "none": each}[reduction]
+    cotangent = torch.randn_like(expected)
+    given = {"num_valid": num_valid} if reduction == "mean" else {}
+    losses = [
+        spanwise.linear_cross_entropy(
+            hidden, weight, labels, loss_mesh=None, reduction=reduction, weights=weights, chunk=3, **given
+        )
+    ]
+    if reduction == "mean":
+        losses.append(spanwise.cross_entropy(hidden @ weight.T, labels, None, weights=weights, **given))
+    grads = torch.autograd.grad(expected, (hidden, weight), cotangent, retain_graph=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.to(loss.dtype))
+        found = torch.autograd.grad(loss, (hidden, weight), cotangent, retain_graph=True)
+        torch.testing.assert_close(found, grads)
+
+
+def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
+    hidden, weight, labels, weights = drawn()
+    for call in (
+        lambda w: spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, weights=w),
+        lambda w: spanwise.cross_entropy(hidden @ weight.T, labels, None, weights=w),
+    ):
+        torch.testing.assert_close(call(torch.full_like(weights, 3)), call(None))
+        assert call(torch.zeros_like(weights)).item() == 0
+        with pytest.raises(ValueError, match=r"shape of labels, got \(5,\) and labels \(2, 5\)"):
+            call(weights[0])
+        with pytest.raises(ValueError, match="weights are constants"):
+            call(weights.clone().requires_grad_())

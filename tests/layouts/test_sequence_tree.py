@@ -1,0 +1,163 @@
+"""Trees of sequences: every sequence is found again, prefixes are stored once, rows need few spans."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import SpanMask, TokenTree, tree_from_sequences
+from tests.masks.test_trees import forests, paths
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEQUENCES)
+def test_any_sequences(sequences):
+    found = tree_from_sequences(sequences)
+    tree = found.tree
+    assert [found.ids[path].tolist() for path in found.paths] == sequences
+    prefixes = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
+    assert tree.num_tokens == len(prefixes)  # each prefix once
+    assert (tree.lengths > 0).all()
+    for path in found.paths:
+        assert tree.parent_tokens()[path].tolist() == [-1, *path[:-1]][: len(path)]
+        assert tree.positions()[path].tolist() == list(range(len(path)))
+    assert tree.mask().num_spans <= 1 + np.log2(max(len(tree.leaves), 1))
+    through = np.zeros(tree.num_tokens)
+    for path in found.paths:
+        through[path] += 1
+    assert found.weights().tolist() == through.tolist()
+    # Nodes end where sequences part or end.
+    children = np.bincount(tree.parents[tree.parents >= 0], minlength=tree.num_nodes)
+    ends = {int(path[-1]) for path in found.paths if len(path)}
+    stops = np.cumsum(tree.lengths) - 1
+    assert all(count != 1 or stop in ends for count, stop in zip(children, stops, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES)
+def test_no_depth_first_order_needs_fewer_spans(sequences):
+    tree = tree_from_sequences(sequences).tree
+    children = [np.flatnonzero(tree.parents == node).tolist() for node in range(tree.num_nodes)]
+    if np.prod([float(np.prod(range(1, len(c) + 1))) for c in children]) > 200:
+        return
+
+    def fewest(node):
+        """By trying every child as the one that follows the node."""
+        below = [fewest(child) for child in children[node]]
+        return min([max([n + (k != i) for k, n in enumerate(below)]) for i in range(len(below))], default=1)
+
+    wanted = max([fewest(root) for root in np.flatnonzero(tree.parents == -1)], default=1)
+    assert tree.mask().num_spans == wanted
+
+
+def test_weights_of_sequences():
+    found = tree_from_sequences([[1, 2], [1, 3, 4], [1]])
+    assert found.ids.tolist() == [1, 2, 3, 4]
+    assert found.weights([1, 10, 100]).tolist() == [111, 1, 10, 10]
+    assert found.weights([[1, 2], 0, torch.tensor([5.0])]).tolist() == [6, 2, 0, 0]
+    with pytest.raises(ValueError, match="an entry for each of 3 sequences, got 2"):
+        found.weights([1, 2])
+    with pytest.raises(ValueError, match=r"values\[1\] must be a number or one for each of the sequence's 3 tokens"):
+        found.weights([1, [1, 2], 3])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [
+        ([[1], [[1, 2]]], r"sequence 1 must be token ids \[length\], got shape \[1, 2\]"),
+        ([[1, -100]], r"sequence 0 must hold token ids of at least 0, got -100 at position 1; .* weight of 0"),
+        ([[0.5]], "sequence 0 must hold integers"),
+    ],
+)
+def test_what_is_refused(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        tree_from_sequences(sequences)
+
+
+def test_large_ids_and_other_containers():
+    sequences = [torch.tensor([2**40, 255, 256]), np.array([2**40, 256], np.uint64), (2**40, 255)]
+    found = tree_from_sequences(iter(sequences))
+    assert found.tree == TokenTree([-1, 0, 0], [1, 2, 1]) or found.tree.num_tokens == 4
+    assert [found.ids[path].tolist() for path in found.paths] == [[2**40, 255, 256], [2**40, 256], [2**40, 255]]
+
+
+@given(forests(), st.integers(0, 30))
+def test_steps_up_the_path(forest, steps):
+    tree = TokenTree(*forest)
+    before = tree.parent_tokens(steps)
+    for path in paths(*forest):
+        assert before[path].tolist() == [path[i - steps] if i >= steps else -1 for i in range(len(path))]
+    assert [path.tolist() for path in tree.paths(range(tree.num_nodes))] == paths(*forest)
+    assert pickle.loads(pickle.dumps(tree)) == tree and len({tree, TokenTree(*forest)}) == 1
+
+
+@given(st.lists(forests(max_nodes=5), max_size=4))
+def test_packed_trees_are_apart(several):
+    tree = TokenTree.pack([TokenTree(*forest) for forest in several])
+    whole = np.zeros((tree.num_tokens,) * 2, bool)
+    offsets = np.cumsum([0, *(sum(lengths) for _, lengths in several)])
+    for (first, stop), forest in zip(itertools.pairwise(offsets), several, strict=True):
+        whole[first:stop, first:stop] = SpanMask.tree(*forest).dense()[0]
+    np.testing.assert_array_equal(tree.mask().dense()[0], whole)
+
+
+def test_a_tree_never_changes():
+    lengths = np.array([1, 2])
+    tree = TokenTree([-1, 0], lengths)
+    lengths[:] = 5
+    assert tree.num_tokens == 3 and tree != TokenTree([-1, 0], [2, 1]) and tree != 3
+    with pytest.raises(ValueError, match="read-only"):
+        tree.lengths[0] = 7
+    with pytest.raises(ValueError, match="nodes must be from 0 to 1, or -1 for an empty path, got 2"):
+        tree.paths([0, 2])
+
+
+def rollouts_of(kind, seed):
+    """Trees as training makes them."""
+    rng = np.random.default_rng(seed)
+    if kind == "one prompt, 16 answers":
+        return TokenTree([-1] + [0] * 16, [rng.integers(2000, 6000), *rng.integers(300, 4000, 16)])
+    if kind == "wide star":
+        return TokenTree([-1] + [0] * 200, [rng.integers(200, 2000), *rng.integers(20, 400, 200)])
+    parents, lengths = [-1], [int(rng.integers(500, 3000))]
+    if kind == "deep chain":  # a spine of 40 turns, a failed attempt at each, stored after the rest of the spine
+        parents += range(40)
+        parents += range(40)
+        return TokenTree(parents, lengths + rng.integers(50, 600, 80).tolist())
+
+    def grow(node, depth):
+        for _ in range(int(rng.integers(1, 4))):
+            parents.append(node)
+            lengths.append(int(rng.integers(50, 600)))
+            if depth < 6 and len(parents) < 90:
+                grow(len(parents) - 1, depth + 1)
+
+    grow(0, 1)
+    return TokenTree(parents, lengths)
+
+
+@pytest.mark.parametrize("kind", ["one prompt, 16 answers", "agent", "deep chain", "wide star"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_local_layouts_are_balanced_and_receive_least(kind, seed, num_ranks):
+    mask = rollouts_of(kind, seed).mask()
+    plans = {
+        name: spanwise.make_plan(mask, num_ranks, balancer=name, exchange="needed", stages=1)
+        for name in ("local", "contiguous", "lpt")
+    }
+    local = plans["local"]
+    assert local.imbalance() <= 1.05
+    assert np.ptp(local.layout.tokens_per_rank) <= local.block_size
+    received = {name: plan.recv_tokens().sum() for name, plan in plans.items()}
+    # Contiguous layouts that are not balanced may receive less: no balanced layout of a causal path does.
+    balanced = [received[name] for name, plan in plans.items() if plan.imbalance() <= 1.05]
+    assert received["local"] == min(balanced)

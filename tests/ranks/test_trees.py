@@ -1,0 +1,280 @@
+"""Trees on ranks: a small model over a tree against independent forwards of every sequence through it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+import spanwise
+from spanwise import TokenTree
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+
+VOCAB, HEADS, HEAD_DIM = 11, 12, 2
+WIDTH = HEADS * HEAD_DIM
+
+
+def rollouts(seed: int) -> list[np.ndarray]:
+    """Two prompts, answers that branch and branch again, a sequence twice, a prefix of others, and an empty one."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for prompt in (7, 12):
+        shared = rng.integers(0, VOCAB, prompt)
+        for _ in range(3):
+            turn = np.concatenate([shared, rng.integers(0, VOCAB, rng.integers(1, 6))])
+            found += [np.concatenate([turn, rng.integers(0, VOCAB, n)]) for n in rng.integers(1, 7, 2)]
+        found.append(shared)
+    return [*found, found[0], found[0][:0]]
+
+
+class Weights(NamedTuple):
+    embed: torch.Tensor
+    qkv: torch.Tensor
+    out: torch.Tensor
+    head: torch.Tensor
+
+
+def weights(dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(VOCAB, WIDTH), (2, 3, WIDTH, WIDTH), (2, WIDTH, WIDTH), (VOCAB, WIDTH)]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5 for shape in shapes)
+    return Weights(*(x.to(dtype).requires_grad_() for x in drawn))
+
+
+def hidden_states(w: Weights, ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+    """Two layers of attention with rotated queries and keys; ids and positions ``[1, T]``."""
+    x = F.embedding(ids, w.embed)
+    angle = positions[:, None, :, None].to(x.dtype) * torch.linspace(0.1, 1, HEADS, dtype=x.dtype)[:, None, None]
+    turn = torch.cat([angle.cos(), angle.sin()], -1)  # [1, heads, T, 2]
+
+    def rotated(q: torch.Tensor) -> torch.Tensor:
+        (a, b), (cos, sin) = q.unbind(-1), turn.unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+
+    for qkv, out in zip(w.qkv, w.out, strict=True):
+        q, k, v = ((x @ y).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for y in qkv)
+        x = x + attend(rotated(q), rotated(k), v).transpose(1, 2).flatten(2) @ out
+    return x
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)
+    return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).softmax(-1) @ v
+
+
+class Expected(NamedTuple):
+    sequences: list[np.ndarray]
+    weights: list[np.ndarray]
+    cotangents: list[torch.Tensor]
+    loss: torch.Tensor
+    logprobs: list[torch.Tensor]
+    loss_grads: tuple[torch.Tensor, ...]
+    logprob_grads: tuple[torch.Tensor, ...]
+
+
+@functools.cache
+def expected(seed: int) -> Expected:
+    """Each sequence alone, in float64: the weighted mean of losses, the log-probabilities, and gradients of both."""
+    sequences, rng, w = rollouts(seed), np.random.default_rng(seed), weights(torch.float64)
+    own = [rng.random(len(ids)) for ids in sequences]
+    cotangents = [torch.from_numpy(rng.standard_normal(max(len(ids) - 1, 0))) for ids in sequences]
+    logprobs = []
+    for sequence in sequences:
+        ids = torch.from_numpy(sequence)[None]
+        logits = hidden_states(w, ids, torch.arange(len(sequence))[None], causal) @ w.head.T
+        logprobs.append(logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0])
+    count = sum(x[1:].sum() for x in own)
+    loss = -sum((torch.from_numpy(x[1:]) * y).sum() for x, y in zip(own, logprobs, strict=True)) / count
+    loss_grads = torch.autograd.grad(loss, w, retain_graph=True)
+    some = [(x, c) for x, c in zip(logprobs, cotangents, strict=True) if len(x)]
+    logprob_grads = torch.autograd.grad([x for x, _ in some], w, [c for _, c in some])
+    return Expected(
+        sequences, own, cotangents, loss.detach(), [x.detach() for x in logprobs], loss_grads, logprob_grads
+    )
+
+
+def check(
+    num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype = torch.float64, kernel: str = "reference"
+) -> None:
+    seed = 0
+    wanted = expected(seed)
+    found = spanwise.tree_from_sequences(wanted.sequences)
+    tree, ids = found.tree, torch.from_numpy(found.ids)
+    roots = np.cumsum([0, *(tree.lengths[first:last].sum() for first, last in _trees(tree))])
+    plan = spanwise.make_plan(
+        tree.mask(), num_ranks, exchange=exchange, balancer=balancer, block_size=4, num_q_heads=HEADS,
+        head_dim=HEAD_DIM, cu_seqlens=roots if balancer == "per_document_head_tail" else None,
+    )  # fmt: skip
+    of_targets = torch.from_numpy(found.weights(wanted.weights)).to(dtype)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[Any, ...]:
+        w = weights(dtype)
+        edges = spanwise.shard_edges(tree, plan, mesh)
+        batch = spanwise.shard_batch({"input_ids": ids[None]}, plan, mesh, tree=tree)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return spanwise.context_parallel_attention(q, k, v, plan, mesh, kernel=kernel)
+
+        hidden = hidden_states(w, batch["input_ids"], batch["position_ids"], attend)[0, edges.sources]
+        labels = ids[edges.targets]
+        loss = spanwise.linear_cross_entropy(
+            hidden, w.head, labels, loss_mesh=mesh, weights=of_targets[edges.targets], chunk=5
+        )
+        same = spanwise.cross_entropy(hidden @ w.head.T, labels, mesh, weights=of_targets[edges.targets])
+        own = spanwise.token_logprobs(hidden, labels, vocab_weight=w.head)
+        whole = spanwise.unshard_edges(edges, mesh, own)
+        logprobs = [whole[path[1:]] for path in found.paths]
+        loss_grads = torch.autograd.grad(loss, w, retain_graph=True)
+        some = [(x, c.to(dtype) / num_ranks) for x, c in zip(logprobs, wanted.cotangents, strict=True) if len(x)]
+        logprob_grads = torch.autograd.grad([x for x, _ in some], w, [c for _, c in some])
+        return loss.detach(), same.detach(), [x.detach() for x in logprobs], loss_grads, logprob_grads
+
+    close = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 4e-6}
+
+    def compare(x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.testing.assert_close(x.double(), y, **close)
+
+    results = run_ranks(num_ranks, on_rank)
+    for loss, same, logprobs, *_ in results:
+        compare(loss, wanted.loss)
+        compare(same, wanted.loss)
+        for x, y in zip(logprobs, wanted.logprobs, strict=True):
+            compare(x, y)
+    for i in range(4):  # averaged, as reducers do; and summed
+        compare(sum(result[3][i] for result in results) / num_ranks, wanted.loss_grads[i])
+        compare(sum(result[4][i] for result in results), wanted.logprob_grads[i])
+
+
+def _trees(tree: TokenTree) -> list[tuple[int, int]]:
+    roots = [*np.flatnonzero(tree.parents == -1).tolist(), tree.num_nodes]
+    return list(itertools.pairwise(roots))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring", "ulysses"])
+def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str) -> None:
+    check(num_ranks, exchange, "local")
+
+
+@pytest.mark.parametrize(
+    "balancer", ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
+)
+def test_every_balancer(balancer: str) -> None:
+    check(4, "needed", balancer)
+
+
+@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring", "ulysses"])
+def test_in_float32(exchange: str) -> None:
+    check(4, exchange, "local", torch.float32, "sdpa")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 40])
+def test_roll_follows_the_path_up(steps: int) -> None:
+    tree = spanwise.tree_from_sequences(rollouts(1)).tree
+    plan = spanwise.make_plan(tree.mask(), 3, balancer="lpt", block_size=4)
+    x = torch.randn(2, tree.num_tokens, 3, dtype=torch.float64)
+    cotangent = torch.randn_like(x)
+    before = torch.from_numpy(tree.parent_tokens(steps))
+    whole = torch.where((before >= 0)[:, None], x[:, before], 7.0)
+    grad = torch.zeros_like(x).index_add(1, before[before >= 0], cotangent[:, before >= 0])
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+        local = spanwise.shard(plan, mesh, x).requires_grad_()
+        rolled = spanwise.roll(local, steps, plan, mesh, tree=tree, fill_value=7)
+        (own,) = torch.autograd.grad(rolled, local, spanwise.shard(plan, mesh, cotangent))
+        return rolled.detach(), own
+
+    for rank, (rolled, own) in enumerate(run_ranks(3, on_rank)):
+        assert torch.equal(rolled, plan.shard(whole, rank))
+        torch.testing.assert_close(own, plan.shard(grad, rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
+def test_values_of_edges_and_their_adjoint(dtype: torch.dtype) -> None:
+    """Every edge is on one rank; a rank may have none; the gradient is summed over ranks."""
+    tree = TokenTree([-1, 0, 0, -1], [3, 2, 1, 1])
+    plan = spanwise.make_plan(tree.mask(), 4, balancer="contiguous", block_size=2)
+    assert plan.layout.runs(3).tolist() == [[6, 7]]  # the root that predicts nothing
+    values = torch.arange(14).view(7, 2).to(dtype)
+    cotangents = torch.randint(-8, 8, (4, 2, 7)).to(dtype)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[Any, ...]:
+        edges = spanwise.shard_edges(tree, plan, mesh)
+        x = values[edges.targets].T.contiguous().requires_grad_(dtype.is_floating_point)
+        whole = spanwise.unshard_edges(edges, mesh, x)
+        grad = torch.autograd.grad(whole, x, cotangents[rank])[0] if dtype.is_floating_point else None
+        return edges, whole.detach(), grad
+
+    results = run_ranks(4, on_rank)
+    targets = torch.cat([edges.targets for edges, *_ in results])
+    assert targets.sort()[0].tolist() == [1, 2, 3, 4, 5] and len(results[3][0].targets) == 0
+    known = torch.tensor([False, True, True, True, True, True, False])
+    for rank, (edges, whole, grad) in enumerate(results):
+        tokens = plan.layout.indices(rank)[edges.sources]
+        assert tokens.tolist() == tree.parent_tokens()[edges.targets].tolist()
+        assert torch.equal(whole, torch.where(known, values.T, 0))
+        if grad is not None:
+            assert torch.equal(grad, cotangents.double().sum(0)[:, edges.targets].to(dtype))
+
+
+def differ(rank: int, mesh: DeviceMesh) -> str:
+    tree = TokenTree([-1, 0, 0], [3, 2, 2])
+    edges = spanwise.shard_edges(tree, spanwise.make_plan(tree.mask(), 2, block_size=2), mesh)
+    try:
+        spanwise.unshard_edges(edges, mesh, torch.zeros(len(edges.targets), 1 + rank), dim=0)
+    except spanwise.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ(gloo_pool: GlooPool) -> None:
+    for said in gloo_pool.run(2, differ):
+        assert "unshard_edges" in said and "other dims (1,)" in said and "other dims (2,)" in said
+
+
+def test_what_is_refused() -> None:
+    tree = TokenTree([-1, 0, 0], [3, 2, 2])
+    plan = spanwise.make_plan(tree.mask(), 1)
+    ids = torch.zeros(1, 7, dtype=torch.int64)
+
+    def refused(match: str, call: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            call()
+
+    other = spanwise.make_plan(spanwise.SpanMask.causal(7), 1)
+    packing = spanwise.Packing([0, 7])
+    packed = spanwise.make_plan(packing.mask(), 1, packing=packing)
+    near = tree.mask() & spanwise.SpanMask.sliding_window(7, 1)
+    rows = spanwise.make_plan(spanwise.SpanMask.stack([tree.mask(), near]), 2, balancer="lpt", block_size=1)
+    refused("labels of a tree follow its edges", lambda: spanwise.shard_batch({"labels": ids}, plan, tree=tree))
+    refused("tokens 4 and 5 do not read each other.*tree=", lambda: spanwise.shard_batch({"input_ids": ids}, plan))
+    refused("give tree or cu_seqlens", lambda: spanwise.roll(ids, 1, plan, cu_seqlens=[0, 7], tree=tree))
+    refused("one token 1 before it.*got steps=-1.*shard_edges", lambda: spanwise.roll(ids, -1, plan, tree=tree))
+    refused("the tree has 3 tokens, the plan 7; padding can be one more root",
+            lambda: spanwise.shard_edges(TokenTree([-1], [3]), plan))  # fmt: skip
+    refused("the tree has 3 tokens",
+            lambda: spanwise.shard_batch({"x": ids}, plan.local(None), tree=TokenTree([-1], [3])))  # fmt: skip
+    refused(r"mask 'default' of the plan lets token 5 \(batch row 0\) read", lambda: spanwise.shard_edges(tree, other))
+    refused("the plan has a packing", lambda: spanwise.shard_edges(TokenTree([-1], [7]), packed))
+    refused("takes a Plan, .* got a RankPlan", lambda: spanwise.shard_edges(tree, plan.local(None)))
+    refused("needs their mesh", lambda: spanwise.shard_edges(tree, rows))
+    refused("lays out 2 batch rows differently.*TokenTree.pack",
+            lambda: run_ranks(2, lambda rank, mesh: spanwise.shard_edges(tree, rows, mesh)))  # fmt: skip
+    edges = spanwise.shard_edges(tree, plan)
+    refused(r"each of this rank's 6 edges, got a tensor of shape \(7,\)",
+            lambda: spanwise.unshard_edges(edges, None, torch.zeros(7)))  # fmt: skip
+    refused("takes a real tensor, got torch.complex64",
+            lambda: spanwise.unshard_edges(edges, None, torch.zeros(6, dtype=torch.complex64)))  # fmt: skip
+    # A part of the tree's mask is fine, and so is padding as one more root.
+    window = spanwise.make_plan(tree.mask() & spanwise.SpanMask.sliding_window(7, 2), 1)
+    assert len(spanwise.shard_edges(tree, window).sources) == 6
+    padded = TokenTree.pack([tree, TokenTree([-1], [5])])
+    assert spanwise.shard_edges(padded, spanwise.make_plan(padded.mask(), 1)).num_tokens == 12
