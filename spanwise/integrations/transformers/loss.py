@@ -25,12 +25,13 @@ class GlobalLoss:
         planned = kwargs.pop(ARGUMENT, None)
         if planned is None:
             return self.before(*args, **kwargs)
-        planned.losses.append("loss_function")
         logits = args[0] if args else kwargs["logits"]
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         labels = kwargs["shift_labels"]
-        return spanwise.cross_entropy(logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"))
+        loss = spanwise.cross_entropy(logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"))
+        planned.losses.append((loss, loss._version))
+        return loss
 
     def __deepcopy__(self, memo: Any) -> GlobalLoss:  # meshes cannot be copied
         return self

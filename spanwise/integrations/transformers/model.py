@@ -196,8 +196,18 @@ def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
         or not site_of(model).reduce_loss
     ):
         return
-    if not planned.losses and (isinstance(output, tuple) or getattr(output, "loss", None) is not None):
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+    if loss is None:
+        return
+    if not planned.losses:
         raise ValueError(
             f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "
             f"and call spanwise.cross_entropy on the logits with the labels of hf.prepare"
+        )
+    known, version = planned.losses.pop()
+    # Auxiliary losses of experts are computed from the router logits of all ranks.
+    if (loss is not known or loss._version != version) and not getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a term to its loss, which would be of one rank's tokens; leave labels out of "
+            f"the batch, and add the term to spanwise.cross_entropy after spanwise.unshard of what it is made of"
         )

@@ -25,14 +25,14 @@ class PlannedBatch:
         documents: of the whole batch.
         last: int64 ``[1]``, the largest position of all ranks.
         image_blocks: whether the plan's masks let tokens of one image read each other.
-        losses: what has computed a loss of this batch.
+        losses: losses of this batch over all ranks, and how often each was changed in place when it was returned.
     """
 
     plan: spanwise.RankPlan
     documents: Documents
     last: torch.Tensor
     image_blocks: bool = False
-    losses: list[str] = dataclasses.field(default_factory=list, compare=False)
+    losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def positions(self) -> torch.Tensor:

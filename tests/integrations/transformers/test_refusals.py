@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
@@ -131,6 +131,33 @@ def test_a_decoder_called_without_its_model() -> None:
     model = tiny.model_of("llama")
     with pytest.raises(ValueError, match="called without the model around it"):
         run_ranks(1, lambda rank, mesh: hf.context_parallel(model, mesh).model(input_ids=BATCH["input_ids"]))
+
+
+class WithZLoss(LlamaForCausalLM):
+    """A model that adds a mean over its tokens to its loss, in place or not."""
+
+    in_place = False
+
+    def forward(self, **kwargs: Any) -> Any:
+        out = super().forward(**kwargs)
+        term = 0.01 * out.logits.logsumexp(-1).pow(2).mean()
+        if self.in_place:
+            out.loss += term
+        else:
+            out.loss = out.loss + term
+        return out
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_term_added_to_the_loss(in_place: bool) -> None:
+    models = [WithZLoss(tiny.config_of("llama")).train() for _ in range(2)]
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        models[rank].in_place = in_place
+        hf.context_parallel(models[rank], mesh)(**BATCH)
+
+    with pytest.raises(ValueError, match="WithZLoss adds a term to its loss"):
+        run_ranks(2, on_rank)
 
 
 def test_a_loss_function_replaced_later() -> None:
