@@ -129,10 +129,17 @@ def _every_model(rank: int, mesh: Any, names: list[str], batch: dict[str, Any]) 
     return [_step(hf.context_parallel(tiny.model_of(name), mesh), batch) for name in names]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_models_on_processes(gloo_pool: GlooPool, ranks: int) -> None:
-    names = ["qwen3_moe, auxiliary loss", "gpt_oss", "deepseek_v3"]
-    documents = tiny.documents_of(LENGTHS)
-    results = gloo_pool.run(ranks, _every_model, names, tiny.packed(documents), timeout=120)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["qwen3_moe, auxiliary loss", "gpt_oss", "deepseek_v3"], id="some"),
+        pytest.param(list(tiny.CONFIGS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_models_on_processes(gloo_pool: GlooPool, names: list[str], ranks: int) -> None:
+    documents = tiny.documents_of((31, 31, 31))  # equal lengths, for frequencies that depend on the longest
+    results = gloo_pool.run(ranks, _every_model, names, tiny.packed(documents), timeout=300)
     for index, name in enumerate(names):
         tiny.check([result[index] for result in results], tiny.reference(tiny.model_of(name), documents))
