@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise.attention.exchange import failure
 from spanwise.batch.loss import IGNORE_INDEX
 
-# Logits of a chunk by default, 64 MiB in float32. A forward and backward of 2,048 tokens, vocabulary 32,768, takes
-# 3.0, 1.4, 1.1, 0.8 and 0.7 times the time of all logits with chunks of 2^21 to 2^25, and 57 to 180 MiB where all
-# logits take 775: benchmarks/results/linear-loss-cpu.json, on a shared CPU. Not measured on a GPU.
+# Logits of a chunk by default, 64 MiB in float32. A forward and backward of 4,096 tokens, vocabulary 32,768, takes
+# 1.61, 1.35, 1.27, 1.22 and 1.23 times the time of all logits with chunks of 2^21 to 2^25, and 107 to 226 MiB where all
+# logits take 1,546: benchmarks/results/linear-loss-cpu.json. Not measured on a GPU.
 CHUNK_LOGITS = 1 << 24
 
 # exp(-1000) is 0 in every dtype, and 0 * -1000 is 0, which 0 * -inf is not.
