@@ -296,6 +296,7 @@ def test_fourteen_plans_share_two_graphs_inside_a_compiled_module(name: str) -> 
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.slow
 def test_a_process_may_use_more_settings_than_dynamo_allows_graphs() -> None:
     before = graphs()
     for q_len in range(130, 140):  # Dynamo refuses the ninth graph of one function

@@ -1,4 +1,4 @@
-"""Models of transformers under context parallelism: loss and every gradient as of one document at a time."""
+"""Forms of batches, exchanges and balancers of Hugging Face models: exact on threads as ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
 LENGTHS = (23, 41, 7, 30, 1)
-# Frequencies that depend on the longest document of a batch: a document alone would get others.
-EQUAL_LENGTHS = {"llama, dynamic NTK": (31, 31, 31), "phi3, longrope": (31, 31, 31)}
-DEFAULT = (
-    "llama",
-    "llama, dynamic NTK",
-    "gemma3",
-    "llama4",
-    "deepseek_v3",
-    "gpt_oss",
-    "mixtral, auxiliary loss",
-    "gpt2",
-)
 
 
 def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any], **options: Any) -> Any:
@@ -35,15 +23,6 @@ def _compare(name: str, ranks: int, batch: dict[str, Any], documents: tiny.Docum
     model = tiny.model_of(name)
     results = run_ranks(ranks, _train, tiny.copies(model, ranks), batch, **options)
     tiny.check(results, tiny.reference(model, documents))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in tiny.CONFIGS]
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_models(name: str, ranks: int) -> None:
-    documents = tiny.documents_of(EQUAL_LENGTHS.get(name, LENGTHS))
-    _compare(name, ranks, tiny.packed(documents), documents)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.slow), "gemma3"])
