@@ -31,6 +31,7 @@ def script(name: str, text: str, seconds: float = 60.0) -> Step:
 WRITES = "rows.write(json.dumps({'what': 1}) + '\\n')\n"
 
 
+@pytest.mark.slow
 def test_steps_survive_failures_crashes_and_hangs_of_others(tmp_path: Path) -> None:
     child, pid_file = tmp_path / "child.py", tmp_path / "pid"
     child.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(f'{os.getpid()} ')\ntime.sleep(60)")
@@ -100,6 +101,7 @@ def cell(cell: dict[str, Any], here: Here) -> dict[str, Any]:
     return {"error of a rank": 0.5 * here.rank}
 
 
+@pytest.mark.slow
 def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     World(2, "gloo", "cpu", __name__, "cell", cell_seconds=5.0, start="forkserver").run(

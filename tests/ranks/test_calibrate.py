@@ -130,6 +130,7 @@ def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
     assert 0.1 < moved / samples[f"all_gather of {SMALLEST:,} bytes"] < 10
 
 
+@pytest.mark.slow
 def test_two_levels(gloo_pool: GlooPool) -> None:
     options = QUICK | {"host_size": 2, "num_q_heads": 4, "num_kv_heads": 2, "v_head_dim": 32, "name": "two hosts"}
     results = gloo_pool.run(4, everything, None, options, timeout=110)
