@@ -40,6 +40,12 @@ class Documents:
         starts = np.repeat(self.cu_seqlens[:-1], np.diff(self.cu_seqlens))
         return torch.from_numpy(np.arange(self.cu_seqlens[-1]) - starts)[None]
 
+    def restored(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, S, …]`` from kept tokens ``[N, …]``; 0 at padding. Differentiable."""
+        if self.keep is not None:
+            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.keep.to(x.device), x)
+        return x.unflatten(0, (self.rows, self.length))
+
     def flat(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Kept tokens of `x` ``[…, B, S, …]``, whose rows are dim `dim`, as ``[…, 1, N, …]``."""
         if x.shape[dim] == 1 and self.rows > 1:  # positions that are the same in every row

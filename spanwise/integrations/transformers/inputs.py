@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -17,7 +20,7 @@ from spanwise.integrations.transformers.agreement import check_same_batch
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
 from spanwise.integrations.transformers.loss import GlobalLoss
-from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, make_plan
+from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, plan_documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
 
 SITE = "_spanwise"  # attribute of a model: its Site
@@ -82,8 +85,9 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
             f"the attention of {type(model).__name__} was set to {implementation!r} after hf.context_parallel, and "
             f"would read one rank's tokens only; set it to {PREFIX + implementation!r}, or before hf.context_parallel"
         )
+    blocks = image_blocks(batch, config, documents)
     if plan is None:
-        plan = make_plan(batch, config, site.mesh.size(), **site.options)
+        plan = plan_documents(documents, blocks, config, site.mesh.size(), **site.options)
     _check_plan(plan, documents, site.mesh, config)
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(site.mesh, device)
@@ -92,7 +96,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         plan=local,
         documents=documents,
         last=_largest_position(batch, documents, device),
-        image_blocks=image_blocks(batch, config, documents) is not None,
+        image_blocks=blocks is not None,
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
     kept = given.pop("logits_to_keep", 0)
@@ -103,6 +107,13 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     labels = _labels(batch, documents, plan, site, model)
     given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
     return given | labels | {"use_cache": False, ARGUMENT: planned}
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of a module's forward, by name."""
+    if not args:
+        return {}
+    return dict(inspect.signature(functools.partial(type(module).forward, module)).bind_partial(*args).arguments)
 
 
 def cut(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str, Any]:
@@ -148,9 +159,7 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
     rotary_by_model = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))
     if given.get("position_ids") is None:
         if not rotary_by_model:
-            flat = torch.zeros(documents.rows * documents.length, dtype=torch.int64)
-            flat[slice(None) if documents.keep is None else documents.keep] = documents.positions[0]
-            given["position_ids"] = flat.view(documents.rows, documents.length).to(planned.positions.device)
+            given["position_ids"] = documents.restored(documents.positions[0]).to(planned.positions.device)
         elif len(documents.cu_seqlens) - 1 > documents.rows:
             raise ValueError(
                 f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "

@@ -107,8 +107,14 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
     documents = find_documents(batch)
-    offsets, blocks = documents.cu_seqlens, image_blocks(batch, config, documents)
-    weights = Counter(layer_kinds(config))
+    return plan_documents(documents, image_blocks(batch, config, documents), config, num_ranks, **options)
+
+
+def plan_documents(
+    documents: Documents, blocks: tuple[np.ndarray, np.ndarray] | None, config: Any, num_ranks: int, **options: Any
+) -> spanwise.Plan:
+    """`make_plan` for documents and image blocks that were found before."""
+    offsets, weights = documents.cu_seqlens, Counter(layer_kinds(config))
     masks = {kind: span_mask(config, kind, offsets) for kind in weights}
     if blocks is not None:
         masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}

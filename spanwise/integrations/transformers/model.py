@@ -7,7 +7,6 @@ into the sequence first, cuts; the decoder's second one completes router logits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -20,7 +19,15 @@ from transformers import PreTrainedModel
 
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
-from spanwise.integrations.transformers.inputs import SITE, Site, cut_for_decoder, is_causal_loss, prepare, site_of
+from spanwise.integrations.transformers.inputs import (
+    SITE,
+    Site,
+    by_name,
+    cut_for_decoder,
+    is_causal_loss,
+    prepare,
+    site_of,
+)
 from spanwise.integrations.transformers.loss import GlobalLoss
 from spanwise.integrations.transformers.masks import layer_kinds
 from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, PlannedBatch, kind_of, no_mask, request
@@ -130,7 +137,7 @@ def _set_attention(model: PreTrainedModel) -> None:
     name = register(before)
     if type(model)._can_set_attn_implementation():
         model.set_attn_implementation({key: name} if key else name)
-    if text._attn_implementation != name or not name.startswith(PREFIX):
+    if text._attn_implementation != name:
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface; context parallelism needs a "
             f"model that does"
@@ -153,7 +160,7 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
 def _planned_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return prepare(_by_name(model, args) | dict(kwargs), model)
+    return prepare(by_name(model, args) | dict(kwargs), model)
 
 
 def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +175,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
                 f"it, or by a wrapper that calls forward itself; call the model, or pass hf.prepare(batch, model)"
             )
         return None
-    kwargs = _by_name(decoder, args) | kwargs
+    kwargs = by_name(decoder, args) | kwargs
     mask = kwargs.get("attention_mask")
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     assert tokens is not None
@@ -177,13 +184,6 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
         mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
     return (), kwargs | {"attention_mask": mask}
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments of a module's forward, by name."""
-    if not args:
-        return {}
-    return dict(inspect.signature(functools.partial(type(module).forward, module)).bind_partial(*args).arguments)
 
 
 def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 import spanwise
-from spanwise.integrations.transformers.inputs import prepare
+from spanwise.integrations.transformers.inputs import by_name, prepare
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
 
 _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states")
@@ -61,11 +60,9 @@ def restore_outputs(model: nn.Module, calls: Calls) -> None:
 
 def whole(planned: PlannedBatch, x: torch.Tensor) -> torch.Tensor:
     """``[B, S, …]`` from the ranks' shards ``[1, T, …]``; 0 at padding. A collective call; its backward is one, too."""
-    documents, dtype = planned.documents, x.dtype
+    dtype = x.dtype
     x = spanwise.unshard(planned.plan, x=x.to(torch.uint8) if dtype is torch.bool else x)[0].to(dtype)
-    if documents.keep is not None:
-        x = x.new_zeros(documents.rows * documents.length, *x.shape[1:]).index_copy(0, documents.keep.to(x.device), x)
-    return x.unflatten(0, (documents.rows, documents.length))
+    return planned.documents.restored(x)
 
 
 def _cut(calls: Calls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,8 +70,7 @@ def _cut(calls: Calls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     generates = kwargs.get("past_key_values") is not None or kwargs.get("logits_to_keep")
     if not calls.whole or model.training or generates or kwargs.get(ARGUMENT) is not None:
         return None
-    forward = functools.partial(type(model).forward, model)
-    return (), prepare(inspect.signature(forward).bind_partial(*args).arguments | kwargs, model)
+    return (), prepare(by_name(model, args) | kwargs, model)
 
 
 def _restore(calls: Calls, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
