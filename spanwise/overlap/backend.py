@@ -66,6 +66,7 @@ def backend(
         TypeError: an option that `optimize` lacks.
 
     Example:
+        >>> import torch
         >>> from spanwise.hardware import CPU_HOST
         >>> model = torch.compile(torch.nn.Linear(2, 2), backend=backend("aot_eager", cost=CPU_HOST))
     """

@@ -100,10 +100,10 @@ _UNTAGGED = frozenset({
 
 # Begin and end of a range for the profiler. torch's optimizers put them around their steps, where nothing could cross
 # into the optimizer if they were barriers.
-_RANGES = frozenset({
-    torch.ops.profiler._record_function_enter, torch.ops.profiler._record_function_enter_new,
-    torch.ops.profiler._record_function_exit
-})  # fmt: skip
+_profiler = torch.ops.profiler
+_RANGES = frozenset(
+    {_profiler._record_function_enter, _profiler._record_function_enter_new, _profiler._record_function_exit}
+)
 
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})

@@ -20,9 +20,11 @@ NO_VALUE = 'it has no meta["val"], which gives sizes and aliases'
 
 
 def lacks_value(node: fx.Node, known: Traits) -> bool:
-    """Whether a call has no value and needs one: its operator returns something, and it is not None."""
-    if "val" in node.meta or (known.role is Role.BARRIER and not node.users) or (known.names and not known.aliases):
+    """Whether a call has no value and needs one: it may return tensors."""
+    if "val" in node.meta or (known.role is Role.BARRIER and not node.users):
         return False
+    if isinstance(node.target, _torch.OpOverload):
+        return any("Tensor" in str(result.type) for result in node.target._schema.returns)
     if node.target is operator.getitem:  # tracing gives None no value: gradients that nobody asked for
         source, key = node.args
         whole = source.meta.get("val") if isinstance(source, fx.Node) else None
