@@ -59,6 +59,7 @@ HOT = [
     "attention/_limits.py",
     "attention/compare.py",
     "attention/exchange/errors.py",
+    "attention/exchange/expectation.py",
     "attention/exchange/failure.py",
     "attention/exchange/needed.py",
     "attention/exchange/ring.py",
@@ -93,6 +94,7 @@ PLAN_TIME = {
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
     "attention/compare.py": {"digest.numpy()", "float(number)"},
+    "attention/rank_plan.py": {"self.digest.numpy()"},
     "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/loss.py": {"math.isfinite(num_valid)"},
