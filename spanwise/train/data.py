@@ -45,6 +45,10 @@ class Document:
         """Its bytes, BOS and EOS."""
         return self.num_bytes + 2
 
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """Tokens ``[start:stop]``, as `spanwise.GlobalBatchDataset` asks for them."""
+        return self.tokens(places.start, places.stop)
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``[start, stop)`` of the document, int64; reads only these bytes.
 
