@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from spanwise.hardware import Hardware
+from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import traffic
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
