@@ -244,6 +244,11 @@ class PlanData:
         self.mask(mask)
         return self._needs[mask][row][rank // self.inner]
 
+    def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
+        """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
+        self.mask(mask)
+        return self._needs[mask][row]
+
     @functools.cached_property
     def _needs(self) -> dict[str, traffic.Needs]:
         layouts = self.groups, self.kv_groups
