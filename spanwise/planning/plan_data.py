@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from spanwise.hardware import Hardware
+from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import traffic
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
@@ -243,6 +243,11 @@ class PlanData:
         """
         self.mask(mask)
         return self._needs[mask][row][rank // self.inner]
+
+    def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
+        """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
+        self.mask(mask)
+        return self._needs[mask][row]
 
     @functools.cached_property
     def _needs(self) -> dict[str, traffic.Needs]:

@@ -36,9 +36,9 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.refetch import Fetched, Refetch
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.traffic import local_area
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.traffic import local_area
 
 Dims = tuple[int, int, int, int]  # B, H, D, Dv
 
