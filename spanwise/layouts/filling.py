@@ -9,7 +9,7 @@ out even, and an item is cut only where it must be:
 2. A bin that lacks work gets a prefix of the lightest item that has enough.
 3. The last light item is cut where the bin is full.
 
-`spread` makes the items and the bins.
+`by_document` makes the items and the bins.
 """
 
 from __future__ import annotations

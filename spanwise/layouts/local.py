@@ -6,7 +6,7 @@ a bound. The search starts from the contiguous layout, which has next to no traf
 blocks between two ranks; early swaps may cost traffic. Every swap is priced exactly at the granularity of blocks, from
 the number of q blocks of each rank that read each kv block.
 
-For many ranks a search takes too long; `spread` then builds a layout document by document. For few ranks the better one
+For many ranks a search takes too long; `by_document` then builds a layout. For few ranks the better one
 is taken.
 
 This module builds the search from masks; `local_search` is the compiled loop.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.layouts import spread
+from spanwise.layouts import by_document
 from spanwise.layouts.balancers import LPT, Contiguous, HeadTail
 from spanwise.layouts.block_reads import block_reads, documents_of_blocks
 from spanwise.layouts.layout import Layout
@@ -33,7 +33,7 @@ _PENALTY, _FINE_PENALTY = 0.5, 1.0
 _COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # share of the budget; bound of the coarse search over the bound
 _HOST_SHARE = 0.3  # share of the budget
 _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
-# Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `spread`: links
+# Ranks. Lognormal documents of median 16k, 32k tokens a rank, K/V tokens a rank by search and `by_document`, priced: links
 # alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
 _SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
 _AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
@@ -89,8 +89,8 @@ class Local:
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64 | Layout:
         """The layout, or the owner of each block, int64 ``[batch, num_blocks]``; the same on every host.
 
-        A search over blocks up to 32 ranks whose links are all alike. The better one of it and of `spread`, which cuts
-        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `spread`.
+        A search over blocks up to 32 ranks whose links are all alike. The better of it and `by_document`, which cuts
+        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `by_document`.
         """
         if num_ranks > _MOST_SEARCHED and self.objective == "mean":
             return self._spread(problem, num_ranks)
@@ -103,19 +103,19 @@ class Local:
         if (ranks.host_size == 1 and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
             return owner
         found = Layout.from_owners(owner, num_ranks, problem.seq_len, problem.block_size)
-        spread_out = spread.assign(problem, num_ranks, self.host_size, self.max_imbalance or _BOUND)
-        if (spread.busiest(spread_out, problem) > spread.busiest(found, problem) * _AS_BALANCED).any():
+        spread_out = by_document.assign(problem, num_ranks, self.host_size, self.max_imbalance or _BOUND)
+        if (by_document.busiest(spread_out, problem) > by_document.busiest(found, problem) * _AS_BALANCED).any():
             return owner
         best = self._best([found, spread_out], problem)
         return owner if best is found else best
 
     def _spread(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        """The layout of `spread`, or a regular one with less traffic, if it is balanced."""
+        """The layout of `by_document`, or a regular one with less traffic, if it is balanced."""
         bound = self.max_imbalance or _BOUND
-        found = spread.assign(problem, num_ranks, self.host_size, bound)
-        allowed = np.maximum(spread.busiest(found, problem), bound * spread.mean_work(problem, num_ranks))
+        found = by_document.assign(problem, num_ranks, self.host_size, bound)
+        allowed = np.maximum(by_document.busiest(found, problem), bound * by_document.mean_work(problem, num_ranks))
         regular = [balancer.assign(problem, num_ranks) for balancer in (Contiguous(), HeadTail())]
-        return self._best([found, *(x for x in regular if (spread.busiest(x, problem) <= allowed).all())], problem)
+        return self._best([found, *(x for x in regular if (by_document.busiest(x, problem) <= allowed).all())], problem)
 
     def _best(self, layouts: list[Layout], problem: LayoutProblem) -> Layout:
         """The layout with the least traffic as the search rates it; the first among equals."""
@@ -123,7 +123,7 @@ class Local:
             return layouts[0]
 
         def rating(layout: Layout) -> float:
-            recv = spread.priced_tokens(layout, problem, self.host_size, self.host_price)
+            recv = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)
             largest = float(recv.max() * len(recv))
             return largest if self.objective == "busiest" else max(float(recv.sum()), largest / _LARGEST)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spanwise import make_plan
 from spanwise.cli.bench.plan import document_offsets
-from spanwise.layouts import block_reads, spread
+from spanwise.layouts import block_reads, by_document
 from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT
 from spanwise.layouts.layout import Layout
@@ -37,7 +37,7 @@ def assert_rules(owner, problem, num_ranks):
     limit = np.maximum(bound * mean, lpt) * (1 + 1e-9)
     if isinstance(owner, Layout):
         assert np.ptp(owner.tokens_per_rank) <= 1
-        assert (spread.busiest(owner, problem)[:, 0] <= 1.005 * limit).all()
+        assert (by_document.busiest(owner, problem)[:, 0] <= 1.005 * limit).all()
         return
     owner = np.atleast_2d(owner)
     assert owner.shape == (problem.batch_size, problem.num_blocks)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.layouts import spread, traffic
+from spanwise.layouts import by_document, traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
 from spanwise.layouts.problem import LayoutProblem
@@ -38,10 +38,10 @@ def test_any_documents_and_any_work(seed, num_ranks, host_size):
     work = rng.choice([0.0, 1.0, 7.5], units) if rng.integers(2) else np.zeros(units)
     sizes = units // num_ranks + (np.arange(num_ranks) < units % num_ranks)
     before = np.append(0.0, np.cumsum(work))
-    pieces = spread.pieces_of_ranks(documents, before, sizes, host_size, 1.02)
+    pieces = by_document.pieces_of_ranks(documents, before, sizes, host_size, 1.02)
     layout = Layout([pieces], num_ranks, units)  # checks that the pieces tile the sequence
     assert layout.tokens_per_rank.tolist() == sizes.tolist()
-    assert layout == Layout([spread.pieces_of_ranks(documents, before, sizes, host_size, 1.02)], num_ranks, units)
+    assert layout == Layout([by_document.pieces_of_ranks(documents, before, sizes, host_size, 1.02)], num_ranks, units)
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,7 +57,7 @@ def test_documents_are_what_no_span_crosses(seed):
         masks.append(SpanMask(edges[::2], edges[1::2], length))
     dense = np.any([mask.dense()[0] for mask in masks], axis=0)
     whole = [0, *(p for p in range(1, length) if not dense[:p, p:].any() and not dense[p:, :p].any()), length]
-    assert spread.offsets_of_documents(masks, 0).tolist() == whole
+    assert by_document.offsets_of_documents(masks, 0).tolist() == whole
 
 
 @pytest.mark.parametrize("median, sigma", [(2_000, 1.6), (16_000, 1.2)])
@@ -65,9 +65,9 @@ def test_documents_are_what_no_span_crosses(seed):
 def test_lognormal_documents_are_balanced_and_stay_inside_hosts(median, sigma, num_ranks):
     mask = SpanMask.documents(lognormal(2**15 * num_ranks, median, sigma, seed=num_ranks))
     problem = LayoutProblem({"default": mask})
-    layout = spread.assign(problem, num_ranks, 8, 1.02)
+    layout = by_document.assign(problem, num_ranks, 8, 1.02)
     assert np.ptp(layout.tokens_per_rank) == 0
-    assert spread.busiest(layout, problem)[0, 0] <= 1.03 * spread.mean_work(problem, num_ranks)[0, 0]
+    assert by_document.busiest(layout, problem)[0, 0] <= 1.03 * by_document.mean_work(problem, num_ranks)[0, 0]
     total, outside = crossing(layout, mask, 8)
     # Documents longer than a host must cross.
     longest = np.diff(mask.cu_seqlens[0]).max()
@@ -82,4 +82,4 @@ def test_many_ranks_take_regular_layouts_where_these_are_better(host_size):
     assert [len(layout.runs(rank)) for rank in range(128)] == [1] * 128
     causal = LayoutProblem({"default": SpanMask.causal(2**16)})
     layout = Local(host_size=host_size).assign(causal, 128)
-    assert spread.busiest(layout, causal)[0, 0] <= 1.03 * spread.mean_work(causal, 128)[0, 0]
+    assert by_document.busiest(layout, causal)[0, 0] <= 1.03 * by_document.mean_work(causal, 128)[0, 0]
