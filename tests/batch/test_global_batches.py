@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import spanwise
 from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches
+from spanwise.planning.grids import one_plan
 from tests.scripts import forked
 
 PLAN: dict[str, Any] = {"block_size": 4, "exchange": "needed", "stages": 1}
@@ -219,6 +220,31 @@ def test_only_plans_depend_on_the_number_of_ranks() -> None:
         data.load_state_dict({"position": 0, "config": "of another run"})
 
 
+def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
+    """The plan is the better of two by predicted seconds, linear layers included."""
+    given = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "exchange": "needed", "stages": 2}
+    lengths, flops = [40_000, *[2_000] * 80], 6 * 220e6
+    (equal,) = GlobalBatches(lengths, 16, 12_500, hardware=spanwise.H100, **given)
+    (batch,) = GlobalBatches(
+        lengths, 16, 12_500, max_tokens_per_rank=18_750, linear_flops=flops, hardware=spanwise.H100, **given
+    )
+    tokens = batch.plan.layout.tokens_per_rank
+    assert 15_000 < tokens.max() <= 18_750 and equal.plan.layout.tokens_per_rank.max() < 12_700
+    one, other = (one_plan(x.plan, flops).seconds for x in (equal, batch))
+    assert other < 0.95 * one and batch.plan.balancer == "Spread"
+    assert batch.plan.recv_tokens().sum() < 0.5 * equal.plan.recv_tokens().sum()
+    assert "predicted with unequal tokens" in batch.plan.reason
+    (batch,) = GlobalBatches([1024] * 8, 8, 1024, max_tokens_per_rank=2048, linear_flops=flops, **given)
+    assert batch.plan.balancer != "Spread"  # nothing is gained
+    lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
+    with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
+        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
+    with pytest.raises(ValueError, match="give linear_flops, the operations of all linear layers"):
+        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=9000)
+    (batch,) = GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=8320, linear_flops=flops, pad=True, **given)
+    assert set(batch.plan.layout.tokens_per_rank.tolist()) == {8320}
+
+
 def test_masks_of_the_caller() -> None:
     batches = GlobalBatches([30, 25], 2, 32, mask=windows, weights={"near": 3, "whole": 1}, pad=True, **PLAN)
     (batch,) = batches
@@ -258,7 +284,7 @@ def test_bad_input_is_named_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="has 3 tokens for 4 ranks, and a rank would hold none: pad=True"):
         GlobalBatches([16, 3], 4, 4)
     assert len(GlobalBatches([16, 3], 4, 4, drop_last=True)) == 1
-    with pytest.raises(ValueError, match="tokens_per_rank must be a multiple of block_size 128, got 32"):
+    with pytest.raises(ValueError, match="must be a multiple of block_size 128, got 32"):
         GlobalBatches([16, 3], 4, 32, pad=True)
     with pytest.raises(ValueError, match="tokens_per_rank must be at least 1, got 0"):
         GlobalBatches([16, 3], 4, 0)
