@@ -272,11 +272,7 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
                 return
             batch = self.batches.at(mine)
             self._position = position
-            yield batch.load(self.source, self.rank) | {
-                "plan": batch.plan,
-                "num_valid": batch.num_valid,
-                "state": {"position": batch.next_position, "config": self.batches.config},
-            }
+            yield loaded(batch, self.source, self.rank, batch.next_position, self.batches.config)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the batches that this object has yielded end, in tokens, and a digest of what decides the batches."""
@@ -288,9 +284,21 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: `state` is of other documents, another order, or another number of tokens a batch.
         """
-        if state["config"] != self.batches.config:
-            raise ValueError(
-                f"the state is of other batches (config {state['config']}, here {self.batches.config}): give the "
-                f"lengths, seed, max_document, cut and num_ranks * tokens_per_rank that it was saved with"
-            )
-        self._start = self._position = operator.index(state["position"])
+        names = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
+        self._start = self._position = check_state(state, self.batches.config, names)
+
+
+def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
+    """What a data set yields: a rank's tensors, plan, number of labels, and the state behind the batch."""
+    state = {"position": position, "config": config}
+    return batch.load(source, rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
+
+
+def check_state(state: dict[str, Any], config: str, names: str) -> int:
+    """The position of a state; ``ValueError`` if it belongs to batches with another digest."""
+    if state["config"] != config:
+        raise ValueError(
+            f"the state is of other batches (config {state['config']}, here {config}): give the {names} that it was "
+            f"saved with"
+        )
+    return operator.index(state["position"])
