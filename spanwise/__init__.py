@@ -14,6 +14,7 @@ from spanwise.attention.verify import VerifyReport, verify
 from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import GlobalBatch
 from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
+from spanwise.batch.global_stream import GlobalBatchStream
 from spanwise.batch.linear_loss import linear_cross_entropy
 from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
@@ -43,6 +44,7 @@ __all__ = [
     "MismatchError",
     "GlobalBatch",
     "GlobalBatchDataset",
+    "GlobalBatchStream",
     "GlobalBatches",
     "H100",
     "H200",

@@ -20,6 +20,8 @@ from spanwise.batch.global_batch import DocumentSource, GlobalBatch
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_positive
 from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.explain.units import seconds
+from spanwise.planning.grids import one_plan, spread
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -36,13 +38,17 @@ class GlobalBatches:
         num_ranks: all ranks, dp × cp; or the two axes of a cp mesh with Ulysses inside, as `make_plan` takes it.
         tokens_per_rank: a batch has at most ``num_ranks * tokens_per_rank`` tokens. Without `pad`, a rank may hold up
             to one block more.
+        max_tokens_per_rank: most tokens of a rank, if ranks may hold unequal numbers where that shortens the predicted
+            step: long documents then lie on fewer ranks, and less K/V travel. None: equal tokens.
+        linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter); needed with
+            `max_tokens_per_rank`. Attention counts by the `weights` of its masks.
         seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
         cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
             filled to its last token; the document that lies there is cut, and goes on in the next batch. A part is a
             document of its own: it does not read the part before it, and its last token has no label.
-        pad: fill each batch to ``num_ranks * tokens_per_rank`` tokens, so that all ranks always hold `tokens_per_rank`
-            tokens, as compiled models want. Padding reads nothing and has no labels.
+        pad: fill each batch so that all ranks always hold `tokens_per_rank` tokens, or `max_tokens_per_rank`, as
+            compiled models want. Padding reads nothing and has no labels.
         epochs: passes over the documents; None: no end. Epochs follow one another without a gap.
         drop_last: leave out the batch in which the documents end, unless it is full.
         mask: from offsets ``[n + 1]`` to a mask, or to masks by name; default: causal documents. A module's
@@ -54,6 +60,7 @@ class GlobalBatches:
         order: the `DocumentOrder`.
         size: number of ranks.
         batch_tokens: tokens of a full batch.
+        most: tokens of a rank at most, but for a block.
 
     Raises:
         ValueError: no document with a token; a document longer than a batch; ranks that the last batch would leave
@@ -73,6 +80,8 @@ class GlobalBatches:
         num_ranks: int | tuple[int, int],
         tokens_per_rank: int,
         *,
+        max_tokens_per_rank: int | None = None,
+        linear_flops: float | None = None,
         seed: int | None = None,
         max_document: int | None = None,
         cut: bool = False,
@@ -95,13 +104,28 @@ class GlobalBatches:
                 f"{ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long documents "
                 f"with max_document={self.batch_tokens}, or fill batches with cut=True"
             )
-        block_size = options.get("block_size", 128)
-        if pad and tokens_per_rank % block_size:
-            raise ValueError(
-                f"pad=True gives each rank whole blocks: tokens_per_rank must be a multiple of block_size "
-                f"{block_size}, got {tokens_per_rank}"
-            )
+        self.most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        self.linear_flops = linear_flops
+        self._check_room(tokens_per_rank)
         self._check_last()
+
+    def _check_room(self, tokens_per_rank: int) -> None:
+        if self.most < tokens_per_rank:
+            raise ValueError(
+                f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, their mean in a full batch, "
+                f"got {self.most}"
+            )
+        if self.most > tokens_per_rank and self.linear_flops is None:
+            raise ValueError(
+                "max_tokens_per_rank weighs tokens against attention: give linear_flops, the operations of all linear "
+                "layers for a token, forward and backward (6 a parameter)"
+            )
+        block_size = self.options.get("block_size", 128)
+        if self.pad and self.most % block_size:
+            raise ValueError(
+                f"pad=True gives each rank whole blocks: the tokens of a rank must be a multiple of block_size "
+                f"{block_size}, got {self.most}"
+            )
 
     def _check_last(self) -> None:
         """``ValueError`` now, not at the end of an epoch, if a batch has fewer tokens than ranks."""
@@ -158,11 +182,20 @@ class GlobalBatches:
 
     def _plan(self, pieces: Int64) -> Plan:
         cu_seqlens = np.concatenate(([0], np.cumsum(pieces[:, 2] - pieces[:, 1])))
-        masks, padding = self.mask(cu_seqlens), self.batch_tokens - int(cu_seqlens[-1])
-        if self.pad and padding:
-            masks = _padded(masks, padding)
-            cu_seqlens = np.append(cu_seqlens, self.batch_tokens)
-        return make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **self.options)
+        masks, room = self.mask(cu_seqlens), self.size * self.most
+        if self.pad and cu_seqlens[-1] < room:
+            masks = _padded(masks, room - int(cu_seqlens[-1]))
+            cu_seqlens = np.append(cu_seqlens, room)
+        plan = make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **self.options)
+        if self.pad or room == self.batch_tokens:  # padding already lets ranks hold unequal numbers of tokens
+            return plan
+        assert self.linear_flops is not None
+        groups = self.most * plan.inner  # a group of ranks under Ulysses holds the tokens of all its ranks
+        options = self.options | {"balancer": spread(plan, self.linear_flops, groups)}
+        other = make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **options)
+        equal, unequal = (one_plan(x, self.linear_flops).seconds for x in (plan, other))
+        reason = f"a step of {seconds(unequal)} predicted with unequal tokens, {seconds(equal)} with equal ones"
+        return (other if unequal < equal else plan).replace(reason=f"{plan.reason}; {reason}")
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         position: int | None = 0
@@ -239,11 +272,7 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
                 return
             batch = self.batches.at(mine)
             self._position = position
-            yield batch.load(self.source, self.rank) | {
-                "plan": batch.plan,
-                "num_valid": batch.num_valid,
-                "state": {"position": batch.next_position, "config": self.batches.config},
-            }
+            yield loaded(batch, self.source, self.rank, batch.next_position, self.batches.config)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the batches that this object has yielded end, in tokens, and a digest of what decides the batches."""
@@ -255,9 +284,21 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: `state` is of other documents, another order, or another number of tokens a batch.
         """
-        if state["config"] != self.batches.config:
-            raise ValueError(
-                f"the state is of other batches (config {state['config']}, here {self.batches.config}): give the "
-                f"lengths, seed, max_document, cut and num_ranks * tokens_per_rank that it was saved with"
-            )
-        self._start = self._position = operator.index(state["position"])
+        names = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
+        self._start = self._position = check_state(state, self.batches.config, names)
+
+
+def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
+    """What a data set yields: a rank's tensors, plan, number of labels, and the state behind the batch."""
+    state = {"position": position, "config": config}
+    return batch.load(source, rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
+
+
+def check_state(state: dict[str, Any], config: str, names: str) -> int:
+    """The position of a state; ``ValueError`` if it belongs to batches with another digest."""
+    if state["config"] != config:
+        raise ValueError(
+            f"the state is of other batches (config {state['config']}, here {config}): give the {names} that it was "
+            f"saved with"
+        )
+    return operator.index(state["position"])

@@ -70,6 +70,7 @@ class PlanOptions:
             of its own.
         hidden_dim: width inside the feed-forward layers, for the linear layers of --global. Default: 3.5 times --heads
             times --head-dim.
+        max_tokens: most tokens of a rank: --global then also plans unequal ones, balanced by the seconds of a step.
         html: file for the report: drawings and all figures, one page.
         json: file for all figures.
     """
@@ -97,6 +98,7 @@ class PlanOptions:
     compare_ranks: str | None = dataclasses.field(default=None, metadata={"metavar": "2,4,8,…"})
     global_batch: bool = dataclasses.field(default=False, metadata={"flag": "global"})
     hidden_dim: int | None = None
+    max_tokens: int | None = None
     html: str | None = None
     json: str | None = None
 
@@ -177,6 +179,11 @@ def _make_plan(
 
 def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[Grid, ...]:
     """The plan over all ranks, and every grid of as many."""
+    if options.max_tokens is not None and options.max_tokens * whole.num_ranks < whole.seq_len:
+        raise ValueError(
+            f"{whole.seq_len:,} tokens do not fit on {whole.num_ranks} ranks of --max-tokens {options.max_tokens:,}; "
+            f"give at least {-(-whole.seq_len // whole.num_ranks):,}"
+        )
     if options.inner > 1:
         raise ValueError(f"--global compares plans without --inner, got --inner {options.inner}; leave it out")
     return compare_grids(
@@ -185,6 +192,7 @@ def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[G
         linear_flops=options.layers * _linear_flops(options),
         mask=lambda offsets: build_masks(options, offsets)[0],
         whole=whole,
+        max_tokens=options.max_tokens,
         weights=whole.weights,
         balancer=options.balancer,
         exchange=options.exchange,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import spanwise
-from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches
+from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches, GlobalBatchStream
+from spanwise.planning.grids import one_plan
 from tests.scripts import forked
 
 PLAN: dict[str, Any] = {"block_size": 4, "exchange": "needed", "stages": 1}
@@ -143,12 +144,12 @@ def test_resumed_behind_any_batch_it_goes_on_there(cut: bool) -> None:
     assert [as_values(batch) for batch in first] == whole  # an iteration begins where the last loaded state says
 
 
-def worker_batches(data: GlobalBatchDataset, worker: int, workers: int) -> Any:
+def worker_batches(data: GlobalBatchDataset | GlobalBatchStream, worker: int, workers: int) -> Any:
     """The iteration of a worker of a loader."""
     info = SimpleNamespace(id=worker, num_workers=workers)
     each = iter(data)
     while True:
-        with mock.patch("spanwise.batch.global_batches.get_worker_info", return_value=info):
+        with mock.patch(f"{type(data).__module__}.get_worker_info", return_value=info):
             batch = next(each, None)
         if batch is None:
             return
@@ -188,6 +189,55 @@ def test_workers_take_turns_and_each_resumes_by_its_own_state(workers: int) -> N
         assert rest == whole[count:]
 
 
+def test_a_stream_gives_the_batches_of_its_lengths() -> None:
+    """In order and whole; resumed behind any batch, by skipping documents or by the stream's own method."""
+    lengths = [5, 0, 30, 9, 64, 2, 17, 40, 3]
+    documents = [1000 * d + np.arange(n) for d, n in enumerate(lengths)]
+    options = {"balancer": "lpt", **PLAN}
+
+    class Skips(list[np.ndarray]):
+        def skip(self, n: int) -> list[np.ndarray]:
+            return self[n:]
+
+    expected = list(GlobalBatchDataset(GlobalBatches(lengths, 2, 32, **options), documents, 1))
+    for stored in (documents, Skips(documents)):
+        stream = GlobalBatchStream(stored, 2, 32, 1, **options)
+        found = list(stream)
+        assert [as_values(batch)[:-1] for batch in found] == [as_values(batch)[:-1] for batch in expected]
+        assert [batch["state"]["position"] for batch in found] == [4, 5, 9]
+        for count, batch in enumerate(found, 1):
+            stream.load_state_dict(batch["state"])
+            assert [as_values(later) for later in stream] == [as_values(later) for later in found[count:]]
+    turns = [list(worker_batches(GlobalBatchStream(documents, 2, 32, 1, **options), w, 2)) for w in range(2)]
+    assert [as_values(batch) for batch in (turns[0][0], turns[1][0], turns[0][1])] == [as_values(x) for x in found]
+    assert len(list(GlobalBatchStream(documents, 2, 32, 1, drop_last=True, **options))) == 2
+    with pytest.raises(
+        ValueError, match=r"document 4 of the stream has 64 tokens, .* at most 60: raise tokens_per_rank"
+    ):
+        list(GlobalBatchStream(documents, 2, 30, 1, **options))
+    with pytest.raises(ValueError, match="leave cut, seed out"):
+        GlobalBatchStream(documents, 2, 32, 1, cut=True, seed=1)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\)"):
+        GlobalBatchStream(documents, 2, 32, 2)
+    with pytest.raises(ValueError, match=r"the state is of other batches .* num_ranks \* tokens_per_rank that"):
+        GlobalBatchStream(documents, 2, 30, 1).load_state_dict(found[0]["state"])
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # torchdata 0.11 with torch 2.13
+def test_torchdata_resumes_behind_any_batch() -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    whole = [as_values(batch) for batch in dataset()]
+    for count in (1, 4):
+        loader = loaders.StatefulDataLoader(dataset(), batch_size=None, num_workers=2, multiprocessing_context=forked())
+        each = iter(loader)
+        assert [as_values(next(each)) for _ in range(count)] == whole[:count]
+        resumed = loaders.StatefulDataLoader(
+            dataset(), batch_size=None, num_workers=2, multiprocessing_context=forked()
+        )
+        resumed.load_state_dict(loader.state_dict())
+        assert [as_values(batch) for batch in resumed] == whole[count:]
+
+
 def check_loader(context: Any, workers: int) -> None:
     whole = [as_values(batch) for batch in dataset()]
     loader = DataLoader(dataset(), batch_size=None, num_workers=workers, multiprocessing_context=context)
@@ -217,6 +267,31 @@ def test_only_plans_depend_on_the_number_of_ranks() -> None:
     data = GlobalBatchDataset(one, [], 0)
     with pytest.raises(ValueError, match="the state is of other batches .* give the lengths, seed, max_document"):
         data.load_state_dict({"position": 0, "config": "of another run"})
+
+
+def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
+    """The plan is the better of two by predicted seconds, linear layers included."""
+    given = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "exchange": "needed", "stages": 2}
+    lengths, flops = [40_000, *[2_000] * 80], 6 * 220e6
+    (equal,) = GlobalBatches(lengths, 16, 12_500, hardware=spanwise.H100, **given)
+    (batch,) = GlobalBatches(
+        lengths, 16, 12_500, max_tokens_per_rank=18_750, linear_flops=flops, hardware=spanwise.H100, **given
+    )
+    tokens = batch.plan.layout.tokens_per_rank
+    assert 15_000 < tokens.max() <= 18_750 and equal.plan.layout.tokens_per_rank.max() < 12_700
+    one, other = (one_plan(x.plan, flops).seconds for x in (equal, batch))
+    assert other < 0.95 * one and batch.plan.balancer == "Spread"
+    assert batch.plan.recv_tokens().sum() < 0.5 * equal.plan.recv_tokens().sum()
+    assert "predicted with unequal tokens" in batch.plan.reason
+    (batch,) = GlobalBatches([1024] * 8, 8, 1024, max_tokens_per_rank=2048, linear_flops=flops, **given)
+    assert batch.plan.balancer != "Spread"  # nothing is gained
+    lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
+    with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
+        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
+    with pytest.raises(ValueError, match="give linear_flops, the operations of all linear layers"):
+        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=9000)
+    (batch,) = GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=8320, linear_flops=flops, pad=True, **given)
+    assert set(batch.plan.layout.tokens_per_rank.tolist()) == {8320}
 
 
 def test_masks_of_the_caller() -> None:
@@ -258,7 +333,7 @@ def test_bad_input_is_named_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="has 3 tokens for 4 ranks, and a rank would hold none: pad=True"):
         GlobalBatches([16, 3], 4, 4)
     assert len(GlobalBatches([16, 3], 4, 4, drop_last=True)) == 1
-    with pytest.raises(ValueError, match="tokens_per_rank must be a multiple of block_size 128, got 32"):
+    with pytest.raises(ValueError, match="must be a multiple of block_size 128, got 32"):
         GlobalBatches([16, 3], 4, 32, pad=True)
     with pytest.raises(ValueError, match="tokens_per_rank must be at least 1, got 0"):
         GlobalBatches([16, 3], 4, 0)

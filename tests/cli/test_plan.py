@@ -328,6 +328,16 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     expected = [second / most * 40 for grid in grids for second in grid.attention if second]
     np.testing.assert_allclose(tall, expected, atol=0.006)
     assert f"one plan is {gain:.2f} times as fast" in page.read_text()
+    result = invoke(*options, "--max-tokens", "6000", "--json", str(out))
+    assert result.exit_code == 0 and "one plan, unequal tokens" in " ".join(result.output.split())
+    unequal = json.loads(out.read_text())["grids"][1]
+    assert (unequal["assignment"], unequal["dp"], max(unequal["tokens"]) <= 6000) == (
+        "one plan, unequal tokens",
+        1,
+        True,
+    )
+    result = invoke(*options, "--max-tokens", "2000")
+    assert result.exit_code == 2 and "do not fit on 4 ranks of --max-tokens 2,000; give at least 3,000" in result.stderr
     result = invoke("--seq-len", "4096", "--ranks", "4", "--inner", "2", "--global")
     assert result.exit_code == 2 and "--global compares plans without --inner, got --inner 2" in result.stderr
     assert summary((one,)) == "one rank has no grids"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanwise import H100, Link, SpanMask, make_plan
-from spanwise.planning.grids import compare_grids, in_order, longest_first
+from spanwise.planning.grids import compare_grids, in_order, longest_first, one_plan
 
 SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 OPTIONS = {"exchange": "needed", "stages": 1, "block_size": 4, **SHAPE}
@@ -98,6 +98,19 @@ def test_longest_first_is_within_grahams_bound_of_the_best(work: list[int], dp: 
         np.bincount(np.array(each), work, minlength=dp).max() for each in itertools.product(range(dp), repeat=len(work))
     )
     assert best <= busiest <= (4 / 3 - 1 / (3 * dp)) * best + 1e-9
+
+
+def test_seconds_of_a_plan_are_those_that_it_predicts() -> None:
+    slow = dataclasses.replace(H100, links=(Link(1e9, 1e-4),))
+    mask = SpanMask.documents([0, 9000, 9300, 16_384])
+    plan = make_plan(mask, 4, weights={"default": 3}, exchange="needed", stages=2, hardware=slow, **SHAPE)
+    parts, grid = plan.predict(), one_plan(plan, linear_flops=1e6)
+    exposed = parts["exposed_forward"] + parts["exposed_backward"]
+    assert exposed > 0
+    np.testing.assert_allclose(grid.exposed, exposed)
+    compute = parts["compute_forward"] + parts["compute_backward"]  # of the busiest rank of each
+    assert 0.5 * compute < grid.attention.max() <= compute
+    np.testing.assert_allclose(grid.linear, plan.layout.tokens_per_rank * 1e6 / slow.matmul_flops)
 
 
 def test_one_long_document_stalls_a_grid_and_not_one_plan() -> None:

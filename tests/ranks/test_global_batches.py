@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import spanwise
+from spanwise.layouts.spread import Spread
 from spanwise.train.model import build_model
 from tests.ranks.gloo import GlooPool
 from tests.ranks.train_runs import TINY
@@ -74,8 +75,13 @@ def alone(batch: spanwise.GlobalBatch) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("sharding", "options"),
-    [("fsdp", {"balancer": "local"}), ("ddp", {"cut": True}), ("fsdp", {"pad": True, "balancer": "lpt"})],
-    ids=["fsdp", "ddp, documents cut", "fsdp, padded"],
+    [
+        ("fsdp", {"balancer": "local"}),
+        ("ddp", {"cut": True}),
+        ("fsdp", {"pad": True, "balancer": "lpt"}),
+        ("fsdp", {"balancer": Spread(1.0, 30.0, 120), "exchange": "needed"}),
+    ],
+    ids=["fsdp", "ddp, documents cut", "fsdp, padded", "fsdp, unequal tokens"],
 )
 def test_losses_and_gradients_are_those_of_documents_alone(
     gloo_pool: GlooPool, sharding: str, options: dict[str, Any]

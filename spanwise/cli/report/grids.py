@@ -23,12 +23,14 @@ _COLUMNS = (
 
 def summary(grids: Sequence[Grid]) -> str:
     """One plan against the fastest grid, in a sentence."""
-    one, *others = grids
+    one = min((grid for grid in grids if grid.dp == 1), key=lambda grid: grid.seconds)
+    others = [grid for grid in grids if grid.dp > 1]
     if not others:
         return "one rank has no grids"
     best = min(others, key=lambda grid: grid.seconds)
     gain = best.seconds / one.seconds
-    found = f"one plan {units.seconds(one.seconds)} a step, the fastest grid {name(best)} {units.seconds(best.seconds)}"
+    found = f"{one.assignment} {units.seconds(one.seconds)} a step, "
+    found += f"the fastest grid {name(best)} {units.seconds(best.seconds)}"
     return f"{found}: one plan is {gain:.2f} times as fast" if gain >= 1.005 else f"{found}: no gain from one plan"
 
 
