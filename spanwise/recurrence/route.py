@@ -293,7 +293,9 @@ class _Builder:
             recv_sizes=self.sizes(found.recv_counts),
             spare=False,
         )
-        return HaloRoute(route, self.index(found.stream), self.index(found.outputs))
+        # Compiled code knows that it has as many entries as the shard has rows.
+        outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
+        return HaloRoute(route, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)
