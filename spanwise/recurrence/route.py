@@ -21,15 +21,15 @@ from spanwise.attention.chunks import on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.needed import Route
 from spanwise.attention.rank_plan import compare_fingerprints, mesh_ranks
+from spanwise.layouts import segments
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.segments import Segments
 from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.checks import check_offset_rows
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
-from spanwise.recurrence import segments
-from spanwise.recurrence.segments import Segments
 
-# Tokens of a chunk. With vector decays a chunk holds CHUNK² K decays; see docs/decisions.md for times.
+# Tokens of a chunk; where each key dim has a decay, a chunk holds 16² K of them. `chunkwise` gives times.
 _CHUNK = 16
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import recurrence
-from spanwise.recurrence import segments
+from spanwise.layouts import segments
 from tests.ranks.harness import run_ranks
 from tests.recurrence import oracle
 from tests.recurrence.test_layers import Owners

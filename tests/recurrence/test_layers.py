@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import recurrence
-from spanwise.recurrence import segments
+from spanwise.layouts import segments
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, Problem
