@@ -58,6 +58,28 @@ def test_float32(kind: str, ranks: int) -> None:
     _compare(_plan(cuts, ranks, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
 
 
+@pytest.mark.parametrize("kind", ["gla", "gdn"])
+def test_bfloat16_keeps_states_in_float32(kind: str) -> None:
+    """Under autocast, too: only inputs and outputs are rounded."""
+    cuts = [0, 60]
+    plan, problem = _plan(cuts, 2, "contiguous"), problems.make(kind, 60, _documents(cuts))
+    inputs = [x.bfloat16() for x in problem.inputs]
+    out, final, _ = problems.expected(
+        dataclasses.replace(problem, inputs=inputs, initial=torch.zeros_like(problem.initial))
+    )
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = [plan.shard(x, rank, dim=0) for x in inputs]
+            return *problems.layer(problem, mine, route, return_final=True), route.ends
+
+    for rank, (mine, states, ends) in enumerate(run_ranks(2, on_rank)):
+        assert mine.dtype == torch.bfloat16 and states.dtype == torch.float32
+        torch.testing.assert_close(states.double(), final[ends], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), atol=2e-2, rtol=1e-2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, seed: int) -> None:
