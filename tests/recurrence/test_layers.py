@@ -132,9 +132,10 @@ def test_nan_stays_in_its_document(kind: str, poisoned: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gla", "gdn"])
-def test_padding_belongs_to_no_document(kind: str) -> None:
+@pytest.mark.parametrize("balancer", ["head_tail", "dual_chunk"])
+def test_padding_belongs_to_no_document(kind: str, balancer: str) -> None:
     packing = spanwise.Packing([0, 5, 5, 16, 30], cu_seqlens_q_padded=[0, 8, 8, 24, 40])
-    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="head_tail", exchange="needed", block_size=4)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer=balancer, exchange="needed", block_size=4)
     documents = [(0, 5), (8, 8), (8, 19), (24, 38)]
     problem = problems.make(kind, 40, documents)
     inside = torch.from_numpy(packing.valid_q)
