@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
-from spanwise import recurrence
+from spanwise import _torch, recurrence
 from spanwise.layouts import segments
+from spanwise.planning import recurrent
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, Problem
@@ -217,6 +218,34 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
             for reader in {other for _, other in runs[number + 1 :]} - {owner}:
                 wanted[owner, reader].append(first)
     assert {pair: [int(everyone.start[i]) for i in found] for pair, found in sent.items()} == wanted
+
+
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "lpt"])
+def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5, conv_channels=10)
+    plan = spanwise.make_plan(
+        spanwise.SpanMask.documents([0, 7, 90]), 3, balancer=balancer, exchange="needed", block_size=4,
+        dtype="float32", recurrences={"gdn": kind},
+    ).replace(relayout=False)  # fmt: skip
+    problem = problems.make("gdn", 90, [(0, 7), (7, 90)]).to(torch.float32)
+    start, received = _torch.start_all_to_all, [0, 0, 0]
+
+    def counted(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
+        rank = torch.distributed.get_rank()
+        assert recv_rows[rank] == send_rows[rank] == 0
+        received[rank] += sum(recv_rows) * x.shape[1:].numel() * x.element_size()
+        return start(x, recv_rows, send_rows, name)
+
+    monkeypatch.setattr(_torch, "start_all_to_all", counted)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        route = recurrence.recurrence_route(plan, mesh)
+        inputs = [plan.shard(x, rank, dim=0) for x in problem.inputs]
+        recurrence.causal_conv(inputs[2].flatten(1), torch.ones(10, 4), None, route)
+        problems.layer(problem, inputs, route)
+
+    run_ranks(3, on_rank)
+    assert received == recurrent.costs(plan)["gdn"].recv_bytes.tolist()
 
 
 def test_documents_on_one_rank_need_no_communication() -> None:
