@@ -14,6 +14,7 @@ This module builds the search from masks; `local_search` is the compiled loop.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ _PENALTY, _FINE_PENALTY = 0.5, 1.0
 _COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # share of the budget; bound of the coarse search over the bound
 _HOST_SHARE = 0.3  # share of the budget
 _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
-# Ranks. Lognormal documents of median 16k, 32k tokens a rank, K/V tokens a rank by search and `by_document`, priced: links
-# alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
+# Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `by_document`:
+# links alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
 _SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
 _AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
 _LARGEST = 2.45  # as in `local_search`
@@ -60,6 +61,8 @@ class Local:
         host_size: ranks of a host, where rank r is on host ``r // host_size``; None if all links are alike.
         host_price: price of a token from a rank of the same host, between 0 and 1; one from another host costs 1. The
             default is about the ratio of a 400 Gbit/s adapter's 50 GB/s to NVLink's 450 GB/s.
+        most_runs: most runs of tokens on a rank, each then about as long; layers that carry a state exchange a map for
+            each run. The sequence is cut into that many stretches a rank instead of blocks. None: no bound.
 
     Raises:
         ValueError: a bound below 1, an unknown quality or objective, no ranks on a host, a price outside 0 … 1.
@@ -70,6 +73,7 @@ class Local:
     objective: str = "mean"
     host_size: int | None = None
     host_price: float = 0.1
+    most_runs: int | None = None
 
     def __post_init__(self) -> None:
         bound = self.max_imbalance
@@ -83,6 +87,8 @@ class Local:
             raise ValueError(
                 f"host_size must be at least 1, or None for links that are all alike, got {self.host_size}"
             )
+        if self.most_runs is not None and self.most_runs < 1:
+            raise ValueError(f"most_runs must be at least 1, or None for no bound, got {self.most_runs}")
         if not 0 <= self.host_price <= 1:
             raise ValueError(f"host_price must be between 0 and 1, the price from another host, got {self.host_price}")
 
@@ -91,16 +97,17 @@ class Local:
 
         A search over blocks up to 32 ranks whose links are all alike. The better of it and `by_document`, which cuts
         documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `by_document`.
+        With `most_runs` a search over stretches, which are longer than blocks where blocks are short enough to need it.
         """
+        if self.most_runs is not None:
+            stretch = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
+            problem = dataclasses.replace(problem, block_size=stretch)
+            return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
         if num_ranks > _MOST_SEARCHED and self.objective == "mean":
             return self._spread(problem, num_ranks)
-        owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
-        alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
-        balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
-        ranks = _Ranks(problem, num_ranks, self.host_size)
-        for row in range(problem.batch_size):
-            owner[row] = ranks.renumbered(self._search(problem, row, ranks, balanced))
-        if (ranks.host_size == 1 and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
+        owner = self._owners(problem, num_ranks)
+        alike = not 1 < (self.host_size or 1) < num_ranks  # all links
+        if (alike and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
             return owner
         found = Layout.from_owners(owner, num_ranks, problem.seq_len, problem.block_size)
         spread_out = by_document.assign(problem, num_ranks, self.host_size, self.max_imbalance or _BOUND)
@@ -108,6 +115,16 @@ class Local:
             return owner
         best = self._best([found, spread_out], problem)
         return owner if best is found else best
+
+    def _owners(self, problem: LayoutProblem, num_ranks: int) -> Int64:
+        """Owner of each block by search, int64 ``[batch, num_blocks]``."""
+        owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
+        alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
+        balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
+        ranks = _Ranks(problem, num_ranks, self.host_size)
+        for row in range(problem.batch_size):
+            owner[row] = ranks.renumbered(self._search(problem, row, ranks, balanced))
+        return owner
 
     def _spread(self, problem: LayoutProblem, num_ranks: int) -> Layout:
         """The layout of `by_document`, or a regular one with less traffic, if it is balanced."""
