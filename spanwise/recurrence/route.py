@@ -293,7 +293,8 @@ class _Builder:
             recv_sizes=self.sizes(found.recv_counts),
             spare=False,
         )
-        return HaloRoute(route, self.index(found.stream), self.index(found.outputs))
+        outputs = on_device(found.outputs.astype(np.int64), self.device)  # one a token, as the shard has
+        return HaloRoute(route, self.index(found.stream), _torch.mark_dynamic(outputs, 0))
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)

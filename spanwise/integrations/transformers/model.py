@@ -35,6 +35,7 @@ from spanwise.integrations.transformers.planned import (
     ARGUMENT,
     UNKNOWN,
     PlannedBatch,
+    is_request,
     kind_of,
     no_mask,
     planned_of,
@@ -199,7 +200,8 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     assert tokens is not None
     if tokens.shape[:2] != planned.positions.shape:
         kwargs = cut_for_decoder(kwargs, planned)
-    if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
+    made = isinstance(mask, dict) or kind_of(mask) is not None  # before
+    if not made and not is_request(mask):
         mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
     return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 

@@ -89,11 +89,7 @@ def examine(kind: str) -> dict[str, Any]:
         torch.manual_seed(0)
         config = small_config(kind)
         config._attn_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).float().train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() <= 1:
-                    parameter.add_(torch.randn(parameter.shape) * 0.05)
+        model = tiny.randomized(AutoModelForCausalLM.from_config(config).float().train())
         want = tiny.reference(model, documents)
     except Exception as error:
         return {"status": "not made", "text": f"{type(error).__name__}: {error}"[:300]}

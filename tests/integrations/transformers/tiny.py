@@ -194,18 +194,24 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def model_of(name: str, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """A random float32 model; biases too, so that no gradient vanishes by chance."""
+    """A random float32 model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = config_of(name, **changes)
         if attention is not None:
             config._attn_implementation = attention
-        model = AutoModelForCausalLM.from_config(config).float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() <= 1:
-                    parameter.add_(torch.randn(parameter.shape) * 0.05)
-    return model.train()
+        return randomized(AutoModelForCausalLM.from_config(config).float()).train()
+
+
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with random biases, so that no gradient vanishes by chance, and states that last for long."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # some start from states that are forgotten after a token
+                parameter.uniform_(0.02, 0.5).log_()
+            elif parameter.dim() <= 1:
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
 
 
 def documents_of(lengths: Sequence[int], seed: int = 1) -> Documents:

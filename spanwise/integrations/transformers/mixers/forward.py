@@ -28,19 +28,25 @@ class PlannedForward:
         functions: what its forward calls in place of functions of its file, each with a route in front; or what
             replaces its forward, under the name `WHOLE`.
         expected: whether the decoder runs a planned batch, so that a call without a plan is an error.
-        passed: the plan of the layer around the mixer, where that does not pass keyword arguments on.
     """
+
+    module: nn.Module
+    functions: Mapping[str, Callable[..., Any]]
+    expected: bool
+    _current: PlannedBatch | None  # of the call that runs
+    _planned: Callable[..., Any]  # the forward of planned batches
 
     def __init__(self, module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.__setstate__({"module": module, "functions": functions})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        planned = kwargs.pop(ARGUMENT, None) or planned_of(kwargs.get("attention_mask")) or self.passed
+        mask = kwargs.get("attention_mask")
+        planned = mask if isinstance(mask, PlannedBatch) else kwargs.pop(ARGUMENT, None) or planned_of(mask)
         if planned is None:
             if self.expected:
                 raise ValueError(
-                    f"{type(self.module).__name__} was called without the plan of its batch; such models cannot be "
-                    f"compiled under context parallelism"
+                    f"{type(self.module).__name__} was called without the plan of its batch: the model does not pass "
+                    f"keyword arguments on to it; such models cannot be compiled under context parallelism"
                 )
             return type(self.module).forward(self.module, *args, **kwargs)
         self._current = planned
@@ -48,11 +54,6 @@ class PlannedForward:
             return self._planned(self.module, *args, **kwargs | {"attention_mask": None})  # there is no padding
         finally:
             self._current = None
-
-    def take_plan_of(self, layer: nn.Module) -> None:
-        """Take the plan that `layer`, around the mixer, is called with."""
-        layer.register_forward_pre_hook(functools.partial(_pass, self), with_kwargs=True)
-        layer.register_forward_hook(functools.partial(_forget, self), always_call=True)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
@@ -63,21 +64,20 @@ class PlannedForward:
         return {"module": self.module, "functions": self.functions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.module: nn.Module = state["module"]
-        self.functions: Mapping[str, Callable[..., Any]] = state["functions"]
-        self.expected = False
-        self.passed: PlannedBatch | None = None
-        self._current: PlannedBatch | None = None
+        self.module, self.functions = state["module"], state["functions"]
+        self.expected, self._current = False, None
         calls = {name: functools.partial(self._call, f) for name, f in self.functions.items()}
         self._planned = calls[WHOLE] if WHOLE in calls else with_globals(type(self.module).forward, calls)
 
 
-def _pass(forward: PlannedForward, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    forward.passed = kwargs.get(ARGUMENT)
+def pass_as_mask(layer: nn.Module) -> None:
+    """Let `layer`, which gives its mixer a mask and no keyword arguments, give it the plan in place of the mask."""
+    layer.register_forward_pre_hook(_plan_for_mask, with_kwargs=True)
 
 
-def _forget(forward: PlannedForward, layer: nn.Module, args: Any, output: Any) -> None:
-    forward.passed = None
+def _plan_for_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    planned = kwargs.get(ARGUMENT)
+    return None if planned is None else (args, kwargs | {"attention_mask": planned})
 
 
 def with_globals(function: Callable[..., Any], replaced: Mapping[str, Any]) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ def lightning_attention(
     """MiniMax: ``[1, T, hidden]``, linear attention with a constant decay a head."""
     qkv = module.act_fn(module.qkv_proj(hidden_states))[0]
     q, k, v = qkv.unflatten(-1, (module.num_attention_heads, 3 * module.head_dim)).chunk(3, dim=-1)
-    out = recurrence.gated_linear(q, k, v, -module.slope_rate.flatten().float(), route, scale=1.0)
+    decay = -module.slope_rate.flatten().to(torch.promote_types(v.dtype, torch.float32))
+    out = recurrence.gated_linear(q, k, v, decay, route, scale=1.0)
     assert isinstance(out, torch.Tensor)
     out = module.norm(out.flatten(1)[None])
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None

@@ -11,7 +11,7 @@ from torch import nn
 
 from spanwise.integrations.transformers.masks import MIXED, layer_types
 from spanwise.integrations.transformers.mixers import forwards, functions
-from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward
+from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward, pass_as_mask
 
 _CONV: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": functions.causal_conv1d}
 _DELTA = _CONV | {"torch_chunk_gated_delta_rule": functions.delta_rule}
@@ -64,7 +64,7 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
         forward = PlannedForward(module, _functions(module) or {})
         module.forward = forward  # of this instance
         if type(module).__name__ in _BEHIND:
-            forward.take_plan_of(decoder.get_submodule(name.rpartition(".")[0]))
+            pass_as_mask(decoder.get_submodule(name.rpartition(".")[0]))
         forwards.append(forward)
     return forwards
 
