@@ -76,8 +76,7 @@ def causal_conv(
     out_RBC = F.pad(out_LBC, (0, 0, 0, 0, 0, 1)).index_select(0, route.halo.outputs)
     if activation is not None:
         out_RBC = F.silu(out_RBC)
-    out = from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
-    return out.reshape(x.shape)  # compiled code knows then that it has as many tokens
+    return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
 
 
 def _checked(

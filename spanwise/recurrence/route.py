@@ -21,15 +21,15 @@ from spanwise.attention.chunks import on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.needed import Route
 from spanwise.attention.rank_plan import compare_fingerprints, mesh_ranks
+from spanwise.layouts import segments
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.segments import Segments
 from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.checks import check_offset_rows
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
-from spanwise.recurrence import segments
-from spanwise.recurrence.segments import Segments
 
-# Tokens of a chunk. With vector decays a chunk holds CHUNK² K decays; see docs/decisions.md for times.
+# Tokens of a chunk; where each key dim has a decay, a chunk holds 16² K of them. `chunkwise` gives times.
 _CHUNK = 16
 
 
@@ -293,8 +293,9 @@ class _Builder:
             recv_sizes=self.sizes(found.recv_counts),
             spare=False,
         )
-        outputs = on_device(found.outputs.astype(np.int64), self.device)  # one a token, as the shard has
-        return HaloRoute(route, self.index(found.stream), _torch.mark_dynamic(outputs, 0))
+        # Compiled code knows that it has as many entries as the shard has rows.
+        outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
+        return HaloRoute(route, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)

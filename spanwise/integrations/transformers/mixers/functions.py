@@ -27,7 +27,7 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """``[1, C, T]``: a convolution of each channel ``[C, width]`` over the tokens before in the document."""
     x = hidden_states[0].t().to(weight.dtype)
-    out = recurrence.causal_conv(x, weight, bias, route)
+    out = recurrence.causal_conv(x, weight, bias, route).reshape(x.shape)  # compiled code sees then that T is the same
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.t()[None].to(hidden_states.dtype)

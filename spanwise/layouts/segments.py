@@ -89,7 +89,7 @@ def _of_row(layout: Layout, row: int, documents: Packing, before: int) -> Segmen
 
 
 class Chunks(NamedTuple):
-    """Segments cut into chunks; see `route.ChunkTable`."""
+    """Segments cut into chunks; see `ChunkTable` in `recurrence.route`."""
 
     tokens: Int64
     order: Int64
@@ -146,16 +146,8 @@ class Maps(NamedTuple):
 
 def exchanged(everyone: Segments, rank: int, num_ranks: int) -> Maps:
     """The maps that `rank` exchanges and composes; a map goes to all ranks with a later segment of its document."""
-    # Each rank that continues a document, once for each document, with its last segment there.
-    carried = np.flatnonzero(~everyone.opens)[::-1]
-    pairs, place = np.unique(everyone.document[carried] * num_ranks + everyone.rank[carried], return_index=True)
-    last, document, reader = carried[place], pairs // num_ranks, pairs % num_ranks
-    # Own segments that go on elsewhere, each with all readers of its document.
-    own = np.flatnonzero((everyone.rank == rank) & ~everyone.closes)
-    low, high = (np.searchsorted(document, everyone.document[own], side=side) for side in ("left", "right"))
-    sent, pair = np.repeat(own, high - low), ragged_arange(np.stack([low, high], axis=1))
-    wanted = (reader[pair] != rank) & (last[pair] > sent)
-    sent, to = sent[wanted], reader[pair[wanted]]
+    carried, document, reader, last = _readers(everyone, num_ranks)
+    sent, to = _sent(everyone, everyone.rank == rank, document, reader, last)
     # The documents that this rank continues, up to its last segment there.
     last, document = last[reader == rank], document[reader == rank]
     first = np.searchsorted(everyone.document, document, side="left")
@@ -163,7 +155,7 @@ def exchanged(everyone: Segments, rank: int, num_ranks: int) -> Maps:
     recv = before[everyone.rank[before] != rank]
     recv = recv[np.argsort(everyone.rank[recv], kind="stable")]
     order, counts, at, step = _stepwise(last - first)
-    reads = carried[::-1][everyone.rank[carried[::-1]] == rank]
+    reads = carried[everyone.rank[carried] == rank]
     read_at = np.argsort(order)[np.searchsorted(document, everyone.document[reads])]
     read_step = reads - first[order][read_at] - 1
     by_step = np.lexsort((read_at, read_step))
@@ -180,8 +172,64 @@ def exchanged(everyone: Segments, rank: int, num_ranks: int) -> Maps:
     )
 
 
+def _readers(everyone: Segments, num_ranks: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """Segments that continue a document; each document and rank that continues it once, and its last segment there."""
+    carried = np.flatnonzero(~everyone.opens)
+    pairs, place = np.unique((everyone.document * num_ranks + everyone.rank)[carried][::-1], return_index=True)
+    return carried, pairs // num_ranks, pairs % num_ranks, carried[::-1][place]
+
+
+def _sent(everyone: Segments, which: Bool, document: Int64, reader: Int64, last: Int64) -> tuple[Int64, Int64]:
+    """Each of `which` segments that goes on elsewhere, once for each rank that reads its map."""
+    own = np.flatnonzero(which & ~everyone.closes)
+    low, high = (np.searchsorted(document, everyone.document[own], side=side) for side in ("left", "right"))
+    sent, pair = np.repeat(own, high - low), ragged_arange(np.stack([low, high], axis=1))
+    wanted = (reader[pair] != everyone.rank[sent]) & (last[pair] > sent)
+    return sent[wanted], reader[pair[wanted]]
+
+
+def map_traffic(everyone: Segments, num_ranks: int) -> tuple[Int64, Int64]:
+    """Maps that travel, int64 ``[receivers, senders]``, and maps that each rank composes, int64 ``[num_ranks]``."""
+    _, document, reader, last = _readers(everyone, num_ranks)
+    sent, to = _sent(everyone, np.ones(len(everyone.rank), dtype=bool), document, reader, last)
+    traffic = np.bincount(to * num_ranks + everyone.rank[sent], minlength=num_ranks**2)
+    composed = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(composed, reader, last - np.searchsorted(everyone.document, document, side="left"))
+    return traffic.reshape(num_ranks, num_ranks), composed
+
+
+def halo_traffic(everyone: Segments, num_ranks: int, width: int) -> Int64:
+    """Rows that travel for a convolution that reads `width` tokens back, int64 ``[receivers, senders]``."""
+    reader, _, holder = _halo_rows(everyone, _begin(everyone), width)
+    traffic = np.bincount(reader * num_ranks + everyone.rank[holder], minlength=num_ranks**2)
+    return traffic.reshape(num_ranks, num_ranks)
+
+
+def _begin(everyone: Segments) -> Int64:
+    """Where each segment begins in all batch rows, one after the other."""
+    return everyone.row * int(everyone.stop.max(initial=0)) + everyone.start
+
+
+def _floor(everyone: Segments, begin: Int64) -> Int64:
+    """Where the document of each segment begins."""
+    return begin[np.searchsorted(everyone.document, everyone.document, side="left")]
+
+
+def _halo_rows(everyone: Segments, begin: Int64, width: int) -> tuple[Int64, Int64, Int64]:
+    """Each reader and token that it reads of another rank, once, ascending; and the segment that holds the token."""
+    runs, beyond = (
+        np.stack([np.maximum(begin - width, _floor(everyone, begin)), begin], axis=1),
+        begin.max(initial=0) + 1,
+    )
+    pairs = np.unique(np.repeat(everyone.rank, runs[:, 1] - runs[:, 0]) * beyond + ragged_arange(runs))
+    reader, token = pairs // beyond, pairs % beyond
+    holder = np.searchsorted(begin, token, side="right") - 1
+    away = everyone.rank[holder] != reader
+    return reader[away], token[away], holder[away]
+
+
 class Halo(NamedTuple):
-    """Rows before the segments of one rank; see `route.HaloRoute`."""
+    """Rows before the segments of one rank; see `HaloRoute` in `recurrence.route`."""
 
     send: Int64
     send_counts: Int64
@@ -192,16 +240,9 @@ class Halo(NamedTuple):
 
 def halo(everyone: Segments, rank: int, num_ranks: int, num_tokens: int, width: int) -> Halo:
     """What `rank` sends, receives and computes for a convolution that reads `width` tokens back."""
-    length = int(everyone.stop.max(initial=0))
-    begin = everyone.row * length + everyone.start  # places in all batch rows, one after the other
-    floor = begin[np.searchsorted(everyone.document, everyone.document, side="left")]  # of the document
-    # Every reader and token that it reads of another rank, once.
-    runs, beyond = np.stack([np.maximum(begin - width, floor), begin], axis=1), begin.max(initial=0) + 1
-    pairs = np.unique(np.repeat(everyone.rank, runs[:, 1] - runs[:, 0]) * beyond + ragged_arange(runs))
-    reader, token = pairs // beyond, pairs % beyond
-    holder = np.searchsorted(begin, token, side="right") - 1
-    away = everyone.rank[holder] != reader
-    reader, token, holder = reader[away], token[away], holder[away]
+    begin = _begin(everyone)
+    floor = _floor(everyone, begin)
+    reader, token, holder = _halo_rows(everyone, begin, width)
     owner = everyone.rank[holder]
     gives, takes = np.flatnonzero(owner == rank), np.flatnonzero(reader == rank)
     takes = takes[np.argsort(owner[takes], kind="stable")]
