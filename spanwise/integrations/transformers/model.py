@@ -79,10 +79,12 @@ def context_parallel(
     decoder = _checked_decoder(base)
     _set_attention(base)
     kinds = layer_kinds(base.config)
-    for module in decoder.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index < len(kinds):
-            setattr(module, KIND, kinds[index])
+    for name, module in decoder.named_modules():
+        if hasattr(module, "layer_idx"):  # by its path: shared layers have another number, or none
+            within = re.match(r"layers\.(\d+)\.", name)
+            index = int(within[1]) if within else module.layer_idx
+            if isinstance(index, int) and index < len(kinds):
+                setattr(module, KIND, kinds[index])
     mixers = attach(decoder, base.config)
     setattr(decoder, _MIXERS, mixers)
     rotary = corrections.length_dependent(decoder)
