@@ -27,6 +27,7 @@ from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+from spanwise.planning.recurrence import Recurrence
 from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Packing",
     "Plan",
     "RankPlan",
+    "Recurrence",
     "RelayoutRoute",
     "SequenceTree",
     "SpanMask",

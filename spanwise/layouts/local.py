@@ -11,12 +11,14 @@ This module builds the search from masks; `local_search` is the compiled loop.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from spanwise.layouts.balancers import LPT
+from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks import spans as _spans
 from spanwise.masks.arrays import Float64, Int64
@@ -50,6 +52,8 @@ class Local:
         host_size: ranks of a host, where rank r is on host ``r // host_size``; None if all links are alike.
         host_price: price of a token from a rank of the same host, between 0 and 1; one from another host costs 1. The
             default is about the ratio of a 400 Gbit/s adapter's 50 GB/s to NVLink's 450 GB/s.
+        most_runs: most runs of tokens on a rank, each then about as long; layers that carry a state exchange a map for
+            each run. The sequence is cut into that many stretches a rank instead of blocks. None: no bound.
 
     Raises:
         ValueError: a bound below 1, an unknown quality or objective, no ranks on a host, a price outside 0 … 1.
@@ -60,6 +64,7 @@ class Local:
     objective: str = "mean"
     host_size: int | None = None
     host_price: float = 0.1
+    most_runs: int | None = None
 
     def __post_init__(self) -> None:
         bound = self.max_imbalance
@@ -73,11 +78,23 @@ class Local:
             raise ValueError(
                 f"host_size must be at least 1, or None for links that are all alike, got {self.host_size}"
             )
+        if self.most_runs is not None and self.most_runs < 1:
+            raise ValueError(f"most_runs must be at least 1, or None for no bound, got {self.most_runs}")
         if not 0 <= self.host_price <= 1:
             raise ValueError(f"host_price must be between 0 and 1, the price from another host, got {self.host_price}")
 
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
-        """Owner of each block, int64 ``[batch, num_blocks]``; the same for the same problem on every host."""
+    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64 | Layout:
+        """Owner of each block, int64 ``[batch, num_blocks]``; the same for the same problem on every host.
+
+        With `most_runs` a layout of stretches that are longer than blocks, if blocks are short enough to need it.
+        """
+        stretch = 0 if self.most_runs is None else -(-problem.seq_len // (num_ranks * self.most_runs))
+        if stretch > problem.block_size:
+            problem = dataclasses.replace(problem, block_size=stretch)
+            return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
+        return self._owners(problem, num_ranks)
+
+    def _owners(self, problem: LayoutProblem, num_ranks: int) -> Int64:
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
         alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
         balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spanwise.layouts.packing import Side
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import explain, files, memory, predict, requests
+from spanwise.planning import explain, files, memory, predict, recurrent, requests
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.timeline import Timeline
 
@@ -80,7 +80,8 @@ class Plan(PlanData):
         Returns:
             ``compute_forward``, ``compute_backward``: compute of the busiest rank. ``exchange_forward``,
             ``exchange_backward``: the collectives. ``exposed_forward``, ``exposed_backward``: time of a pass beyond the
-            compute of the busiest rank. ``total``: both passes, simulated by :meth:`timeline`.
+            compute of the busiest rank. ``total``: both passes, simulated by :meth:`timeline`. With `recurrences` also
+            ``recurrent``, all layers that carry a state and the moves between layouts; part of ``total``.
 
         Raises:
             ValueError: the plan was made without ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
@@ -104,6 +105,19 @@ class Plan(PlanData):
         ('pack', 'local attention', 'attention, chunk 1')
         """
         return predict.simulate(self, mask)
+
+    def recurrent(self) -> Plan:
+        """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
+
+        Give it to `spanwise.recurrence.recurrence_route`, and both to `spanwise.relayout_route`.
+
+        >>> import spanwise
+        >>> layers = {"ssm": spanwise.Recurrence(layers=4, heads=8, key_dim=16, value_dim=16, delta_rule=False)}
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, balancer="head_tail", recurrences=layers)
+        >>> plan.replace(relayout=True).recurrent().layout.runs(0).tolist()
+        [[0, 32]]
+        """
+        return self.replace(**recurrent.changes(self))
 
     def explain(self, tree: TokenTree | None = None) -> str:
         """Work, traffic, predicted time and the reason of the choice, as text for a person.

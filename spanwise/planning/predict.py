@@ -22,7 +22,7 @@ import numpy as np
 
 from spanwise.hardware import attention_flops
 from spanwise.masks.arrays import Float64
-from spanwise.planning import timeline
+from spanwise.planning import recurrent, timeline
 from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
 
@@ -43,6 +43,9 @@ def predict(plan: PlanData) -> dict[str, float]:
             parts[f"exchange_{key}"] += weight * one.exchange
             parts[f"exposed_{key}"] += weight * one.exposed
         parts["total"] += weight * simulated.seconds
+    if plan.recurrences:
+        parts["recurrent"] = recurrent.seconds(plan)
+        parts["total"] += parts["recurrent"]
     return parts
 
 

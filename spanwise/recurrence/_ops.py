@@ -1,6 +1,6 @@
 """`chunkwise` as operators that compiled code takes whole: their loops follow the plan's tensors.
 
-Segments come in the order of the plan, and go through `chunkwise` by length.
+Segments come in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
 """
 
 # T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P segments, N chunks of C tokens
@@ -8,15 +8,33 @@ Segments come in the order of the plan, and go through `chunkwise` by length.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
 from spanwise.recurrence import chunkwise, chunkwise_backward
 from spanwise.recurrence.chunkwise import Inputs, wide
 
 Tensor = torch.Tensor
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def _without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    @functools.wraps(function)
+    def exact(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return exact
 
 
 @torch.library.custom_op("spanwise::recurrence_run", mutates_args=())
+@_without_autocast
 def run(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, tokens: Tensor,
     order: Tensor, counts: Tensor, scale: float,
@@ -34,6 +52,7 @@ def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: i
 
 
 @torch.library.custom_op("spanwise::recurrence_maps", mutates_args=())
+@_without_autocast
 def maps(
     k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor, counts: Tensor
 ) -> Tensor:
@@ -50,6 +69,7 @@ def _(k, v, log_decay, beta, tokens, order, counts):  # type: ignore[no-untyped-
 
 
 @torch.library.custom_op("spanwise::recurrence_adjoint", mutates_args=())
+@_without_autocast
 def adjoint(
     q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, d_out: Tensor, tokens: Tensor, order: Tensor,
     counts: Tensor, scale: float,
@@ -65,6 +85,7 @@ def _(q, k, log_decay, beta, d_out, tokens, order, counts, scale):  # type: igno
 
 
 @torch.library.custom_op("spanwise::recurrence_vjp", mutates_args=())
+@_without_autocast
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, d_out: Tensor,
     d_state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
@@ -91,6 +112,7 @@ def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, sc
 
 
 @torch.library.custom_op("spanwise::recurrence_compose", mutates_args=())
+@_without_autocast
 def compose(
     rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
     heads: int, keys: int, values: int, decays: int, backward: bool,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from spanwise import _torch
+from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.attention.exchange import needed
 from spanwise.recurrence.route import RecurrenceRoute
@@ -50,6 +51,7 @@ def causal_conv(
     >>> recurrence.causal_conv(torch.ones(4, 1), torch.ones(1, 3), None, recurrence.recurrence_route(plan)).flatten()
     tensor([1., 2., 1., 2.])
     """
+    check_transforms(x, weight)
     weight_CW = _checked(x, weight, bias, route, activation)
     width, channels = weight_CW.shape[1], weight_CW.shape[0]
     rows_RBC = to_rows("x", x, route, 1)

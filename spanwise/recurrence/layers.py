@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.recurrence.passing import passed
 from spanwise.recurrence.route import RecurrenceRoute
@@ -118,6 +119,7 @@ def _layer(
     initial: torch.Tensor | None,
     return_final: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    check_transforms(q, k, v, log_decay)
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
     q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))

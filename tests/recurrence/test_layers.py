@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
-from spanwise import recurrence
+from spanwise import _torch, recurrence
 from spanwise.layouts import segments
+from spanwise.planning import recurrent
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, Problem
@@ -56,6 +57,28 @@ def test_layouts(kind: str, balancer: str) -> None:
 def test_float32(kind: str, ranks: int) -> None:
     cuts = [0, 5, 70, 71, 200]
     _compare(_plan(cuts, ranks, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gla", "gdn"])
+def test_bfloat16_keeps_states_in_float32(kind: str) -> None:
+    """Under autocast, too: only inputs and outputs are rounded."""
+    cuts = [0, 60]
+    plan, problem = _plan(cuts, 2, "contiguous"), problems.make(kind, 60, _documents(cuts))
+    inputs = [x.bfloat16() for x in problem.inputs]
+    out, final, _ = problems.expected(
+        dataclasses.replace(problem, inputs=inputs, initial=torch.zeros_like(problem.initial))
+    )
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = [plan.shard(x, rank, dim=0) for x in inputs]
+            return *problems.layer(problem, mine, route, return_final=True), route.ends
+
+    for rank, (mine, states, ends) in enumerate(run_ranks(2, on_rank)):
+        assert mine.dtype == torch.bfloat16 and states.dtype == torch.float32
+        torch.testing.assert_close(states.double(), final[ends], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), atol=2e-2, rtol=1e-2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,9 +133,10 @@ def test_nan_stays_in_its_document(kind: str, poisoned: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gla", "gdn"])
-def test_padding_belongs_to_no_document(kind: str) -> None:
+@pytest.mark.parametrize("balancer", ["head_tail", "dual_chunk"])
+def test_padding_belongs_to_no_document(kind: str, balancer: str) -> None:
     packing = spanwise.Packing([0, 5, 5, 16, 30], cu_seqlens_q_padded=[0, 8, 8, 24, 40])
-    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="head_tail", exchange="needed", block_size=4)
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer=balancer, exchange="needed", block_size=4)
     documents = [(0, 5), (8, 8), (8, 19), (24, 38)]
     problem = problems.make(kind, 40, documents)
     inside = torch.from_numpy(packing.valid_q)
@@ -194,6 +218,34 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
             for reader in {other for _, other in runs[number + 1 :]} - {owner}:
                 wanted[owner, reader].append(first)
     assert {pair: [int(everyone.start[i]) for i in found] for pair, found in sent.items()} == wanted
+
+
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "lpt"])
+def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5, conv_channels=10)
+    plan = spanwise.make_plan(
+        spanwise.SpanMask.documents([0, 7, 90]), 3, balancer=balancer, exchange="needed", block_size=4,
+        dtype="float32", recurrences={"gdn": kind},
+    ).replace(relayout=False)  # fmt: skip
+    problem = problems.make("gdn", 90, [(0, 7), (7, 90)]).to(torch.float32)
+    start, received = _torch.start_all_to_all, [0, 0, 0]
+
+    def counted(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
+        rank = torch.distributed.get_rank()
+        assert recv_rows[rank] == send_rows[rank] == 0
+        received[rank] += sum(recv_rows) * x.shape[1:].numel() * x.element_size()
+        return start(x, recv_rows, send_rows, name)
+
+    monkeypatch.setattr(_torch, "start_all_to_all", counted)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        route = recurrence.recurrence_route(plan, mesh)
+        inputs = [plan.shard(x, rank, dim=0) for x in problem.inputs]
+        recurrence.causal_conv(inputs[2].flatten(1), torch.ones(10, 4), None, route)
+        problems.layer(problem, inputs, route)
+
+    run_ranks(3, on_rank)
+    assert received == recurrent.costs(plan)["gdn"].recv_bytes.tolist()
 
 
 def test_documents_on_one_rank_need_no_communication() -> None:

@@ -71,8 +71,8 @@ def _steps(rank: int, mesh: Any, plans: list[Any], each: list[Any], weight: torc
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
 def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compiled: bool) -> None:
-    plans = [_plan(cuts, 2) for cuts in CUTS]
-    each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS]
+    plans = [_plan(cuts, 2) for cuts in CUTS[:3]]
+    each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS[:3]]
     weight = torch.randn(10, 4, dtype=torch.float64)
     graphs = gloo_pool.run(2, _steps, plans, each, weight, compiled)
     assert max(graphs) <= 2 * compiled

@@ -143,7 +143,7 @@ def _candidate_table(result: Figures) -> Table:
     for one in ranked(result):
         of = one["seconds"]
         table.add_row(
-            one["balancer"],
+            one["balancer"] + (", recurrent layers contiguous" if one["relayout"] else ""),
             one["exchange"],
             str(one["stages"]),
             f"{one['imbalance']:.3f}",
@@ -163,7 +163,7 @@ def ranked(result: Figures) -> list[dict]:
 
 def is_chosen(plan: Plan, candidate: dict) -> bool:
     """Whether the plan is made the way of the `candidate`."""
-    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages"))
+    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages", "relayout"))
 
 
 def _comparison_table(comparison: Comparison) -> Table:
