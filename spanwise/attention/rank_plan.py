@@ -277,7 +277,8 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
         )
     if mesh.ndim != 1 and shape != (num_ranks, 1):
         raise ValueError(
-            f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in mesh['cp']"
+            f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in "
+            f"mesh['cp'], or make one axis of several, as in mesh['cp_outer', 'cp_inner']._flatten('cp')"
         )
     if mesh.size() != num_ranks:
         raise ValueError(

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
@@ -25,6 +24,7 @@ from spanwise.attention.exchange.all_gather import AllGather
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
 from spanwise.attention.verify_calls import Call
+from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
@@ -50,7 +50,7 @@ class VerifyReport:
     >>> print(VerifyReport(errors={"out": 1e-7}, tolerance=2e-5, probed=(0, 5), leaks=((2, 5),), blind=()))
     FAILED
       out: relative error 1.00e-07 (tolerance 2e-05) ok
-      gradients were not checked: no floating-point input and no plain parameter
+      gradients were not checked: no floating-point input and no parameter
       leak probe on 2 tokens: 1 leaks, 0 blind rows
         leak: row 2, token 5
     """
@@ -75,7 +75,7 @@ class VerifyReport:
             verdict = "ok" if error <= self.tolerance else "too large"
             lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
         if set(self.errors) == {"out"}:
-            lines.append("  gradients were not checked: no floating-point input and no plain parameter")
+            lines.append("  gradients were not checked: no floating-point input and no parameter")
         lines.append(
             f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
         )
@@ -132,8 +132,8 @@ def verify(
         tolerance: largest relative error; by default from the dtype.
         mask: deprecated name of `mask_name`.
 
-    Parameters do not change. Gradients of a plain `nn.Module`'s parameters, summed over ranks, are compared too, as
-    "dparameters"; those of DTensor parameters, as FSDP2 makes them, are not.
+    Parameters do not change. Gradients of a module's parameters, summed over ranks, are compared too, as "dparameters":
+    also those that FSDP2 or tensor parallelism shards as DTensors. Then every rank of their mesh calls `verify`.
 
     Raises:
         ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model with more than 4,096
@@ -216,6 +216,7 @@ class _Problem:
 def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype, bool]:
     """Errors of the output and of all gradients against one device, the output's dtype, and whether attention ran."""
     mesh, cut = problem.mesh, problem.cut
+    parameters = parameters_of(problem.fn.fn)  # before the forward, in which FSDP2 puts others in their place
     shards = [_leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
     out, asked = problem.fn.asks(shards, problem.local, mesh)
     references = [_leaf(x.double() if problem.attention else x) for x in problem.whole]
@@ -223,20 +224,18 @@ def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, fl
     where = reference.device
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
-    parameters = _plain_parameters(problem.fn.fn)
     inputs = zip(problem.names, problem.sides, shards, references, strict=True)
     named = [one for one in inputs if one[2].requires_grad]
     if not named and not parameters:
         return errors, out.dtype, asked
-    grads = _gradients(out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
-    wanted = _gradients(reference, cotangent, [ref for _, _, _, ref in named] + parameters)
+    grads = gradients(problem.fn.fn, out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
+    wanted = gradients(problem.fn.fn, reference, cotangent, [ref for _, _, _, ref in named] + parameters)
     for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
         errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
     for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
-        total = grad.double()
-        if mesh is not None:
-            total = failure.all_reduce(total, "sum", mesh, "a parameter's gradient")
-        errors["dparameters"] = max(errors.get("dparameters", 0.0), _error(total, want, want, mesh))
+        want = whole(want)
+        error = _error(summed(grad, mesh), want, want, mesh)
+        errors["dparameters"] = max(errors.get("dparameters", 0.0), error)
     return errors, out.dtype, asked
 
 
@@ -306,20 +305,6 @@ def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
-
-
-def _plain_parameters(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    if not isinstance(fn, torch.nn.Module):
-        return []
-    return [p for p in fn.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-
-
-def _gradients(out: torch.Tensor, cotangent: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of `out` along `cotangent`, zero where it does not depend; nothing is accumulated into ``.grad``."""
-    if not out.requires_grad:
-        return [torch.zeros_like(x) for x in of]
-    grads = torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of, grads, strict=True)]
 
 
 def _one_rank(plan: Plan, device: torch.device) -> RankPlan:

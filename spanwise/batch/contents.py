@@ -42,6 +42,8 @@ def tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int, kv: Co
             expected = f"[{lead}{'batch, ' if dim else ''}{length}{'' if at > dim else ', …'}]"
             raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}{hint}")
     sizes = {name: x.shape[seq_dim(name, x, dim) - 1] for name, x in tensors.items()} if dim else {}
+    if sizes.get("position_ids") == 1:  # the same positions in all rows, as models take them
+        sizes.pop("position_ids")
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
     return tensors

@@ -229,8 +229,9 @@ def shard_batch(
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
             each document. Padding always gets −100. ``"position_ids"`` is added if missing, and cut along its last dim
-            where tokens have several, ``[3, B, seq_len]`` (Qwen-VL). ``"attention_mask"`` must mark the padding that
-            the plan has. Numbers, strings, None and tensors without dims pass through.
+            where tokens have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows.
+            ``"attention_mask"`` must mark the padding that the plan has. Numbers, strings, None and tensors without
+            dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
         tree: in place of documents, the tree of which the plan has the mask; positions count along its paths. Labels
@@ -263,7 +264,10 @@ def shard_batch(
         raise ValueError(f"dim must be 1 (tensors [B, seq_len, …]) or 0 (tensors [seq_len, …]), got {dim}")
     tensors = tensors_of(batch, plan, dim, kv)
     first = next(x for name, x in tensors.items() if name not in kv)
-    rows = first.shape[seq_dim(next(name for name in tensors if name not in kv), first, dim) - 1] if dim else 1
+    rows = max(x.shape[seq_dim(name, x, dim) - 1] for name, x in tensors.items() if name not in kv) if dim else 1
+    if dim and "position_ids" in tensors:  # one row may serve all
+        positions = tensors["position_ids"]
+        tensors["position_ids"] = positions.expand(*positions.shape[:-2], rows, -1)
     if tree is not None:
         _check_tree(plan, tree, cu_seqlens)
         if "labels" in tensors:

@@ -53,6 +53,23 @@ def test_several_positions_of_a_token(balancer: str) -> None:
     run_ranks(2, on_rank)
 
 
+@pytest.mark.parametrize("balancer", ["contiguous", "ptrr"])
+def test_one_row_of_positions_serves_all_rows(balancer: str) -> None:
+    """Also where each row has a layout of its own."""
+    masks = [SpanMask.documents(offsets) for offsets in ([0, 5, 12], [0, 9, 12])]
+    plan = spanwise.make_plan(SpanMask.stack(masks), 2, balancer=balancer, block_size=2)
+    ids, positions = torch.arange(24).view(2, 12), torch.arange(12)[None]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        for given, want in ((positions, positions), (positions.expand(3, 1, 12), positions.expand(3, 2, 12))):
+            got = spanwise.shard_batch({"input_ids": ids, "position_ids": given}, plan, mesh)
+            whole = want if want.dim() == 3 else want.expand(2, 12)
+            cut = spanwise.shard(plan, mesh, whole, whole.dim() - 1, batch_dim=whole.dim() - 2)
+            assert torch.equal(got["position_ids"], cut) and got["input_ids"].shape == got["position_ids"].shape[-2:]
+
+    run_ranks(2, on_rank)
+
+
 def test_attention_masks_that_agree_are_cut() -> None:
     ids = torch.arange(12).view(2, 6)
     padded = spanwise.make_plan(SpanMask.from_attention_mask(PADDED), 1)

@@ -31,6 +31,16 @@ class CpAccelerator(Accelerator):
         """What `Accelerator.gather` returns, from the first rank of each cp group."""
         return self.first_of_groups(super().gather(tensor))
 
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What `Accelerator.reduce` returns, where each cp group counts once."""
+        reduced = super().reduce(tensor, reduction, scale)
+        return recursively_apply(self._once, reduced) if reduction == "sum" else reduced
+
+    def _once(self, total: torch.Tensor) -> torch.Tensor:
+        """A sum over all ranks as a sum over cp groups, whose ranks have equal numbers."""
+        size = self.cp_groups.shape[1]
+        return total / size if total.is_floating_point() else total // size
+
     def first_of_groups(self, gathered: Any) -> Any:
         """Rows of the first rank of each cp group, of tensors ``[all ranks * rows, …]``."""
         world = self.cp_groups.numel()

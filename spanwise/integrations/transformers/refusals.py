@@ -19,11 +19,12 @@ def check_trainer(base: type[Any]) -> None:
         raise ValueError(f"hf.trainer takes transformers.Trainer or a subclass, got {base!r}")
     if base.__name__.startswith("ContextParallel"):
         raise ValueError(f"{base.__name__} is a trainer for context parallelism already")
-    of_trl = [cls.__name__ for cls in base.__mro__ if cls.__module__.startswith("trl.")]
-    if of_trl and not set(of_trl) & set(_OF_TRL):
+    of_trl = [cls for cls in base.__mro__ if cls.__module__.startswith("trl.")]
+    # trl derives trainers with other losses and models from these three.
+    if of_trl and (of_trl[0].__name__ not in _OF_TRL or of_trl[0].__module__.startswith("trl.experimental.")):
         raise ValueError(
-            f"hf.trainer takes {', '.join(_OF_TRL)} of trl, got {of_trl[0]}; for its loss call hf.context_parallel and "
-            f"write the loop"
+            f"hf.trainer takes {', '.join(_OF_TRL)} of trl and your own subclasses of them, got "
+            f"{of_trl[0].__name__} of {of_trl[0].__module__}; for its loss call hf.context_parallel and write the loop"
         )
     seq2seq = getattr(transformers, "Seq2SeqTrainer", None)
     if seq2seq is not None and issubclass(base, seq2seq):
@@ -55,6 +56,10 @@ def check_arguments(args: Any) -> None:
                 "use 'random', 'sequential' or 'group_by_length'; each batch's plan balances the cp ranks",
             ),
             "eval_use_gather_object": (args.eval_use_gather_object, "leave it False; ranks gather tensors"),
+            "auto_find_batch_size": (
+                args.auto_find_batch_size,
+                "set per_device_train_batch_size: the rank that is out of memory would take a smaller one alone",
+            ),
             "torch_compile": (args.torch_compile, "compile the layers of the model before, with layer.compile()"),
             "use_liger_kernel": (args.use_liger_kernel, "leave it False: its loss would be that of one rank's tokens"),
             "neftune_noise_alpha": (
@@ -72,11 +77,16 @@ def check_arguments(args: Any) -> None:
 
 def check_accelerator(trainer: Any) -> None:
     """Raise ValueError for what accelerate was set to, also by its own config file."""
-    accelerator = trainer.accelerator
+    accelerator, model = trainer.accelerator, trainer.model
+    sharded = getattr(model, "is_distributed_loading_by_transformers", False)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     _refuse(
         {
             "parallelism_config": (accelerator.parallelism_config is not None, _PARALLELISM),
+            "a model loaded with distributed_config": (
+                sharded,
+                "load it without, and shard it by fsdp_config={'version': 2}",
+            ),
             "deepspeed": (trainer.is_deepspeed_enabled, "use FSDP2 (fsdp_config={'version': 2}) or DDP"),
             "fsdp version 1": (fsdp is not None and fsdp.fsdp_version != 2, "use fsdp_config={'version': 2}"),
         }

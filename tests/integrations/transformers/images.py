@@ -27,11 +27,11 @@ _TEXT: dict[str, Any] = dict(
 _VISION: dict[str, Any] = dict(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=14
 )
-_IMAGE, _START, _END = 150, 152, 153
-_QWEN_IDS = dict(image_token_id=_IMAGE, video_token_id=151, vision_start_token_id=_START, vision_end_token_id=_END)
+_IMAGE, _VIDEO, _START, _END = 150, 151, 152, 153
+_QWEN_IDS = dict(image_token_id=_IMAGE, video_token_id=_VIDEO, vision_start_token_id=_START, vision_end_token_id=_END)
 _QWEN_TEXT = _TEXT | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
 _QWEN_VISION = dict(num_heads=2, patch_size=7, spatial_merge_size=2, temporal_patch_size=1)
-TOKENS = 4  # of an image
+TOKENS = 4  # of an image, and of a frame of a video
 
 
 def _llava() -> PreTrainedModel:
@@ -104,12 +104,30 @@ def marks_of(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Arguments that mark tokens of images."""
     if name == "gemma3":
         return {"token_type_ids": (ids == _IMAGE).long()}
-    return {"mm_token_type_ids": (ids == _IMAGE).int()} if name.startswith("qwen") else {}
+    kinds = (ids == _IMAGE).int() + 2 * (ids == _VIDEO).int()
+    return {"mm_token_type_ids": kinds} if name.startswith("qwen") else {}
+
+
+def holds_image(document: torch.Tensor) -> bool:
+    return bool((document == _IMAGE).any())
+
+
+def with_video(name: str, documents: tiny.Documents) -> tuple[tiny.Documents, dict[str, torch.Tensor]]:
+    """The documents with a video of two frames in the first one, and the arguments that hold it.
+
+    Qwen3-VL wraps each frame of a video like an image.
+    """
+    frames = [_VIDEO] * (2 * TOKENS) if name == "qwen2_vl" else [*[_VIDEO] * TOKENS, _END, _START, *[_VIDEO] * TOKENS]
+    tokens = torch.tensor([_START, *frames, _END])
+    first = documents[0].clone()
+    first[5 : 5 + len(tokens)] = tokens
+    patches = torch.randn(2 * 16, 3 * 7 * 7, generator=torch.Generator().manual_seed(4))
+    return [first, *documents[1:]], {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
 
 
 def reference(name: str, model: PreTrainedModel, documents: tiny.Documents) -> Any:
     """Loss and gradients of one document at a time."""
-    images = [bool((d == _IMAGE).any()) for d in documents]
+    images = [holds_image(d) for d in documents]
     every = pixels_of(name, sum(images))
     more, seen = [], 0
     for document, image in zip(documents, images, strict=True):
@@ -125,5 +143,5 @@ def reference(name: str, model: PreTrainedModel, documents: tiny.Documents) -> A
 def batch_of(name: str, documents: tiny.Documents, form: str) -> dict[str, torch.Tensor]:
     """All documents as one batch: "packed", or padded on the "left" or "right"."""
     batch = tiny.packed(documents) if form == "packed" else tiny.padded(documents, form)
-    images = sum(bool((d == _IMAGE).any()) for d in documents)
+    images = sum(holds_image(d) for d in documents)
     return batch | marks_of(name, batch["input_ids"]) | (pixels_of(name, images) if images else {})

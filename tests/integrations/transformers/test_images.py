@@ -47,6 +47,20 @@ def test_text_alone(name: str) -> None:
     tiny.check(results, images.reference(name, model, documents))
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_videos(name: str) -> None:
+    documents, video = images.with_video(name, images.documents_of((30, 23), (False, False)))
+    batch = tiny.padded(documents, "right")
+    batch |= images.marks_of(name, batch["input_ids"]) | video
+    model = images.model_of(name)
+    alone = [images.marks_of(name, document[None]) for document in documents]
+    alone[0] |= video
+    want = tiny.reference(model, documents, alone)
+    tiny.check(run_ranks(2, _train, tiny.copies(model, 2), batch), want)
+    alone[0] |= {"pixel_values_videos": -video["pixel_values_videos"]}
+    assert abs(tiny.reference(model, documents, alone)[0] - want[0]) > 1e-5  # the video counts
+
+
 def test_packed_documents_need_positions_of_images() -> None:
     batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed")
     offsets = torch.tensor([0, 23, 64, 94], dtype=torch.int32)

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
+from tests.integrations.transformers import images
 from tests.integrations.transformers import trainer_runs as runs
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,6 +36,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "FSDP": dict(shard=True, gradient_accumulation_steps=2),
     "FSDP, replicas, evaluated": dict(dp=2, shard=True, **EVALUATED),
     "stream": dict(dp=2, data=runs.streamed),
+    "collated by transformers": dict(dp=2, collator=runs.flattened),
+    "a token count without padding": dict(dp=2, include_num_input_tokens_seen="non_padding"),
+    "evaluated at the start, packed": dict(EVALUATED, eval_on_start=True, collator=runs.pack_without_first),
+    "evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True),
+    "split batches": dict(dp=2, accelerator_config={"split_batches": True}, per_device_train_batch_size=4),
+    "whole batches alone": dict(dataloader_drop_last=True, max_steps=-1, num_train_epochs=2, data_seed=9),
 }
 
 
@@ -130,6 +137,51 @@ def test_first_tokens_do_not_count(gloo_pool: Any) -> None:
         runs.check(result, want, *runs.LOGGED)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", images.MODELS)
+def test_images(gloo_pool: Any, model: str) -> None:
+    more = EVALUATED if model == "llava" else {}
+    compare(gloo_pool, runs.with_images, *runs.LOGGED, *(["eval_loss"] if more else []), model=model, **more)
+
+
+@pytest.mark.slow
+def test_made_anew_for_each_run(gloo_pool: Any) -> None:
+    compare(gloo_pool, runs.made_twice, *runs.LOGGED)
+
+
+@pytest.mark.slow
+def test_stops_early(gloo_pool: Any, tmp_path: Any) -> None:
+    """Ranks stop at the same step and load the same checkpoint."""
+    options = dict(EVALUATED, eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
+    options |= dict(eval_count=5, max_steps=12, metric_for_best_model="loss", greater_is_better=True, stop=2)
+    *_, want = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", dp=2, folder=str(tmp_path), **options)
+    assert want["logs"][-1]["step"] < 12
+
+
+@pytest.mark.slow
+def test_metrics_of_inputs_and_of_batches(gloo_pool: Any) -> None:
+    options = dict(EVALUATED, include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1)
+    compare(gloo_pool, runs.plain, "eval_ids", "eval_losses", **options, more=dict(compute_metrics=runs.of_inputs))
+    names = "eval_accuracy", "eval_count"
+    options = dict(EVALUATED, batch_eval_metrics=True)
+    compare(gloo_pool, runs.plain, *names, dp=2, **options, more=dict(compute_metrics=runs.Batched()))
+
+
+def sums(cls: Any) -> list[float]:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    accelerator = cls(Trainer)(runs.model_of("llama"), args=runs.arguments(TrainingArguments)).accelerator
+    given = {name: torch.tensor(accelerator.process_index + 1.0) for name in ("sum", "mean", "max")}
+    return [accelerator.reduce(x, reduction=name).item() for name, x in given.items()]
+
+
+@pytest.mark.slow
+def test_reductions_count_a_group_once(gloo_pool: Any) -> None:
+    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
+    assert start(gloo_pool, 4, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
+
+
 def random_batches(cls: Any) -> str:
     with pytest.raises(ValueError, match="got different batches of equal lengths"):
         runs.plain(cls, collator=runs.pad_at_random)
@@ -149,6 +201,7 @@ def refusals(cls: Any) -> dict[str, str]:
         errors[name] = str(caught.value)
 
     attempt("torch_compile", torch_compile=True)
+    attempt("auto_find_batch_size", auto_find_batch_size=True)
     attempt("use_liger_kernel", use_liger_kernel=True)
     attempt("neftune_noise_alpha", neftune_noise_alpha=5.0)
     attempt("dispatch_batches", accelerator_config={"dispatch_batches": True})
@@ -156,6 +209,9 @@ def refusals(cls: Any) -> dict[str, str]:
     attempt("eval_use_gather_object", eval_use_gather_object=True)
     attempt("attention_dropout", model=runs.model_of("llama", attention_dropout=0.1))
     attempt("parallelism_config", parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    sharded = runs.model_of("llama")
+    sharded._is_distributed_loading_by_transformers = True
+    attempt("distributed_config", model=sharded)
     return errors
 
 
@@ -191,7 +247,7 @@ def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
     mesh: Any = None
     with pytest.raises(ValueError, match=r"takes transformers.Trainer or a subclass, got <class 'int'>"):
         hf.trainer(int, mesh)
-    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, GRPOTrainer of trl, got Unknown"):
+    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, GRPOTrainer of trl .* got Unknown"):
         hf.trainer(Unknown, mesh)
     with pytest.raises(ValueError, match="Seq2SeqTrainer"):
         hf.trainer(transformers.Seq2SeqTrainer, mesh)

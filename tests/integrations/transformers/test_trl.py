@@ -11,7 +11,10 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("trl", reason="trl is not installed; it needs Python 3.11")
 pytest.importorskip("peft", reason="peft is not installed")
 
+import trl
+
 from tests.integrations.transformers import trainer_runs as runs
+from tests.integrations.transformers import trl_runs
 from tests.integrations.transformers.test_trainer import EVALUATED, compare, start
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,8 +25,8 @@ SFT: dict[str, dict[str, Any]] = {
     "replicas, evaluated": dict(dp=2, **EVALUATED),
     "wrapped": dict(packing=True, packing_strategy="wrapped"),
     "padding-free": dict(padding_free=True, max_length=None),
-    "completions": dict(data=runs.completions),
-    "assistant": dict(data=runs.conversations, assistant_only_loss=True),
+    "completions": dict(data=trl_runs.completions),
+    "assistant": dict(data=trl_runs.conversations, assistant_only_loss=True),
     "stream": dict(dp=2, data=runs.streamed),
     "label smoothing": dict(label_smoothing_factor=0.1),
     "DFT": dict(loss_type="dft"),
@@ -31,6 +34,13 @@ SFT: dict[str, dict[str, Any]] = {
     "adapters given": dict(lora="given"),
     "adapters made": dict(lora="made", packing=True, gradient_checkpointing=False),
     "FSDP": dict(shard=True, packing=True),
+    "chunks of logits": dict(loss_type="chunked_nll", packing=True),
+    "chunks of logits, replicas": dict(loss_type="chunked_nll", dp=2, gradient_accumulation_steps=2),
+    "pieces of documents": dict(packing=True, packing_strategy="bfd_split", max_length=24),
+    "completions, packed": dict(data=trl_runs.completions, packing=True, max_length=48),
+    "assistant, packed": dict(data=trl_runs.conversations, assistant_only_loss=True, packing=True),
+    "truncated": dict(max_length=16),
+    "evaluated in packs": dict(EVALUATED, packing=True, eval_packing=True),
 }
 DPO: dict[str, dict[str, Any]] = {
     "padded": dict(),
@@ -40,6 +50,12 @@ DPO: dict[str, dict[str, Any]] = {
     "adapters": dict(lora="given"),
     "experts": dict(model="qwen3_moe, auxiliary loss"),
     "FSDP": dict(shard=True),
+    "padding-free": dict(padding_free=True),
+    "truncated": dict(max_length=16),
+    "by length": dict(ld_alpha=0.5),
+    "a mean over batches": dict(dp=2, loss_type=["bco_pair"]),
+    "another divergence": dict(f_divergence_type="js_divergence"),
+    "reference follows": dict(sync_ref_model=True, ref_model_sync_steps=2),
 }
 GRPO: dict[str, dict[str, Any]] = {
     "grpo": dict(loss_type="grpo"),
@@ -47,29 +63,38 @@ GRPO: dict[str, dict[str, Any]] = {
     "groups over replicas": dict(dp=2, per_device_train_batch_size=2),
     "reused": dict(num_iterations=2, steps_per_generation=2, gradient_accumulation_steps=2, beta=0.1),
     "entropy": dict(top_entropy_quantile=0.5),
+    "FSDP": dict(shard=True, dp=2, per_device_train_batch_size=2),
+    "adaptive entropy": dict(use_adaptive_entropy=True, entropy_coef=0.01, dp=2, per_device_train_batch_size=2),
+    "by sequence": dict(loss_type="luspo", importance_sampling_level="sequence"),
+    "vespo": dict(loss_type="vespo"),
+    "cispo": dict(loss_type="cispo", epsilon_high=2.0),
+    "accumulated": dict(gradient_accumulation_steps=3),
+    "scaled by batch": dict(scale_rewards="batch", dp=2, per_device_train_batch_size=2),
+    "adapters": dict(lora="given", beta=0.1),
+    "experts, checkpointed": dict(model="qwen3_moe, auxiliary loss", gradient_checkpointing=True),
 }
-OF_DPO = ("logps/chosen", "logits/rejected", "rewards/margins", "rewards/accuracies", *runs.OF_TRL)
+OF_DPO = ("logps/chosen", "logits/rejected", "rewards/margins", "rewards/accuracies", *trl_runs.OF_TRL)
 OF_GRPO = ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen")
 
 
 def test_sft_packed(gloo_pool: Any) -> None:
     """Twenty steps, packed by bfd."""
-    got = compare(gloo_pool, runs.sft, *runs.LOGGED, *runs.OF_TRL, packing=True, max_steps=20)
+    got = compare(gloo_pool, trl_runs.sft, *runs.LOGGED, *trl_runs.OF_TRL, packing=True, max_steps=20)
     assert got[0]["logs"][19]["num_tokens"] > 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SFT)
 def test_sft(gloo_pool: Any, name: str) -> None:
-    names = (*runs.LOGGED, *runs.OF_TRL, *(["eval_loss", "eval_entropy"] if "eval_count" in SFT[name] else []))
-    compare(gloo_pool, runs.sft, *names, **SFT[name])
+    names = (*runs.LOGGED, *trl_runs.OF_TRL, *(["eval_loss", "eval_entropy"] if "eval_count" in SFT[name] else []))
+    compare(gloo_pool, trl_runs.sft, *names, **SFT[name])
 
 
 @pytest.mark.slow
 def test_sft_bf16(gloo_pool: Any) -> None:
     for lora in ("", "given"):
         options = dict(lora=lora, bf16=True, max_grad_norm=0.0, learning_rate=1e-4)
-        compare(gloo_pool, runs.sft, *runs.LOGGED, "entropy", close=5e-3, **options)
+        compare(gloo_pool, trl_runs.sft, *runs.LOGGED, "entropy", close=5e-3, **options)
 
 
 @pytest.mark.slow
@@ -77,8 +102,8 @@ def test_sft_resumes(gloo_pool: Any, tmp_path: Any) -> None:
     options: dict[str, Any] = dict(
         max_steps=20, save_strategy="steps", save_steps=7, folder=str(tmp_path), packing=True, lora="given"
     )
-    whole = start(gloo_pool, 2, runs.sft, **options)
-    again = start(gloo_pool, 2, runs.sft, resume=str(tmp_path / "checkpoint-7"), **options)
+    whole = start(gloo_pool, 2, trl_runs.sft, **options)
+    again = start(gloo_pool, 2, trl_runs.sft, resume=str(tmp_path / "checkpoint-7"), **options)
     for a, b in zip(again, whole, strict=True):
         runs.check(a | {"logs": a["logs"][7:20]}, b | {"logs": b["logs"][7:20]}, "loss", "grad_norm", close=1e-6)
 
@@ -87,14 +112,14 @@ def test_sft_resumes(gloo_pool: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(gloo_pool: Any, name: str) -> None:
     names = (*runs.LOGGED, *OF_DPO, *(["eval_loss"] if "eval_count" in DPO[name] else []))
-    compare(gloo_pool, runs.dpo, *names, **DPO[name])
+    compare(gloo_pool, trl_runs.dpo, *names, **DPO[name])
 
 
 @pytest.mark.slow
 def test_dpo_with_log_probabilities_made_before(gloo_pool: Any, tmp_path: Any) -> None:
-    runs.preferences(22).save_to_disk(str(tmp_path / "data"))
+    trl_runs.preferences(22).save_to_disk(str(tmp_path / "data"))
     options = dict(precompute_ref_log_probs=True, saved=str(tmp_path / "data"))
-    compare(gloo_pool, runs.dpo, *runs.LOGGED, *OF_DPO, dp=2, **options)
+    compare(gloo_pool, trl_runs.dpo, *runs.LOGGED, *OF_DPO, dp=2, **options)
 
 
 @pytest.mark.slow
@@ -102,10 +127,10 @@ def test_dpo_with_log_probabilities_made_before(gloo_pool: Any, tmp_path: Any) -
 def test_grpo(gloo_pool: Any, tmp_path: Any, name: str) -> None:
     """Loss and gradients on fixed rollouts."""
     options = GRPO[name]
-    if options.get("beta"):
+    if options.get("beta") and "lora" not in options:
         runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
         options = options | {"saved": str(tmp_path)}
-    got = compare(gloo_pool, runs.grpo, *OF_GRPO, **options)
+    got = compare(gloo_pool, trl_runs.grpo, *OF_GRPO, **options)
     assert max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
 
 
@@ -114,23 +139,40 @@ def test_grpo_generates(gloo_pool: Any) -> None:
     """The ranks of a cp group go on with the same completions, other groups with others."""
     axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
     options = dict(sampled=True, per_device_train_batch_size=2, num_iterations=2, temperature=1.0)
-    got = start(gloo_pool, 4, runs.grpo, **axes, **options)
+    got = start(gloo_pool, 4, trl_runs.grpo, **axes, **options)
     for result in got[1:]:
         runs.check(result, got[0], *OF_GRPO, "num_tokens", "completions/mean_length", close=1e-7)
 
 
-def grpo_refusals(cls: Any) -> list[str]:
-    import trl
+def test_refuses_other_trainers_of_trl() -> None:
+    """Also those that trl derives from trainers that are right."""
+    from trl import KTOTrainer, RewardTrainer
 
+    from spanwise.integrations import transformers as hf
+
+    class Own(trl.SFTTrainer):
+        pass
+
+    class OfTrl(trl.SFTTrainer):
+        __module__ = "trl.experimental.gkd.gkd_trainer"
+
+    mesh: Any = None
+    assert hf.trainer(Own, mesh).__name__ == "ContextParallelOwn"
+    for base in (RewardTrainer, KTOTrainer, OfTrl):
+        with pytest.raises(ValueError, match=f"takes SFTTrainer, .* got {base.__name__} of trl"):
+            hf.trainer(base, mesh)
+
+
+def grpo_refusals(cls: Any) -> list[str]:
     errors = []
     shape = dict(per_device_train_batch_size=4, num_generations=4)
     for changes in (dict(per_device_train_batch_size=2), dict(log_completions=True)):
         with pytest.raises(ValueError) as caught:
             cls(trl.GRPOTrainer)(
                 runs.model_of("llama"),
-                reward_funcs=runs.digits,
+                reward_funcs=trl_runs.digits,
                 args=runs.arguments(trl.GRPOConfig, **shape | changes),
-                train_dataset=runs.preferences(4).select_columns(["prompt"]),
+                train_dataset=trl_runs.preferences(4).select_columns(["prompt"]),
                 processing_class=runs.tokenizer(),
             )
         errors.append(str(caught.value))

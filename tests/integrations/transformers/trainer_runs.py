@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.integrations.transformers import tiny
+from tests.integrations.transformers import images, tiny
 
 WORDS = 96  # of the tokenizer, below the vocabulary of the models
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "total_flos", "train_loss")
-OF_TRL = ("num_tokens", "entropy", "mean_token_accuracy")
 FSDP: dict[str, Any] = dict(
     fsdp=True,
     fsdp_config={
@@ -67,6 +66,7 @@ def fresh_process(rank: int, world: int) -> Iterator[None]:
 
 def sharded(base: Any) -> Any:
     """`base` with accelerate's FSDP2, which accelerate takes for accelerators alone, on the CPU."""
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     class Sharded(base):
@@ -74,6 +74,7 @@ def sharded(base: Any) -> Any:
             super().create_accelerator_and_postprocess()
             state = self.accelerator.state
             state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # a later AcceleratorState() reads it
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
@@ -123,36 +124,6 @@ def documents(count: int, seed: int = 0) -> Any:
 
 def streamed(count: int) -> Any:
     return documents(count).to_iterable_dataset()
-
-
-def preferences(count: int) -> Any:
-    """Prompts with a chosen and a rejected answer, as words of `tokenizer`."""
-    import datasets
-
-    draw = torch.Generator().manual_seed(3)
-
-    def words(low: int, high: int) -> str:
-        length = int(torch.randint(low, high, (), generator=draw))
-        return " ".join(map(str, torch.randint(3, WORDS, (length,), generator=draw).tolist()))
-
-    rows = [dict(prompt=words(3, 9), chosen=" " + words(4, 20), rejected=" " + words(4, 20)) for _ in range(count)]
-    return datasets.Dataset.from_list(rows)
-
-
-def completions(count: int) -> Any:
-    """Prompts and completions, of which completions are trained."""
-    return preferences(count).rename_column("chosen", "completion").remove_columns("rejected")
-
-
-def conversations(count: int) -> Any:
-    """Messages, of which the assistant's are trained."""
-    import datasets
-
-    def messages(row: dict[str, str]) -> list[dict[str, str]]:
-        turns = [("user", row["prompt"]), ("assistant", row["chosen"]), ("user", "5 6"), ("assistant", row["rejected"])]
-        return [{"role": role, "content": text.strip()} for role, text in turns]
-
-    return datasets.Dataset.from_list([{"messages": messages(row)} for row in preferences(count)])
 
 
 _CHAT = (
@@ -205,6 +176,13 @@ def pad_at_random(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch | {"input_ids": random}
 
 
+def flattened(rows: list[dict[str, Any]]) -> Any:
+    """A batch of transformers' collator, with offsets for flash attention."""
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+
+
 def squared_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss that is no sum of cross-entropies."""
     scores = outputs.logits[:, :-1].float().log_softmax(-1)
@@ -221,9 +199,25 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(scores.sum())}
 
 
-def digits(completions: list[Any], **_: Any) -> list[float]:
-    """A reward."""
-    return [sum(map(int, [w for w in c.split() if w.isdigit()])) / 100 for c in completions]
+def of_inputs(prediction: Any) -> dict[str, float]:
+    """Metrics of the inputs and the losses of batches."""
+    return {"ids": float((prediction.inputs > 0).sum()), "losses": float(prediction.losses.sum())}
+
+
+class Batched:
+    """`accuracy`, batch by batch."""
+
+    def __init__(self) -> None:
+        self.hits = self.count = 0
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+        valid = prediction.label_ids[:, 1:] != -100
+        hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        self.hits, self.count = self.hits + int((hits & valid).sum()), self.count + int(valid.sum())
+        result = {"accuracy": self.hits / self.count, "count": float(self.count)}
+        if compute_result:
+            self.hits = self.count = 0
+        return result
 
 
 # --- trainers -------------------------------------------------------------------------------------------------------
@@ -259,10 +253,11 @@ def plain(
     eval_count: int = 0,
     resume: str | None = None,
     predict: bool = False,
+    stop: int = 0,
     more: Any = None,
     **changes: Any,
 ) -> Any:
-    """`transformers.Trainer` on documents."""
+    """`transformers.Trainer` on documents; after `stop` evaluations that are no better it stops."""
     import transformers
 
     trainer = cls(transformers.Trainer)(
@@ -271,6 +266,7 @@ def plain(
         train_dataset=data(22),
         eval_dataset=documents(eval_count, seed=5) if eval_count else None,
         data_collator=collator,
+        callbacks=[transformers.EarlyStoppingCallback(stop)] if stop else None,
         **(more or {}),
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -281,85 +277,47 @@ def plain(
     return result
 
 
-def sft(
-    cls: Any,
-    model: str = "llama",
-    lora: str = "",
-    data: Any = documents,
-    eval_count: int = 0,
-    resume: str | None = None,
-    **changes: Any,
-) -> Any:
-    """`trl.SFTTrainer`."""
-    import trl
+def with_images(cls: Any, model: str, eval_count: int = 0, **changes: Any) -> Any:
+    """`transformers.Trainer` on documents of which some hold an image."""
+    import transformers
 
-    trainer = cls(trl.SFTTrainer)(
-        model_of(model, lora),
-        args=arguments(trl.SFTConfig, **{"max_length": 64} | changes),
-        train_dataset=data(22),
-        eval_dataset=documents(eval_count, seed=5) if eval_count else None,
-        processing_class=tokenizer(),
-        peft_config=adapter() if lora == "made" else None,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return result_of(trainer)
+    def data(count: int, seed: int) -> list[dict[str, Any]]:
+        lengths = torch.randint(14, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+        ids = images.documents_of(tuple(lengths), tuple(index % 3 != 1 for index in range(count)))
+        return [{"input_ids": x.tolist()} for x in ids]
 
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = pad([row | {"labels": row["input_ids"]} for row in rows])
+        held = sum(images.holds_image(torch.tensor(row["input_ids"])) for row in rows)
+        marks = images.marks_of(model, batch["input_ids"])
+        return batch | marks | (images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {})
 
-def dpo(
-    cls: Any, model: str = "llama", lora: str = "", eval_count: int = 0, saved: str | None = None, **changes: Any
-) -> Any:
-    """`trl.DPOTrainer`, with a reference model where there are no adapters."""
-    import datasets
-    import trl
-
-    trainer = cls(trl.DPOTrainer)(
-        model_of(model, lora),
-        ref_model=None if lora else model_of(model, seed=1),
-        args=arguments(trl.DPOConfig, **{"max_length": 64} | changes),
-        train_dataset=datasets.load_from_disk(saved) if saved else preferences(22),
-        eval_dataset=preferences(eval_count) if eval_count else None,
-        processing_class=tokenizer(),
+    trainer = cls(transformers.Trainer)(
+        images.model_of(model),
+        args=arguments(transformers.TrainingArguments, remove_unused_columns=False, **changes),
+        train_dataset=data(12, 0),
+        eval_dataset=data(eval_count, 5) if eval_count else None,
+        data_collator=collator,
     )
     trainer.train()
     return result_of(trainer)
 
 
-def grpo(cls: Any, model: str = "llama", saved: str | None = None, sampled: bool = False, **changes: Any) -> Any:
-    """`trl.GRPOTrainer`; unless `sampled`, completions depend on prompt and step alone."""
-    import trl
+def made_twice(cls: Any, **changes: Any) -> Any:
+    """A trainer that makes its model, trained two times."""
+    import transformers
 
-    class Fixed(trl.GRPOTrainer):
-        def _generate(self, prompts: list[str]) -> Any:
-            if sampled:
-                return super()._generate(prompts)
-            first = self.accelerator.process_index * len(prompts)
-            completions = []
-            for index in range(first, first + len(prompts)):
-                draw = torch.Generator().manual_seed(self._step * 1000 + index)
-                length = int(torch.randint(2, 12, (), generator=draw))
-                completions.append(torch.randint(3, WORDS, (length,), generator=draw).tolist())
-            texts = [self.processing_class.decode(c) for c in completions]
-            return (
-                [self.processing_class(p)["input_ids"] for p in prompts],
-                completions,
-                None,
-                texts,
-                None,
-                {},
-                None,
-                None,
-            )
-
-    shape = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=12)
-    trainer = cls(Fixed)(
-        saved or model_of(model),
-        reward_funcs=digits,
-        args=arguments(trl.GRPOConfig, **shape | changes),
-        train_dataset=preferences(22).select_columns(["prompt"]),
-        processing_class=tokenizer(),
+    trainer = cls(transformers.Trainer)(
+        args=arguments(transformers.TrainingArguments, **changes),
+        model_init=lambda: model_of("llama"),
+        train_dataset=documents(22),
+        data_collator=pad,
     )
     trainer.train()
-    return result_of(trainer)
+    logs = list(trainer.state.log_history)
+    trainer.train()
+    result = result_of(trainer)
+    return result | {"logs": logs + result["logs"]}
 
 
 def result_of(trainer: Any) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Gradients that `verify` compares: of inputs, of plain parameters, and of those that a wrapper shards as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from spanwise.attention.exchange import failure
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """The parameters that require gradients; none of a function that is no module."""
+    if not isinstance(fn, nn.Module):
+        return []
+    for module in fn.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root keeps whole parameters after a forward
+    return [p for p in fn.parameters() if p.requires_grad]
+
+
+def gradients(
+    fn: Callable[..., Any], out: torch.Tensor, cotangent: torch.Tensor, of: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients of `out` along `cotangent`, zero where it does not depend; nothing is accumulated into ``.grad``."""
+    if not out.requires_grad:
+        return [torch.zeros_like(x) for x in of]
+    grads: Sequence[torch.Tensor | None]
+    if isinstance(fn, nn.Module) and any(isinstance(module, FSDPModule) for module in fn.modules()):
+        grads = _accumulated(out, cotangent.to(out.dtype), of)  # FSDP2 reduces in hooks that write to .grad
+    else:
+        grads = torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of, grads, strict=True)]
+
+
+def _accumulated(out: torch.Tensor, cotangent: torch.Tensor, of: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    held = [x.grad for x in of]
+    for x in of:
+        x.grad = None
+    out.backward(cotangent)
+    grads = [x.grad for x in of]
+    for x, grad in zip(of, held, strict=True):
+        x.grad = grad
+    return grads
+
+
+def summed(grad: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """A parameter's gradient in float64, whole, and summed over the cp ranks."""
+    if not isinstance(grad, DTensor):
+        total = grad.double()
+        return total if mesh is None else failure.all_reduce(total, "sum", mesh, "a parameter's gradient")
+    if mesh is not None and set(mesh.mesh.flatten().tolist()) <= set(grad.device_mesh.mesh.flatten().tolist()):
+        return whole(grad) * mesh.size()  # FSDP2 averaged over these ranks
+    return summed(whole(grad), mesh)
+
+
+def whole(grad: torch.Tensor) -> torch.Tensor:
+    """All of a gradient in float64."""
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
