@@ -6,8 +6,8 @@ import numpy as np
 
 from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning import memory
+from spanwise.planning.candidate import Candidate
 from spanwise.planning.plan import Plan
-from spanwise.planning.plan_data import Candidate
 
 _TOLERANCE = 0.05  # predictions are not more exact
 _SAVED = 0.7  # skip a baseline if a plan as fast receives at most this share of its tokens
@@ -85,8 +85,9 @@ def _nominal_shape(inner: int) -> dict[str, int]:
 
 
 def _with_shape(plan: Plan) -> Plan:
+    """A copy, so that tables of traffic end with it, with a shape where the plan has none."""
     missing = plan.num_q_heads is None or plan.head_dim is None
-    return plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+    return plan.replace(**(_nominal_shape(plan.inner) if missing else {}))
 
 
 def _weighted_work(plan: Plan) -> np.ndarray:

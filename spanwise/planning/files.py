@@ -19,7 +19,8 @@ from spanwise.hardware import Hardware
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.plan_data import Candidate, PlanData
+from spanwise.planning.candidate import Candidate
+from spanwise.planning.plan_data import PlanData
 
 FORMAT = 4
 PlanT = TypeVar("PlanT", bound=PlanData)

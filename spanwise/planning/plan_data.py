@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -25,30 +24,9 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.candidate import Candidate
 
 PlanT = TypeVar("PlanT", bound="PlanData")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """One choice that "auto" considered.
-
-    Attributes:
-        balancer, exchange, stages: as the plan's.
-        imbalance: work of the busiest rank over the mean work, all masks by weight.
-        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight; mean and most.
-        held: bytes that the busiest rank holds for exchanges; `make_plan` compares them with a memory budget.
-        seconds: result of `Plan.predict`.
-    """
-
-    balancer: str
-    exchange: str
-    stages: int
-    imbalance: float
-    recv_mean: float
-    recv_max: float
-    held: int
-    seconds: Mapping[str, float]
 
 
 class KVExchange(Protocol):
@@ -199,6 +177,16 @@ class PlanData:
         """K/V tokens of each group."""
         return self.kv_layout.grouped(self.inner)
 
+    def moved(self, mask: str = "default") -> Int64:
+        """Tokens of each chunk and pair of groups, with padding; int64 ``[chunks, G receivers, G senders]``."""
+        if mask not in self._moved:
+            self._moved[mask] = self.kv_exchange.moved(self, mask)
+        return self._moved[mask]
+
+    @functools.cached_property
+    def _moved(self) -> dict[str, Int64]:
+        return {}
+
     @property
     def kv_held(self) -> Int64:
         """K/V tokens of each group, summed over batch rows; int64 ``[G]``."""
@@ -246,7 +234,6 @@ class PlanData:
 
     def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
         """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
-        self.mask(mask)
         return self._needs[mask][row]
 
     @functools.cached_property
