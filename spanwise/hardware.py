@@ -171,16 +171,13 @@ class Hardware:
             raise ValueError(
                 f"num_bytes must be [receivers, senders], square and not negative, got shape {traffic.shape}"
             )
-        ranks = np.arange(len(traffic))
-        joined = ranks[:, None] == ranks  # by the levels inside
         seconds = 0.0
+        inside = np.stack([np.diagonal(traffic)] * 2)  # received and sent by each rank, by the levels inside
         for link in self.links:
-            group = ranks // (link.ranks or max(1, len(traffic)))
-            joins = group[:, None] == group
-            moved = np.where(joins & ~joined, traffic, 0.0)
-            busiest = max(moved.sum(axis=1).max(initial=0.0), moved.sum(axis=0).max(initial=0.0))
+            within = _within(traffic, link.ranks or max(1, len(traffic)))
+            busiest = (within - inside).max(initial=0.0)
             seconds = max(seconds, self._seconds(link, float(busiest), "all_to_all"))
-            joined = joins
+            inside = within
         return seconds
 
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
@@ -266,6 +263,16 @@ class Hardware:
                 return Hardware.from_dict(json.load(file))
         except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
             raise ValueError(f"{os.fspath(path)} is not a file written by Hardware.save: {error}") from error
+
+
+def _within(traffic: np.ndarray, size: int) -> np.ndarray:
+    """What each rank receives and sends inside its group of `size` ranks, ``[2, P]``; `traffic` is ``[P, P]``."""
+    ranks = np.arange(len(traffic))
+    first = ranks[::size]
+    if len(first) <= 1:
+        return np.stack([traffic.sum(axis=1), traffic.sum(axis=0)])
+    received = np.add.reduceat(traffic, first, axis=1)[ranks, ranks // size]
+    return np.stack([received, np.add.reduceat(traffic, first, axis=0)[ranks // size, ranks]])
 
 
 def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:

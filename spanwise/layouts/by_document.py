@@ -3,13 +3,9 @@
 First the hosts are filled with documents, then the ranks of each host with what it has got (`filling`). A document lies
 whole on a host, and there whole on a rank, where work and tokens permit. A longer one takes as few hosts as possible,
 in ascending order, so that ranks read mostly from their own host and from those before it.
-
-A *document* is a stretch of the sequence that no span crosses, in any mask: what lies in it can be moved at no cost.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +13,6 @@ from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.masks.span_mask import SpanMask
 
 # Share of the slack that the work of a host may use; the rest is for the ranks inside it.
 _HOST_SLACK = 0.9
@@ -26,11 +21,8 @@ _HOST_SLACK = 0.9
 def assign(problem: LayoutProblem, num_ranks: int, host_size: int | None, bound: float) -> Layout:
     """The layout of every batch row, see `pieces_of_ranks`; ranks hold equally many tokens, or one more."""
     sizes = problem.seq_len // num_ranks + (np.arange(num_ranks) < problem.seq_len % num_ranks)
-    masks = [problem.masks[name] for name in sorted(problem.masks)]
-    tables = [
-        pieces_of_ranks(offsets_of_documents(masks, row), _work_before(problem, row), sizes, host_size or 1, bound)
-        for row in range(problem.batch_size)
-    ]
+    parts = zip(problem.documents, problem.work_before, strict=True)
+    tables = [pieces_of_ranks(documents, before, sizes, host_size or 1, bound) for documents, before in parts]
     return Layout(tables, num_ranks, problem.seq_len)
 
 
@@ -105,35 +97,6 @@ def pieces_of_ranks(documents: Int64, before: Float64, sizes: Int64, host_size: 
         pieces[:, 0] += first[host]
         found.append(pieces)
     return np.concatenate(found)
-
-
-def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
-    """Offsets of the documents of one batch row: tokens that no span crosses, 0 and the length; int64.
-
-    >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
-    array([0, 3, 8])
-    """
-    length = masks[0].q_len
-    token = np.arange(length, dtype=np.int32)
-    low, high = token.copy(), token + 1
-    for mask in masks:
-        at = row if mask.batch_size > 1 else 0
-        for start, end in zip(mask.start[at], mask.end[at], strict=True):
-            np.minimum(low, np.where(start < end, start, token), out=low)
-            np.maximum(high, end, out=high)
-    # A cut before a token: no token from there on reads an earlier one, and none before it a later one.
-    np.minimum.accumulate(low[::-1], out=low[::-1])
-    np.maximum.accumulate(high, out=high)
-    cuts = np.flatnonzero((low[1:] >= token[1:]) & (high[:-1] <= token[1:])) + 1
-    return np.concatenate([[0], cuts, [length]])
-
-
-def _work_before(problem: LayoutProblem, row: int) -> Float64:
-    """Work before each token, all masks by weight, ``[seq_len + 1]``."""
-    area = problem.area[row if len(problem.area) > 1 else 0]
-    before = np.zeros(len(area) + 1)
-    np.cumsum(area, out=before[1:])
-    return before
 
 
 def _joined(pieces: Int64) -> Int64:

@@ -86,8 +86,9 @@ def _nominal_shape(inner: int) -> dict[str, int]:
 
 
 def _with_shape(plan: Plan) -> Plan:
+    """A copy, so that tables of traffic end with it, with a shape where the plan has none."""
     missing = plan.num_q_heads is None or plan.head_dim is None
-    return plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+    return plan.replace(**(_nominal_shape(plan.inner) if missing else {}))
 
 
 def _weighted_work(plan: Plan) -> np.ndarray:

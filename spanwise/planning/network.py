@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts import traffic
-from spanwise.layouts.by_document import offsets_of_documents
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.problem import offsets_of_documents
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData

@@ -182,6 +182,16 @@ class PlanData:
         """K/V tokens of each group."""
         return self.kv_layout.grouped(self.inner)
 
+    def moved(self, mask: str = "default") -> Int64:
+        """Tokens of each chunk and pair of groups, with padding; int64 ``[chunks, G receivers, G senders]``."""
+        if mask not in self._moved:
+            self._moved[mask] = self.kv_exchange.moved(self, mask)
+        return self._moved[mask]
+
+    @functools.cached_property
+    def _moved(self) -> dict[str, Int64]:
+        return {}
+
     @property
     def kv_held(self) -> Int64:
         """K/V tokens of each group, summed over batch rows; int64 ``[G]``."""
@@ -229,7 +239,6 @@ class PlanData:
 
     def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
         """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
-        self.mask(mask)
         return self._needs[mask][row]
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spanwise.layouts import by_document, traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
-from spanwise.layouts.problem import LayoutProblem
+from spanwise.layouts.problem import LayoutProblem, offsets_of_documents
 from spanwise.masks.span_mask import SpanMask
 
 
@@ -57,7 +57,7 @@ def test_documents_are_what_no_span_crosses(seed):
         masks.append(SpanMask(edges[::2], edges[1::2], length))
     dense = np.any([mask.dense()[0] for mask in masks], axis=0)
     whole = [0, *(p for p in range(1, length) if not dense[:p, p:].any() and not dense[p:, :p].any()), length]
-    assert by_document.offsets_of_documents(masks, 0).tolist() == whole
+    assert offsets_of_documents(masks, 0).tolist() == whole
 
 
 @pytest.mark.parametrize("median, sigma", [(2_000, 1.6), (16_000, 1.2)])

@@ -83,7 +83,7 @@ class Needed(Exchange):
         return plan.needed_traffic(mask)
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
-        own, tokens = plan.kv_held, self.moved(plan, mask)
+        own, tokens = plan.kv_held, plan.moved(mask)
         came, left = tokens.sum(axis=2), tokens.sum(axis=1)
         later = (came + left)[::-1].cumsum(axis=0)[::-1] - came - left  # under way while each chunk is used
         before = came.cumsum(axis=0) - came if plan.keep_kv else np.zeros_like(came)

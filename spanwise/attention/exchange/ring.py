@@ -89,7 +89,7 @@ class Ring(Exchange):
         return tokens
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
-        arriving = self.moved(plan, mask).sum(axis=2)
+        arriving = plan.moved(mask).sum(axis=2)
         # The shard that is sent on (first a copy of the rank's own), and the shard that arrives.
         leaving = np.concatenate([plan.kv_held[None], arriving])[:-1]
         return np.asarray((arriving + leaving).max(axis=0))
