@@ -30,7 +30,7 @@ from slow_link import machine, write
 
 import spanwise
 from spanwise.hardware import Hardware
-from spanwise.planning.grids import Grid, _grid, compare_grids
+from spanwise.planning.grids import Grid, compare_grids, grid_of
 
 TIMEOUT = 1800.0
 
@@ -134,7 +134,7 @@ def row(
 ) -> dict[str, Any]:
     """What was predicted and measured of one way; the losses of all ways must agree."""
     plans = [None if one is None else one[1] for one in share(way, lengths, ranks, hardware, flops)]
-    found = summary(_grid(way.dp, ranks // way.dp, way.documents, plans, flops))
+    found = summary(grid_of(way.dp, ranks // way.dp, way.documents, plans, flops))
     mine = [answer[way.name] for answer in answers]
     times = np.array([one["times"] for one in mine])  # [ranks, repeats, 2]
     steps = times[:, :, 1].max(axis=0) - times[:, :, 0].min(axis=0)

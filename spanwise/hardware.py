@@ -221,6 +221,20 @@ class Hardware:
     def _seconds(self, link: Link, num_bytes: float, collective: str) -> float:
         return link.latency + num_bytes * dict(self.wire).get(collective, 1.0) / link.bandwidth if num_bytes else 0.0
 
+    def with_host_size(self, ranks: int) -> Hardware:
+        """The same rates with so many ranks on a host: the innermost level of the network joins them.
+
+        Raises:
+            ValueError: fewer than two ranks, one level alone, or a level outside that hosts do not divide.
+
+        Examples:
+            >>> [link.ranks for link in H100.with_host_size(4).links]
+            [4, None]
+        """
+        if len(self.links) < 2:
+            raise ValueError(f"{self.name} has one level of links, so that no host size matters; add a link for hosts")
+        return dataclasses.replace(self, links=(dataclasses.replace(self.links[0], ranks=ranks), *self.links[1:]))
+
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts, as in JSON.
 

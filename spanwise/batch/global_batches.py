@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import DocumentSource, GlobalBatch
+from spanwise.hardware import H100
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -24,6 +25,9 @@ from spanwise.overlap.explain.units import seconds
 from spanwise.planning.grids import one_plan, spread
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+
+#: Documents, all epochs together, whose batches are gone through when `GlobalBatches` is made: 1.4 s (2 M × 4).
+_MOST_PARTS = 2**23
 
 
 class GlobalBatches:
@@ -42,6 +46,8 @@ class GlobalBatches:
             step: long documents then lie on fewer ranks, and less K/V travel. None: equal tokens.
         linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter); needed with
             `max_tokens_per_rank`. Attention counts by the `weights` of its masks.
+        host_size: ranks of a host, inside which plans prefer to exchange. None: as `hardware` says, if it is among the
+            options.
         seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
         cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
@@ -53,8 +59,7 @@ class GlobalBatches:
         drop_last: leave out the batch in which the documents end, unless it is full.
         mask: from offsets ``[n + 1]`` to a mask, or to masks by name; default: causal documents. A module's
             function, so that it can be pickled for a worker. Called without padding.
-        options: for `make_plan`: ``num_q_heads``, ``hardware``, ``exchange``, ``weights`` and so on. `Hardware` says
-            how many ranks share a host.
+        options: for `make_plan`: ``num_q_heads``, ``hardware``, ``exchange``, ``weights`` and so on.
 
     Attributes:
         order: the `DocumentOrder`.
@@ -82,6 +87,7 @@ class GlobalBatches:
         *,
         max_tokens_per_rank: int | None = None,
         linear_flops: float | None = None,
+        host_size: int | None = None,
         seed: int | None = None,
         max_document: int | None = None,
         cut: bool = False,
@@ -92,6 +98,8 @@ class GlobalBatches:
         **options: Any,
     ) -> None:
         self.order = DocumentOrder(lengths, seed, max_document)
+        if host_size is not None:
+            options |= {"hardware": (options.get("hardware") or H100).with_host_size(host_size)}
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
         self.size = ranks = check_positive(int(np.prod(num_ranks)), "num_ranks")
         self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")
@@ -128,8 +136,11 @@ class GlobalBatches:
             )
 
     def _check_last(self) -> None:
-        """``ValueError`` now, not at the end of an epoch, if a batch has fewer tokens than ranks."""
-        if self.end is None or self.pad:
+        """``ValueError`` now, not at the end of an epoch, if a batch has fewer tokens than ranks.
+
+        Of very many documents, only when the batch is made.
+        """
+        if self.end is None or self.pad or self.end // self.order.epoch_tokens * self.order.num_parts > _MOST_PARTS:
             return
         position = (self.end - 1) // self.batch_tokens * self.batch_tokens if self.cut else 0
         while (after := self.next_position(position)) is not None:

@@ -137,7 +137,7 @@ def compare_grids(
         for name, owner in ways.items():
             owned = (np.flatnonzero(owner == replica) for replica in range(dp))
             plans = [plan(which, cp) if len(which) else None for which in owned]
-            found.append(_grid(dp, cp, name, plans, linear_flops))
+            found.append(grid_of(dp, cp, name, plans, linear_flops))
     return tuple(found)
 
 
@@ -150,7 +150,7 @@ def one_plan(plan: Plan, linear_flops: float, assignment: str = ONE_PLAN) -> Gri
     >>> one_plan(plan, linear_flops=1e9).seconds > one_plan(plan, linear_flops=0.0).seconds > 0
     True
     """
-    return _grid(1, plan.num_ranks, assignment, [plan], linear_flops)
+    return grid_of(1, plan.num_ranks, assignment, [plan], linear_flops)
 
 
 def spread(plan: Plan, linear_flops: float, max_tokens: int) -> Spread:
@@ -196,7 +196,7 @@ def _work_of_documents(plan: Plan, documents: Int64) -> Float64:
     return np.add.reduceat(area, np.cumsum(documents) - documents).astype(np.float64)
 
 
-def _grid(dp: int, cp: int, assignment: str, plans: list[Plan | None], linear_flops: float) -> Grid:
+def grid_of(dp: int, cp: int, assignment: str, plans: list[Plan | None], linear_flops: float) -> Grid:
     """The figures of replicas with these plans; None is a replica without a document."""
     work, tokens, attention, linear, exposed, received, from_hosts = np.zeros((7, dp, cp))
     for replica, plan in enumerate(plans):

@@ -308,6 +308,13 @@ def windows(cu_seqlens: np.ndarray) -> dict[str, spanwise.SpanMask]:
     return {"near": spanwise.SpanMask.documents(cu_seqlens, window=(4, 0)), "whole": whole}
 
 
+def test_plans_know_the_hosts() -> None:
+    (batch,) = GlobalBatches([300] * 6, 4, 512, host_size=2)
+    assert [link.ranks for link in batch.plan.hardware.links] == [2, None]
+    (batch,) = GlobalBatches([300] * 6, 4, 512, host_size=4, hardware=spanwise.B200)
+    assert batch.plan.hardware == spanwise.B200.with_host_size(4)
+
+
 def test_the_end_of_the_documents() -> None:
     def sizes(**options: Any) -> list[int]:
         return [batch.num_tokens for batch in GlobalBatches([30, 30, 30, 10], 2, 32, **PLAN | options)]

@@ -125,6 +125,18 @@ def test_global_batches_resume_as_the_same_run(tmp_path: Path, data: str) -> Non
 
 
 @pytest.mark.slow
+def test_workers_make_the_same_global_batches(tmp_path: Path, data: str) -> None:
+    runs = []
+    for workers in (0, 1):
+        out = tmp_path / str(workers)
+        options = SHARED | {"seq_len": 102, "global_batch": True, "workers": workers, "steps": 3, "prove": 3}
+        assert start(tiny(data, ranks=2, out=str(out), **options), None) == 0
+        runs.append(metrics(out))
+    assert runs[0]["losses"] == runs[1]["losses"] and runs[1]["proved"] is True
+    assert runs[0]["recv_tokens"] == runs[1]["recv_tokens"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(2, {"exchange": "ulysses"}), (4, {"exchange": "ring", "inner": 2})],

@@ -16,6 +16,8 @@ from spanwise.planning.grids import Grid
 #: Most ranks of a grid that are drawn; of more, a sample from the busiest to the idlest.
 _MOST = 128
 _LEFT, _TOP, _BAR, _ROW = 168.0, 8.0, 40.0, 52.0
+#: Bars end at so many times the step of one plan, so that the others can be told apart.
+_CUT = 3.0
 _COLUMNS = (
     "dp × cp", "documents", "step", "attention", "linear", "waits", "work", "tokens", "received", "off host", "held",
 )  # fmt: skip
@@ -65,7 +67,7 @@ def _parts(grid: Grid) -> dict[str, np.ndarray]:
 
 def draw(grids: Sequence[Grid]) -> Drawing:
     """A row for each grid, a bar for each rank: the seconds that it computes and waits for its replica's exchange."""
-    most = max(grid.seconds for grid in grids)
+    most = min(max(grid.seconds for grid in grids), _CUT * grids[0].seconds)
     each = "; ".join(f"{name(grid)} {units.seconds(grid.seconds)}" for grid in grids)
     drawing = Drawing("grids", "Seconds of each rank in a step", each, WIDTH, _TOP + _ROW * len(grids) + 8)
     span = WIDTH - _LEFT - 80
@@ -82,7 +84,7 @@ def draw(grids: Sequence[Grid]) -> Drawing:
                 for what, seconds in zip(("attention", "linear layers", "waits"), _parts(grid).values(), strict=True)
             )
             for kind, seconds in _parts(grid).items():
-                tall = float(seconds[rank]) / most * _BAR
+                tall = min(float(seconds[rank]) / most * _BAR, _BAR - below)
                 if tall > 0:
                     x = _LEFT + place * step
                     drawing.rect(x, base - below - tall, step * 0.85, tall, kind, f"rank {rank}: {tip}")
