@@ -69,8 +69,8 @@ class Terms(NamedTuple):
     values: Tensor | None  # [C, V], v, or solved
 
 
-# Elements of the largest tensor of a slab. CPU seconds on one core, 4,096 tokens, 8 heads of 64, forward and backward: gdn
-# 0.35, kda 0.82; with 2**24 elements 0.52 and 1.31; with chunks of 32 tokens in place of 16 0.35 and 1.11.
+# Elements of the largest tensor of a slab. CPU seconds on one core, 4,096 tokens, 8 heads of 64, forward and backward:
+# gdn 0.35, kda 0.82; with 2**24 elements 0.52 and 1.31; with chunks of 32 tokens in place of 16 0.35 and 1.11.
 _SLAB = 1 << 20
 
 
