@@ -22,7 +22,7 @@ from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents
 from spanwise.integrations.transformers.loss import GlobalLoss
 from spanwise.integrations.transformers.masks import NO_ATTENTION, image_blocks, mask_weights, plan_documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
-from spanwise.recurrence import RecurrenceRoute, recurrence_route
+from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels")
@@ -101,7 +101,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         documents=documents,
         last=_largest_position(batch, documents, device),
         image_blocks=blocks is not None,
-        route=_route(plan, documents, site, device),
+        **_routes(plan, documents, site, device),
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
     kept = given.pop("logits_to_keep", 0)
@@ -117,11 +117,18 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     return given | labels | {"use_cache": False, ARGUMENT: planned}
 
 
-def _route(plan: spanwise.Plan, documents: Documents, site: Site, device: torch.device) -> RecurrenceRoute | None:
-    """How layers that carry a state pass it on, if the model has any."""
+def _routes(plan: spanwise.Plan, documents: Documents, site: Site, device: torch.device) -> dict[str, Any]:
+    """How layers that carry a state pass it on, and how tokens get to their layout; empty without such layers."""
     if site.conv_width is None:
-        return None
-    return recurrence_route(plan, site.mesh, device, cu_seqlens=documents.cu_seqlens, conv_width=site.conv_width)
+        return {}
+    own, mesh, offsets = plan.recurrent(), site.mesh, documents.cu_seqlens
+    routes: dict[str, Any] = {
+        "route": recurrence_route(own, mesh, device, cu_seqlens=offsets, conv_width=site.conv_width)
+    }
+    if plan.relayout:
+        routes["there"] = spanwise.relayout_route(plan, own, mesh, device)
+        routes["back"] = spanwise.relayout_route(own, plan, mesh, device)
+    return routes
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:

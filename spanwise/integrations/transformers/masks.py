@@ -13,6 +13,7 @@ import numpy as np
 
 import spanwise
 from spanwise.integrations.transformers.documents import Documents, find_documents
+from spanwise.integrations.transformers.prices import recurrences
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
@@ -123,7 +124,8 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
         batch: as `find_documents` takes it.
         config: the model's `PreTrainedConfig`.
         num_ranks: ranks of the cp mesh.
-        options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
+        options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``; ``recurrences``, of
+            layers that carry a state, are by default those of the config.
 
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
@@ -140,4 +142,6 @@ def plan_documents(
     masks = {kind: span_mask(config, kind, offsets) for kind in weights}
     if blocks is not None:
         masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}
+    mixed = sum(kind in MIXED for kind in layer_types(config))
+    options = {"recurrences": recurrences(config, mixed)} | options
     return spanwise.make_plan(masks, num_ranks, weights=weights, cu_seqlens=offsets, **options)

@@ -27,6 +27,7 @@ class PlannedBatch:
         last: int64 ``[1]``, the largest position of all ranks.
         image_blocks: whether the plan's masks let tokens of one image read each other.
         route: how layers that carry a state pass it on; None where the model has none.
+        there, back: between the layout of attention and that of layers that carry a state; None where it is the same.
         losses: losses of this batch over all ranks, and how often each was changed in place when it was returned.
     """
 
@@ -35,6 +36,8 @@ class PlannedBatch:
     last: torch.Tensor
     image_blocks: bool = False
     route: RecurrenceRoute | None = None
+    there: spanwise.RelayoutRoute | None = None
+    back: spanwise.RelayoutRoute | None = None
     losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
 
     @property

@@ -60,6 +60,29 @@ def test_exchanges(exchange: str) -> None:
     _compare("bamba", 2, BATCH, exchange=exchange)
 
 
+def _relaid(rank: int, mesh: Any, models: list[Any]) -> Any:
+    """The mixers of a head-tail plan run in a contiguous layout."""
+    model = hf.context_parallel(models[rank], mesh)
+    plan = hf.make_plan(BATCH, model.config, mesh.size(), balancer="head_tail", block_size=4).replace(relayout=True)
+    return tiny.step(model, hf.prepare(BATCH, model, plan))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "minimax", "recurrent_gemma"])
+def test_mixers_in_a_layout_of_their_own(name: str) -> None:
+    model = tiny.model_of(name)
+    tiny.check(run_ranks(3, _relaid, tiny.copies(model, 3)), tiny.reference(model, DOCUMENTS))
+
+
+def test_plans_price_states() -> None:
+    config = tiny.config_of("qwen3_next")
+    (each,) = (hf.make_plan(BATCH, config, 2).recurrences or {}).values()
+    assert (each.layers, each.heads, each.key_dim, each.value_dim, each.conv_width) == (1, 4, 8, 12, 4)
+    assert hf.make_plan(BATCH, config, 2, recurrences=None).recurrences is None
+    for name in NAMES:
+        assert hf.make_plan(BATCH, tiny.config_of(name), 2).recurrences is not None, name
+    assert hf.make_plan(BATCH, tiny.config_of("llama"), 2).recurrences is None
+
+
 def test_a_model_without_attention_is_cut_into_runs() -> None:
     """Nothing speaks against one run a rank, and the fewest states travel."""
     plan = hf.make_plan(BATCH, tiny.config_of("mamba2"), 4)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+import spanwise
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 
 WHOLE = "forward"  # in place of a name of a function: the forward itself
@@ -51,9 +52,15 @@ class PlannedForward:
             return type(self.module).forward(self.module, *args, **kwargs)
         self._current = planned
         try:
-            return self._planned(self.module, *args, **kwargs | {"attention_mask": None})  # there is no padding
+            args, kwargs = _relaid(planned.there, args, kwargs | {"attention_mask": None})  # there is no padding
+            output = self._planned(self.module, *args, **kwargs)
         finally:
             self._current = None
+        if planned.back is None:
+            return output
+        if isinstance(output, tuple):
+            return (spanwise.relayout(output[0], planned.back), *output[1:])
+        return spanwise.relayout(output, planned.back)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
@@ -68,6 +75,16 @@ class PlannedForward:
         self.expected, self._current = False, None
         calls = {name: functools.partial(self._call, f) for name, f in self.functions.items()}
         self._planned = calls[WHOLE] if WHOLE in calls else with_globals(type(self.module).forward, calls)
+
+
+def _relaid(way: spanwise.RelayoutRoute | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments whose tokens are in the layout of the mixer: the first, or hidden states by name, and positions."""
+    if way is None:
+        return args, kwargs
+    if args:
+        args = (spanwise.relayout(args[0], way), *args[1:])
+    given = {n: kwargs[n] for n in ("hidden_states", "position_ids") if kwargs.get(n) is not None}
+    return args, kwargs | {n: spanwise.relayout(x, way) for n, x in given.items()}
 
 
 def pass_as_mask(layer: nn.Module) -> None:
