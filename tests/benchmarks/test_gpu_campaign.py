@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import step_parity
 from benchmarks.gpu.campaign import Step, read_rows, run, write_row
 from benchmarks.gpu.steps import LIMIT, NAMES, make_steps
 from benchmarks.gpu.worlds import Here, NotPossible, World
+from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -142,14 +145,26 @@ def _dry(tmp_path: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     return {step["name"]: step for step in found["steps"]}
 
 
-@pytest.mark.timeout(300)
+def _check_attention(row: dict[str, Any]) -> None:
+    assert 0 < max(row[name] for name in ("out", "dq", "dk", "dv")) < 0.035
+
+
 def test_dry_run(tmp_path: Path) -> None:
-    """The steps that take few seconds."""
-    found = _dry(tmp_path, ["environment", "parity"])
-    assert found["environment"]["rows"][0]["torch"]
-    assert {row["status"] for row in found["parity"]["rows"]} == {"ok"}
-    cells = [row for row in found["parity"]["rows"] if row["what"] == "attention"]
-    assert all(0 < max(row[name] for name in ("out", "dq", "dk", "dv")) < 0.035 for row in cells)
+    """The step that takes few seconds."""
+    assert _dry(tmp_path, ["environment"])["environment"]["rows"][0]["torch"]
+
+
+@pytest.mark.parametrize("exchange", ["needed, 2 chunks", "needed, refetched", "all_gather", "ring", "ulysses"])
+def test_cells_of_parity(exchange: str) -> None:
+    """A cell of the step for each exchange, on threads; the dry run of all steps has all cells, on processes."""
+    world = World(2, "gloo", "cpu", step_parity.__name__, "cell")
+    row = {"what": "attention", "mask": "documents", "exchange": exchange, "kernel": "sdpa", "dtype": "float32"}
+
+    def on_rank(rank: int, mesh: Any) -> dict[str, Any]:
+        return step_parity.cell(row, Here(world, rank, torch.device("cpu"), mesh, None))
+
+    for result in run_ranks(2, on_rank):
+        _check_attention(result)
 
 
 @pytest.mark.slow
@@ -158,11 +173,13 @@ def test_dry_run_of_all_steps(tmp_path: Path) -> None:
     found = _dry(tmp_path, NAMES)
     assert all(step["rows"] for step in found.values())
     assert {row["status"] for row in found["tests"]["rows"]} <= {"skipped", "ok"}
+    assert {row["status"] for row in found["parity"]["rows"]} == {"ok"}
+    for row in found["parity"]["rows"]:
+        if row["what"] == "attention":
+            _check_attention(row)
 
 
 def test_a_dry_run_needs_no_gpu_and_a_real_one_does(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(SystemExit):

@@ -22,13 +22,16 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-def test_ours_is_no_longer_than_greedy_orders(zoo: Any) -> None:
-    found = list(zoo.cases(["dlrm"], ["slow", "fast"], None, peers=False, ours=list(zoo.OURS)))
-    assert {case.graph for case in found} == {"forward", "backward"} and len(found) == 4
+@pytest.mark.parametrize("links", ["slow", pytest.param("fast", marks=pytest.mark.slow)])
+def test_ours_is_no_longer_than_greedy_orders(zoo: Any, links: str) -> None:
+    found = list(zoo.cases(["dlrm"], [links], None, peers=False, ours=list(zoo.OURS)))
+    assert [case.graph for case in found] == ["forward", "backward"]
     rows = zoo.losses(found)
     for pair in ("spanwise / own", "spanwise / when ready", "spanwise / greedy", "spanwise, buckets / greedy"):
         assert rows[pair]["longer"] == 0 and rows[pair]["worst"] <= zoo.MARGIN
-    slow = next(case for case in found if (case.graph, case.links) == ("backward", "slow"))
+    if links == "fast":
+        return
+    slow = found[1]
     # Its stream is the bottleneck: the first collective must start as soon as one can.
     assert slow.orders["spanwise"].makespan <= 1.001 * slow.bound < 1.02 * slow.bound <= slow.orders["greedy"].makespan
 

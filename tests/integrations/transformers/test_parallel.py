@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
@@ -134,11 +135,62 @@ def _every_model(rank: int, mesh: Any, batches: dict[str, dict[str, Any]]) -> di
     return {name: _step(hf.context_parallel(tiny.model_of(name), mesh), batch) for name, batch in batches.items()}
 
 
+# On four ranks each kind of mask and of correction once; all of them in the slow test.
+SOME = ("llama", "gemma3", "llama4", "gpt_oss", "deepseek_v3", "llama, dynamic NTK", "qwen3_moe, auxiliary loss")
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_configuration(gloo_pool: GlooPool, ranks: int) -> None:
-    documents = {n: tiny.documents_of((31, 31) if n in EQUAL_LENGTHS else (23, 41, 7, 30, 1)) for n in tiny.CONFIGS}
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        pytest.param(2, tuple(tiny.CONFIGS), id="2"),
+        pytest.param(4, SOME, id="some, 4"),
+        pytest.param(4, tuple(tiny.CONFIGS), id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_every_configuration(gloo_pool: GlooPool, ranks: int, names: tuple[str, ...]) -> None:
+    documents = {n: tiny.documents_of((31, 31) if n in EQUAL_LENGTHS else (23, 41, 7, 30, 1)) for n in names}
     batches = {name: tiny.packed(each) for name, each in documents.items()}
     results = gloo_pool.run(ranks, _every_model, batches, timeout=300)
     for name, each in documents.items():
         tiny.check([result[name] for result in results], tiny.reference(tiny.model_of(name), each))
+
+
+def _with_ddp(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
+    model = tiny.model_of("llama")
+    result = _step(DistributedDataParallel(hf.context_parallel(model, mesh)), batch)
+    return result[0], {name.removeprefix("module."): x for name, x in result[1].items()}
+
+
+def test_ddp(gloo_pool: GlooPool) -> None:
+    documents = tiny.documents_of(LENGTHS)
+    want = tiny.reference(tiny.model_of("llama"), documents)
+    for result in gloo_pool.run(2, _with_ddp, tiny.packed(documents), timeout=120):
+        tiny.check([result], want)
+
+
+def _in_half_precision(rank: int, mesh: Any, batch: dict[str, Any], scale: float) -> Any:
+    """Scales after each of four steps, and a sum of the parameters before and after."""
+    model = DistributedDataParallel(hf.context_parallel(tiny.model_of("llama"), mesh))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=scale), torch.optim.SGD(model.parameters(), lr=0.1)
+    sums, scales = [], []
+    for _ in range(4):
+        sums.append(sum(p.detach().double().sum().item() for p in model.parameters()))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, sums
+
+
+@pytest.mark.slow
+def test_ranks_skip_the_same_steps_in_half_precision(gloo_pool: GlooPool) -> None:
+    batch = tiny.packed(tiny.documents_of(LENGTHS))
+    overflowed = gloo_pool.run(2, _in_half_precision, batch, 2.0**30, timeout=120)
+    assert overflowed[0] == overflowed[1] and overflowed[0][0] == [2.0 ** (29 - n) for n in range(4)]
+    assert len(set(overflowed[0][1])) == 1
+    trained = gloo_pool.run(2, _in_half_precision, batch, 1024.0, timeout=120)
+    assert trained[0] == trained[1] and trained[0][0] == [1024.0] * 4 and len(set(trained[0][1])) == 4

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from spanwise.integrations import transformers as hf
@@ -159,3 +160,21 @@ def test_tuples() -> None:
         return loss.item(), tiny.gradients(models[rank])
 
     tiny.check(run_ranks(2, on_rank), tiny.reference(tiny.model_of(name), DOCUMENTS))
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])
+def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(longer: bool) -> None:
+    """transformers keeps the frequencies of the longest batch so far; recomputed ones differ as on one device."""
+    model = tiny.model_of("llama, dynamic NTK")
+    short, long = ({"input_ids": d[None], "labels": d[None], "use_cache": False} for d in tiny.documents_of((24, 60)))
+
+    def step(model: Any) -> Any:
+        loss = checkpoint(lambda: model(**short).loss, use_reentrant=False)
+        if longer:
+            model(**long)
+        loss.backward()
+        return loss.item(), tiny.gradients(model)
+
+    models = tiny.copies(model, 2)
+    results = run_ranks(2, lambda rank, mesh: step(hf.context_parallel(models[rank], mesh)))
+    tiny.check(results, step(copy.deepcopy(model)))
