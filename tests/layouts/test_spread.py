@@ -23,7 +23,7 @@ def seconds_of(layout, given: LayoutProblem, pair: float, token: float) -> np.nd
     return np.array([each[layout.indices(rank)].sum() for rank in range(layout.num_ranks)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any),
     st.integers(1, 7),
