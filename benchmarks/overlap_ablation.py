@@ -23,7 +23,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -58,16 +57,6 @@ def without_first(number: int) -> Variant:
         yield from (found for at, found in enumerate(whole(self)) if at != number)
 
     return lambda: mock.patch.object(schedule_file._ScheduleSearch, "_first", rest)
-
-
-def without_patience() -> Any:
-    whole = schedule_file._ScheduleSearch._first
-
-    def plain(self: Any) -> Iterator[Any]:
-        for priorities, rule in whole(self):
-            yield priorities, dataclasses.replace(rule, patience=0.0)
-
-    return mock.patch.object(schedule_file._ScheduleSearch, "_first", plain)
 
 
 def simple_wait() -> Any:
@@ -113,60 +102,22 @@ def without_merges() -> Any:
     )
 
 
-def without_restarts() -> Any:
-    """The search ends when its first orders are improved."""
-    few = SimpleNamespace(islice=itertools.islice, count=lambda: range(4))
-    return mock.patch.object(schedule_file, "itertools", few)
-
-
-def together(*variants: Variant) -> Variant:
-    @contextlib.contextmanager
-    def all_of_them() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for variant in variants:
-                stack.enter_context(variant())
-            yield
-
-    return all_of_them
-
-
 RULES = schedule_file._RULES
 SEARCH: dict[str, Variant] = {
     **{f"without rule {n}": constants(schedule_file, _RULES=(*RULES[:n], *RULES[n + 1 :])) for n in range(4)},
     **{f"without first {n}": without_first(n) for n in range(4)},
-    "without patience": without_patience,
     "_MEMORY_WEIGHT 0": constants(schedule_file, _MEMORY_WEIGHT=0.0),
-    "without restarts": without_restarts,
     "rules without near": constants(schedule_file, _RULES=(RULES[1], RULES[3])),
     "effort 8": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 8),
     "effort 16": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 16),
     "effort 48": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 48),
     "without polish": lambda: mock.patch.object(
-        schedule_file._ScheduleSearch, "_polished", lambda self, order, makespan, peak: order
-    ),
-    "polish without late": lambda: mock.patch.object(
-        schedule_file, "as_late_as_possible", lambda problem, order, cheap: order
-    ),
-    "polish without early": lambda: mock.patch.object(
         schedule_file, "starts_early_waits_late", lambda problem: list(problem.order)
     ),
     "list _LOOKAHEAD 1": constants(list_scheduler, _LOOKAHEAD=1),
-    "_SCARCE 1": constants(list_scheduler, _SCARCE=1.0),
     "waits by priority": simple_wait,
     "no early turns": no_turns,
 }
-SEARCH["lean search"] = together(
-    *(
-        SEARCH[name]
-        for name in (
-            "without restarts",
-            "rules without near",
-            "without patience",
-            "_SCARCE 1",
-            "no early turns",
-        )
-    )
-)
 BUCKETS: dict[str, Variant] = {
     "without moves": constants(bucket_file, _TRIALS=0),
     "moves without cuts": without_cuts,
@@ -176,8 +127,6 @@ BUCKETS: dict[str, Variant] = {
     "_HOPELESS inf": constants(bucket_file, _HOPELESS=math.inf),
     "_MANY_TRIALS inf": constants(bucket_file, _MANY_TRIALS=math.inf),
     "_PAYS inf": constants(bucket_file, _PAYS=math.inf),
-    "_REFILLED 1": constants(bucket_file, _REFILLED=1),
-    "_REPAIRABLE 1": constants(bucket_file, _REPAIRABLE=1.0),
     "_LOW_EFFORT 0": constants(bucket_file, _LOW_EFFORT=0),
     "_SLACKS 0.1": constants(bucket_file, _SLACKS=(0.1,)),
     "_SLACKS 0.5": constants(bucket_file, _SLACKS=(0.5,)),
@@ -198,22 +147,6 @@ BUCKETS: dict[str, Variant] = {
     "_OVERTAKEN 2": constants(slack, _OVERTAKEN=2),
     "slack _LOOKAHEAD 1": constants(slack, _LOOKAHEAD=1),
 }
-BUCKETS["lean moves"] = together(
-    *(
-        BUCKETS[name]
-        for name in (
-            "_MAX_DISTANCE 1",
-            "_ONE_BY_ONE 0",
-            "_MANY_TRIALS inf",
-            "_PAYS inf",
-            "_REFILLED 1",
-            "_REPAIRABLE 1",
-        )
-    )
-)
-BUCKETS["lean greedy"] = together(
-    *(BUCKETS[name] for name in ("_SMALL 0", "streams not kept busy", "_HALVINGS 3", "_WORTH 1"))
-)
 
 
 @dataclasses.dataclass(frozen=True)
