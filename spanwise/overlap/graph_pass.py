@@ -27,8 +27,8 @@ from spanwise.overlap.optimize import optimize
 
 
 def graph_pass(
-    *,
     cost: Cost | Hardware | Mapping[str, float],
+    *,
     sizes: Sizes = 4096,
     on_result: Callable[[Result], None] | None = None,
     **options: Any,

@@ -63,7 +63,7 @@ class SchedulingProblem:
         head: of each node, the earliest time at which it can be issued.
         tail: of each node, the longest path from its issue to the end of the graph.
         slack: of each node, `longest` less the longest path through it.
-        scarce: bytes alive above which waits are not deferred and little runs ahead.
+        scarce: bytes alive above which waits are not deferred.
         feeds_stream: of each node, whether only nodes that take no time lie between it and a start.
         is_instant: of each node, whether it takes neither time nor anything that is limited. It runs when it is ready.
     """

@@ -2,7 +2,7 @@
 
     1. greedy list schedules: in the graph's own order, to the nearest collective, along the longest path
     2. list schedules by priorities from a backward pass over these, the best first
-    3. the best schedule, polished: less memory, earlier starts, later waits
+    3. the best schedule, with its collectives started earlier and waited for later
 
 The best has the shortest makespan; of makespans that are close, the lowest peak memory decides. The graph's own order
 is a candidate, so the result is never worse. The same input gives the same order on every machine.
@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
@@ -22,7 +21,7 @@ from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.in_flight import flight_sizes, flights
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import Timeline, simulate
-from spanwise.overlap.search.justify import as_late_as_possible, starts_early_waits_late
+from spanwise.overlap.search.justify import starts_early_waits_late
 from spanwise.overlap.search.list_scheduler import ListOptions, list_schedule
 from spanwise.overlap.search.low_memory import low_memory_order
 from spanwise.overlap.search.priorities import (
@@ -37,14 +36,13 @@ GIB = 2**30
 # Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
 # time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
 EFFORT, _LARGE = 8, 1_800
-_MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; not measured apart
+_MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; at 0, sync-norm takes 13 % more memory
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
-# queue at each stream or a long one. benchmarks/results/overlap-zoo.json, docs/decisions.md, "Orders".
-_RULES = tuple(ListOptions(ahead, queue=queue) for queue in (1 / 32, 1 / 2) for ahead in (5 / 64, math.inf))
-_NEAR, _EAGER, _, _EAGER_DEEP = _RULES
-_KICK = 1 / 16  # of the longest path: most noise in the priorities of a restart; not measured apart
-_TINY = 1e-4  # share of the longest path below which compute is moved as late as possible; not measured apart
+# queue at each stream or a long one. Where the budget is the own order's peak, random-1 takes 9.4 % longer without the
+# near ones; otherwise nothing changes.
+_RULES = tuple(ListOptions(ahead, queue) for queue in (1 / 32, 1 / 2) for ahead in (5 / 64, math.inf))
+_, _EAGER, _, _EAGER_DEEP = _RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +178,9 @@ class _ScheduleSearch:
                 break
         if better is None:
             return
-        self.best = simulate(self.dag, self._polished(better, self.makespan, self.peak))
+        # Costs are estimates: collectives start earlier, as far as the order's own peak allows. Where collectives take
+        # other times (by 0.3, log-normal), random-1 would be 3.2 % longer without; overlap-ablation.json.
+        self.best = simulate(self.dag, starts_early_waits_late(self.problem.along(better, self.peak)))
         if self.best.makespan > self.makespan or self.best.peak_bytes > self.peak:
             self.best = simulate(self.dag, better)
 
@@ -189,19 +189,8 @@ class _ScheduleSearch:
         """Whether the best is as short as the bound."""
         return self.makespan <= _OPTIMAL * self.floor
 
-    def _polished(self, order: list[int], makespan: float, peak: int) -> list[int]:
-        """An order that takes no longer, with less memory or more time before collectives are needed."""
-        problem, scale = self.problem, self.scale
-        allocated, ms = problem.limits[0].allocated, problem.ms
-        cheap = [s == 0 and allocated[i] > 0 and ms[i] <= _TINY * scale for i, s in enumerate(problem.stream)]
-        late = as_late_as_possible(problem, order, cheap)
-        if (late_peak := self.dag.peak_bytes(late)) < peak and (late_span := self._simulated(late)) <= makespan:
-            order, makespan, peak = late, late_span, late_peak
-        # Costs are estimates: collectives start earlier, as far as the order's own peak allows.
-        return starts_early_waits_late(problem.along(order, peak))
-
     def _candidates(self) -> Iterator[ListSchedule]:
-        """Schedules without end: different greedy ones, the best of them improved, then restarts near the best."""
+        """Greedy schedules that differ, then each of them improved, the best first."""
         problem, scale = self.problem, self.scale
 
         def value(found: ListSchedule) -> float:
@@ -211,17 +200,10 @@ class _ScheduleSearch:
             return list_schedule(problem, priorities, rule.scaled(scale))
 
         first = []
-        for priorities, rule in self._first():
-            first.append(run(priorities, rule))
+        for greedy in self._first():
+            first.append(run(*greedy))
             yield first[-1]
-        first.sort(key=value)
-        best, draw = min(first, key=value), random.Random(0)
-        for number in itertools.count():
-            if number < len(first):
-                current = first[number]
-            else:
-                current = run([begin + _KICK * scale * draw.random() for begin in best.begin], _NEAR)
-                yield current
+        for current in sorted(first, key=value):
             while True:  # backward and forward again, as long as that helps
                 priorities = backward_pass(problem, current).begin
                 tried = []
@@ -232,16 +214,14 @@ class _ScheduleSearch:
                 if better.makespan >= current.makespan:
                     break
                 current = better
-            best = min(best, current, key=value)
 
     def _first(self) -> Iterator[tuple[list[float], ListOptions]]:
-        """Priorities and rules of greedy orders that differ: each is the best on some graph."""
+        """Priorities and rules of greedy orders that differ."""
         problem = self.problem
-        patient = dataclasses.replace(_EAGER, patience=1 / 4)
-        yield order_priorities(problem, 0.0), patient  # the known order, collectives as soon as they are ready
-        yield nearest_collective(problem), _EAGER
+        yield order_priorities(problem, 0.0), _EAGER  # the known order, collectives when ready
+        yield nearest_collective(problem), _EAGER  # without: random-0 7.1 % longer
         yield order_priorities(problem, math.inf), _EAGER_DEEP  # longest path first
-        # The known order, but what nothing waits for later: streams with a limit in flight need that.
+        # The known order, but what nothing waits for later. Without, random-1 takes 2.2 % longer with 2 in flight.
         yield order_priorities(problem, self.scale / 8, self.scale / 64), _EAGER
 
 
