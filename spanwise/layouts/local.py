@@ -36,6 +36,7 @@ _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
 # Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `spread`: links
 # alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
 _SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
+_UNBALANCED = 1.05  # work of the busiest rank over the mean at which a search is worth its time
 _AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
 _LARGEST = 2.45  # as in `local_search`
 _QUALITIES = {"best": 1.0, "fast": 0.25}
@@ -90,10 +91,15 @@ class Local:
         """The layout, or the owner of each block, int64 ``[batch, num_blocks]``; the same on every host.
 
         A search over blocks up to 32 ranks whose links are all alike. The better one of it and of `spread`, which cuts
-        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `spread`.
+        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest". Otherwise `spread`, unless
+        it is not balanced.
         """
         if num_ranks > _MOST_SEARCHED and self.objective == "mean":
-            return self._spread(problem, num_ranks)
+            for host_size in (self.host_size, None):  # trees with a long root are hard to spread over hosts evenly
+                layout = self._spread(problem, num_ranks, host_size)
+                most = max(self.max_imbalance or _BOUND, _UNBALANCED) * spread.mean_work(problem, num_ranks)
+                if (spread.busiest(layout, problem) <= most)[:, 0].all():
+                    return layout
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
         alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
         balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
@@ -109,10 +115,10 @@ class Local:
         best = self._best([found, spread_out], problem)
         return owner if best is found else best
 
-    def _spread(self, problem: LayoutProblem, num_ranks: int) -> Layout:
+    def _spread(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> Layout:
         """The layout of `spread`, or a regular one with less traffic, if it is balanced."""
         bound = self.max_imbalance or _BOUND
-        found = spread.assign(problem, num_ranks, self.host_size, bound)
+        found = spread.assign(problem, num_ranks, host_size, bound)
         allowed = np.maximum(spread.busiest(found, problem), bound * spread.mean_work(problem, num_ranks))
         regular = [balancer.assign(problem, num_ranks) for balancer in (Contiguous(), HeadTail())]
         return self._best([found, *(x for x in regular if (spread.busiest(x, problem) <= allowed).all())], problem)
