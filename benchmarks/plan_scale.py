@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 import spanwise
 from spanwise import SpanMask
@@ -36,7 +37,7 @@ def main() -> None:
     for name, mask, ranks in cases():
         rows.append(measured(name, mask, ranks, args.repeats))
         print(json.dumps(rows[-1]), flush=True)
-    found = {"python": platform.python_version(), "machine": platform.machine(), "host_size": HOST, "rows": rows}
+    found = {"torch": torch.__version__, "machine": {"cpu": platform.machine()}, "host_size": HOST, "rows": rows}
     args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -364,6 +364,20 @@ def grids() -> str:
     return table(["documents: median", "dp × cp", "step to one plan", "work", "tokens"], body)
 
 
+def plan_scale() -> str:
+    body = []
+    for row in load("plan-scale")["rows"]:
+        over = "–" if row["between_over_bound"] is None else f"{row['between_over_bound']:.2f}"
+        body.append(
+            [row["mask"], f"{row['ranks']:,}", f"{row['plan_seconds']:.2f} ({row['floor_seconds']:.2f})",
+             f"{row['auto_seconds']:.2f}", f"{row['tensor_seconds']:.2f}", f"{row['imbalance']:.3f}",
+             f"{row['received_a_rank']:,.0f}", f"{row['inside_share']:.0%}", over, f"{row['once_a_rank']:,.0f}"]
+        )  # fmt: skip
+    header = ["mask", "ranks", "local (floor), s", "auto, s", "tensors, s", "imbalance", "K/V tokens received a rank",
+              "inside hosts", "between hosts / bound", "entering a host, a rank"]  # fmt: skip
+    return table(header, body)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "kernels": kernels,
@@ -387,6 +401,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "linear loss shape": linear_loss_shape,
     "layouts": layouts,
     "planning": planning,
+    "plan scale": plan_scale,
     "fuzz": fuzz,
     "fuzz errors": fuzz_errors,
     "fuzz mutants": fuzz_mutants,

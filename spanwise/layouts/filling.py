@@ -23,8 +23,8 @@ from spanwise.masks.arrays import Bool, Float64, Int64
 
 # Found by trial on lognormal documents on 32 and 1,024 ranks. Items above _BIG of a bin's mean work may use the slack
 # of the bound, because cutting them costs most. A bin may lack _LACK of it, or _SPARE of the slack that is left.
-_BIG, _LACK, _SPARE = 0.1, 0.005, 0.5
-_FULL = 0.75  # share of the slack that an item may use which no bin can hold
+_BIG, _LACK, _SPARE = 0.1, 0.005, 0.2
+_FULL = 0.95  # share of the slack that an item may use which no bin can hold
 _PLACES = 256  # places of a cut to compare before the exact one
 _MOST_CUTS = 8  # items that one bin leaves cut
 

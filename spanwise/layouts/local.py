@@ -37,6 +37,7 @@ _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
 # Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `by_document`:
 # links alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
 _SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
+_UNBALANCED = 1.05  # work of the busiest rank over the mean at which a search is worth its time
 _AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
 _LARGEST = 2.45  # as in `local_search`
 _QUALITIES = {"best": 1.0, "fast": 0.25}
@@ -96,15 +97,20 @@ class Local:
         """The layout, or the owner of each block, int64 ``[batch, num_blocks]``; the same on every host.
 
         A search over blocks up to 32 ranks whose links are all alike. The better of it and `by_document`, which cuts
-        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `by_document`.
-        With `most_runs` a search over stretches, which are longer than blocks where blocks are short enough to need it.
+        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest". Otherwise `by_document`,
+        unless it is not balanced. With `most_runs` a search over stretches, which are longer than blocks where blocks
+        are short enough to need it.
         """
         if self.most_runs is not None:
             stretch = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
             problem = dataclasses.replace(problem, block_size=stretch)
             return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
         if num_ranks > _MOST_SEARCHED and self.objective == "mean":
-            return self._spread(problem, num_ranks)
+            for host_size in (self.host_size, None):  # trees with a long root are hard to spread over hosts evenly
+                layout = self._spread(problem, num_ranks, host_size)
+                most = max(self.max_imbalance or _BOUND, _UNBALANCED) * by_document.mean_work(problem, num_ranks)
+                if (by_document.busiest(layout, problem) <= most)[:, 0].all():
+                    return layout
         owner = self._owners(problem, num_ranks)
         alike = not 1 < (self.host_size or 1) < num_ranks  # all links
         if (alike and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
@@ -126,10 +132,10 @@ class Local:
             owner[row] = ranks.renumbered(self._search(problem, row, ranks, balanced))
         return owner
 
-    def _spread(self, problem: LayoutProblem, num_ranks: int) -> Layout:
+    def _spread(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> Layout:
         """The layout of `by_document`, or a regular one with less traffic, if it is balanced."""
         bound = self.max_imbalance or _BOUND
-        found = by_document.assign(problem, num_ranks, self.host_size, bound)
+        found = by_document.assign(problem, num_ranks, host_size, bound)
         allowed = np.maximum(by_document.busiest(found, problem), bound * by_document.mean_work(problem, num_ranks))
         regular = [balancer.assign(problem, num_ranks) for balancer in (Contiguous(), HeadTail())]
         return self._best([found, *(x for x in regular if (by_document.busiest(x, problem) <= allowed).all())], problem)

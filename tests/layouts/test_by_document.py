@@ -83,3 +83,12 @@ def test_many_ranks_take_regular_layouts_where_these_are_better(host_size):
     causal = LayoutProblem({"default": SpanMask.causal(2**16)})
     layout = Local(host_size=host_size).assign(causal, 128)
     assert by_document.busiest(layout, causal)[0, 0] <= 1.03 * by_document.mean_work(causal, 128)[0, 0]
+
+
+def test_a_tree_with_a_long_root_is_balanced_though_hosts_are_not():
+    parents = [-1] + [0] * 8 + list(np.repeat(np.arange(1, 9), 7))
+    tree = SpanMask.tree(parents, [2**13] + [2**11] * 8 + [2**9] * 50 + [2**14] + [2**8] * 5)
+    problem = LayoutProblem({"default": tree})
+    limit = 1.05 * by_document.mean_work(problem, 128)[0, 0]
+    assert by_document.busiest(by_document.assign(problem, 128, 8, 1.02), problem)[0, 0] > limit
+    assert by_document.busiest(Local(host_size=8).assign(problem, 128), problem)[0, 0] <= limit

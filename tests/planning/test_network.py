@@ -35,7 +35,7 @@ def test_host_traffic_equals_brute_force(seed):
         assert moved.inside + moved.between == plan.traffic().sum()
 
 
-@pytest.mark.parametrize("length, ranks, size", [(8, 4, 2), (9, 3, 1), (8, 4, 1)])
+@pytest.mark.parametrize("length, ranks, size", [(8, 4, 2), (8, 3, 1)])
 def test_no_layout_beats_the_bound(length, ranks, size):
     """All layouts of one causal document, by brute force."""
     mask = SpanMask.causal(length)
