@@ -78,9 +78,10 @@ def compare_loss(
     """
     if mesh is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.is_fake(x):
         return
-    count = "a tensor" if isinstance(num_valid, torch.Tensor) else None if num_valid is None else float(num_valid)
-    values = (x.dtype, torch.is_grad_enabled() and x.requires_grad, count, weights is not None)
-    failure.compare(Call(b"", name, _COMPARED, values), *mesh_ranks(mesh))
+    kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
+    values = (x.dtype, torch.is_grad_enabled() and x.requires_grad, kind, weights is not None)
+    amount = float(num_valid) if kind == "a number" else None  # type: ignore[arg-type]
+    failure.compare(Call(b"", name, _COMPARED, values, amount), *mesh_ranks(mesh))
 
 
 def valid_tokens(

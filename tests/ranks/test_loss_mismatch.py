@@ -16,9 +16,9 @@ from tests.ranks.test_mismatch import mismatch
 LABELS = torch.tensor([[1, -100, 2, 0]])
 # What rank 1 does otherwise, and what the error names.
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "a count of its own": ({"num_valid": 2}, "rank 1: num_valid 2.0"),
-    "no count": ({"num_valid": None}, "rank 1: num_valid None"),
-    "a count in a tensor": ({"num_valid": torch.tensor(6)}, "rank 1: num_valid a tensor"),
+    "a count of its own": ({"num_valid": 2}, "rank 1: amount 2.0"),
+    "no count": ({"num_valid": None}, "num_valid None, weighted False"),
+    "a count in a tensor": ({"num_valid": torch.tensor(6)}, "num_valid a tensor, weighted False"),
     "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
     "weights": ({"weights": torch.ones(1, 4)}, "rank 1: weighted True"),
     "no gradient": ({"grad": False}, "rank 1: requires grad False"),
@@ -70,4 +70,4 @@ def over_two_axes(rank: int, mesh: DeviceMesh) -> tuple[str, float]:
 
 def test_ranks_of_two_axes(gloo_pool: GlooPool) -> None:
     for text, loss in gloo_pool.run(4, over_two_axes, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
-        assert "rank 3: num_valid 4.0" in text and loss == pytest.approx(torch.tensor(5.0).log().item())
+        assert "rank 3: amount 4.0" in text and loss == pytest.approx(torch.tensor(5.0).log().item())
