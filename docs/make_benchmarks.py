@@ -320,6 +320,50 @@ def linear_loss_shape() -> str:
     )
 
 
+def global_batch() -> str:
+    """Means over the batches of each number of ranks; predicted and measured seconds, and times those of one plan."""
+    body = []
+    batches = load("global-batch-cpu")["measured"]
+    for ranks in sorted({batch["ranks"] for batch in batches}):
+        found = [batch["ways"] for batch in batches if batch["ranks"] == ranks]
+
+        def mean(name: str, key: str, found: list[list[Row]] = found) -> float:
+            values = [pick(ways, name=name)[key] for ways in found]
+            return sum(max(value) if isinstance(value, list) else value for value in values) / len(values)
+
+        for way in found[0]:
+            cells = [str(ranks), way["name"]]
+            for key in ("seconds", "measured", "cpu"):
+                first = mean("one plan", key) if key in way else 0.0
+                cells.append(f"{mean(way['name'], key):.2f}; {mean(way['name'], key) / first:.2f}" if first else "–")
+            body.append(cells)
+    return table(["ranks", "way", "predicted", "measured", "CPU, busiest rank"], body)
+
+
+def global_batch_load() -> str:
+    loads = [batch["load_before"] for batch in load("global-batch-cpu")["measured"]]
+    return f"Load averages before the batches: {min(loads):.0f} to {max(loads):.0f}, on two cores."
+
+
+def grids() -> str:
+    body = []
+    rows = load("global-batch-cpu")["predicted"]
+    for median, sigma in distinct(rows, "median", "sigma"):
+        batches = [row["ways"] for row in rows if row["median"] == median]
+        for way in batches[0]:
+            same = [pick(ways, dp=way["dp"], documents=way["documents"]) for ways in batches]
+            ones = [pick(ways, documents="one plan") for ways in batches]
+            spread = [
+                f"{min(one[key] for one in same):.2f} to {max(one[key] for one in same):.2f}"
+                for key in ("work_imbalance", "token_imbalance")
+            ]
+            seconds = sum(one["seconds"] for one in same) / sum(one["seconds"] for one in ones)
+            body.append(
+                [f"{median:,}, σ {sigma}", f"{way['dp']} × {way['cp']}, {way['documents']}", f"{seconds:.2f}", *spread]
+            )
+    return table(["documents: median", "dp × cp", "step to one plan", "work", "tokens"], body)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "kernels": kernels,
@@ -333,6 +377,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "noise": noise,
     "growth": growth,
     "overlap link": overlap_link,
+    "global batch": global_batch,
+    "global batch load": global_batch_load,
+    "grids": grids,
     "packed": packed,
     "memory": memory,
     "memory measured": memory_measured,

@@ -11,6 +11,10 @@ from spanwise.attention.exchange.failure import exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.document_order import DocumentOrder
+from spanwise.batch.global_batch import GlobalBatch
+from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
+from spanwise.batch.global_stream import GlobalBatchStream
 from spanwise.batch.linear_loss import linear_cross_entropy
 from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
@@ -27,6 +31,7 @@ from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+from spanwise.planning.recurrence import Recurrence
 from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
 
 __all__ = [
@@ -35,8 +40,13 @@ __all__ = [
     "B200",
     "CPU_HOST",
     "ContextParallel",
+    "DocumentOrder",
     "ExchangeError",
     "MismatchError",
+    "GlobalBatch",
+    "GlobalBatchDataset",
+    "GlobalBatchStream",
+    "GlobalBatches",
     "H100",
     "H200",
     "Hardware",
@@ -47,6 +57,7 @@ __all__ = [
     "Packing",
     "Plan",
     "RankPlan",
+    "Recurrence",
     "RelayoutRoute",
     "SequenceTree",
     "SpanMask",

@@ -171,16 +171,13 @@ class Hardware:
             raise ValueError(
                 f"num_bytes must be [receivers, senders], square and not negative, got shape {traffic.shape}"
             )
-        ranks = np.arange(len(traffic))
-        joined = ranks[:, None] == ranks  # by the levels inside
         seconds = 0.0
+        inside = np.stack([np.diagonal(traffic)] * 2)  # received and sent by each rank, by the levels inside
         for link in self.links:
-            group = ranks // (link.ranks or max(1, len(traffic)))
-            joins = group[:, None] == group
-            moved = np.where(joins & ~joined, traffic, 0.0)
-            busiest = max(moved.sum(axis=1).max(initial=0.0), moved.sum(axis=0).max(initial=0.0))
+            within = _within(traffic, link.ranks or max(1, len(traffic)))
+            busiest = (within - inside).max(initial=0.0)
             seconds = max(seconds, self._seconds(link, float(busiest), "all_to_all"))
-            joined = joins
+            inside = within
         return seconds
 
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
@@ -224,6 +221,20 @@ class Hardware:
     def _seconds(self, link: Link, num_bytes: float, collective: str) -> float:
         return link.latency + num_bytes * dict(self.wire).get(collective, 1.0) / link.bandwidth if num_bytes else 0.0
 
+    def with_host_size(self, ranks: int) -> Hardware:
+        """The same rates with so many ranks on a host: the innermost level of the network joins them.
+
+        Raises:
+            ValueError: fewer than two ranks, one level alone, or a level outside that hosts do not divide.
+
+        Examples:
+            >>> [link.ranks for link in H100.with_host_size(4).links]
+            [4, None]
+        """
+        if len(self.links) < 2:
+            raise ValueError(f"{self.name} has one level of links, so that no host size matters; add a link for hosts")
+        return dataclasses.replace(self, links=(dataclasses.replace(self.links[0], ranks=ranks), *self.links[1:]))
+
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts, as in JSON.
 
@@ -244,7 +255,16 @@ class Hardware:
             raise ValueError(f"not the fields of a Hardware: {error!r}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the figures to ``path`` as JSON."""
+        """Writes the figures to ``path`` as JSON.
+
+        Examples:
+            >>> import tempfile
+            >>> from spanwise.hardware import H100
+            >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            ...     H100.save(file.name)
+            ...     Hardware.load(file.name) == H100
+            True
+        """
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
             file.write("\n")
@@ -257,6 +277,16 @@ class Hardware:
                 return Hardware.from_dict(json.load(file))
         except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
             raise ValueError(f"{os.fspath(path)} is not a file written by Hardware.save: {error}") from error
+
+
+def _within(traffic: np.ndarray, size: int) -> np.ndarray:
+    """What each rank receives and sends inside its group of `size` ranks, ``[2, P]``; `traffic` is ``[P, P]``."""
+    ranks = np.arange(len(traffic))
+    first = ranks[::size]
+    if len(first) <= 1:
+        return np.stack([traffic.sum(axis=1), traffic.sum(axis=0)])
+    received = np.add.reduceat(traffic, first, axis=1)[ranks, ranks // size]
+    return np.stack([received, np.add.reduceat(traffic, first, axis=0)[ranks // size, ranks]])
 
 
 def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:

@@ -19,10 +19,10 @@ import torch
 from spanwise import _torch
 from spanwise.attention.kernels.base import Kernel
 from spanwise.layouts.runs import ragged_arange
+from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.traffic import row_of
 
 
 @dataclasses.dataclass(frozen=True)

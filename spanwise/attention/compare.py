@@ -24,6 +24,7 @@ _ATTENTION = (
 _COMPILED = ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]")
 _GATHER = ("side", "dtype", "rows", "requires grad")
 _RELAYOUT = ("dtype", "features of a token", "requires grad")
+_RECURRENCE = ("dtypes", "shapes of a token", "requires grad", "options")
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("compare_call(Tensor plan, str groups, str what, SymInt[] sizes) -> ()")
@@ -89,6 +90,21 @@ def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMe
         return None
     values = (rows_RF.dtype, rows_RF.shape[1], _grads(rows_RF))
     return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, values), mesh)
+
+
+def compare_recurrence(
+    name: str, tensors: Sequence[torch.Tensor], options: Any, digest: torch.Tensor, mesh: DeviceMesh
+) -> Compare | None:
+    """`compare_attention` for a call of `name`, a layer that carries a state, with the rows ``[R, …]`` of `tensors`."""
+    if torch.compiler.is_compiling() or any(_torch.is_fake(x) for x in tensors):
+        return None
+    values = (
+        tuple([x.dtype for x in tensors]),
+        tuple([tuple(x.shape[1:]) for x in tensors]),
+        _grads(*tensors),
+        options,
+    )
+    return _compare(Call(_bytes(digest), name, _RECURRENCE, values), mesh)
 
 
 def _compare(call: Call, mesh: DeviceMesh) -> Compare:

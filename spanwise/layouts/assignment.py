@@ -155,7 +155,9 @@ class Assigner:
         assert first is not None
         return first, first, self.problem.block_size  # a balancer of the caller that wants it so
 
-    def local(self, groups: int, inner: int, quality: str, max_imbalance: float | None = None) -> Local:
+    def local(
+        self, groups: int, inner: int, quality: str, max_imbalance: float | None = None, most_runs: int | None = None
+    ) -> Local:
         """The local balancer for `groups` of `inner` ranks; where groups share hosts, it prefers traffic inside them.
 
         A host is the innermost level of the network that holds several whole groups. If one host holds all groups, or
@@ -165,5 +167,5 @@ class Assigner:
             host_groups = groups if link.ranks is None else link.ranks // inner
             if 1 < host_groups < groups:
                 price = min(1.0, self.hardware.links[-1].bandwidth / link.bandwidth)
-                return Local(max_imbalance, quality, host_size=host_groups, host_price=price)
-        return Local(max_imbalance, quality)
+                return Local(max_imbalance, quality, host_size=host_groups, host_price=price, most_runs=most_runs)
+        return Local(max_imbalance, quality, most_runs=most_runs)

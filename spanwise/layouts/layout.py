@@ -285,10 +285,18 @@ class Layout:
         """
         padded = int(self.tokens_per_rank.max())
         slots = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
-        for row in range(self.batch_size):
-            for rank in range(self.num_ranks):
-                mine = self.indices(rank, row)
-                slots[row, mine] = (rank * self.batch_size + row) * padded + np.arange(len(mine))
+        for row, runs in enumerate(self._rows):
+            rank = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
+            length = runs[:, 1] - runs[:, 0]
+            before = np.cumsum(length) - length  # tokens of all earlier runs, whatever their rank
+            shard = np.append(0, np.cumsum(self.tokens_per_rank))[rank]
+            slot = (rank * self.batch_size + row) * padded + before - shard
+            by_start = np.argsort(runs[:, 0])
+            first, length = slot[by_start], length[by_start]
+            # From token to token a slot grows by one, except where a run begins; in place, because it is large.
+            slots[row] = 1
+            slots[row, runs[by_start, 0]] = first - np.append(0, first + length - 1)[:-1]
+            np.cumsum(slots[row], out=slots[row])
         return slots
 
     def digest(self) -> bytes:

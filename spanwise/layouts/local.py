@@ -6,21 +6,26 @@ a bound. The search starts from the contiguous layout, which has next to no traf
 blocks between two ranks; early swaps may cost traffic. Every swap is priced exactly at the granularity of blocks, from
 the number of q blocks of each rank that read each kv block.
 
+For many ranks a search takes too long; `by_document` then builds a layout. For few ranks the better one
+is taken.
+
 This module builds the search from masks; `local_search` is the compiled loop.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.layouts.balancers import LPT
+from spanwise.layouts import by_document
+from spanwise.layouts.balancers import LPT, Contiguous, HeadTail
+from spanwise.layouts.block_reads import block_reads, documents_of_blocks
+from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
-from spanwise.masks import spans as _spans
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.masks.span_mask import SpanMask
 
 # Found by trial on packed documents: lower traffic on the mean of many seeds.
 # Thresholds: blocks by which a swap may be worse at the start, at the start after a coarse search, and at the end.
@@ -28,6 +33,12 @@ _THRESHOLD, _THRESHOLD_AFTER_COARSE, _FINAL_THRESHOLD = 4.0, 1.0, 0.02
 _PENALTY, _FINE_PENALTY = 0.5, 1.0
 _COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # share of the budget; bound of the coarse search over the bound
 _HOST_SHARE = 0.3  # share of the budget
+_BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
+# Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `by_document`:
+# links alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
+_SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
+_AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
+_LARGEST = 2.45  # as in `local_search`
 _QUALITIES = {"best": 1.0, "fast": 0.25}
 _OBJECTIVES = ("mean", "busiest")
 
@@ -50,6 +61,8 @@ class Local:
         host_size: ranks of a host, where rank r is on host ``r // host_size``; None if all links are alike.
         host_price: price of a token from a rank of the same host, between 0 and 1; one from another host costs 1. The
             default is about the ratio of a 400 Gbit/s adapter's 50 GB/s to NVLink's 450 GB/s.
+        most_runs: most runs of tokens on a rank, each then about as long; layers that carry a state exchange a map for
+            each run. The sequence is cut into that many stretches a rank instead of blocks. None: no bound.
 
     Raises:
         ValueError: a bound below 1, an unknown quality or objective, no ranks on a host, a price outside 0 … 1.
@@ -60,6 +73,7 @@ class Local:
     objective: str = "mean"
     host_size: int | None = None
     host_price: float = 0.1
+    most_runs: int | None = None
 
     def __post_init__(self) -> None:
         bound = self.max_imbalance
@@ -73,11 +87,37 @@ class Local:
             raise ValueError(
                 f"host_size must be at least 1, or None for links that are all alike, got {self.host_size}"
             )
+        if self.most_runs is not None and self.most_runs < 1:
+            raise ValueError(f"most_runs must be at least 1, or None for no bound, got {self.most_runs}")
         if not 0 <= self.host_price <= 1:
             raise ValueError(f"host_price must be between 0 and 1, the price from another host, got {self.host_price}")
 
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
-        """Owner of each block, int64 ``[batch, num_blocks]``; the same for the same problem on every host."""
+    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64 | Layout:
+        """The layout, or the owner of each block, int64 ``[batch, num_blocks]``; the same on every host.
+
+        A search over blocks up to 32 ranks whose links are all alike. The better of it and `by_document`, which cuts
+        documents at any token, with hosts, up to 64 ranks, and for the objective "busiest"; otherwise `by_document`.
+        With `most_runs` a search over stretches, which are longer than blocks where blocks are short enough to need it.
+        """
+        if self.most_runs is not None:
+            stretch = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
+            problem = dataclasses.replace(problem, block_size=stretch)
+            return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
+        if num_ranks > _MOST_SEARCHED and self.objective == "mean":
+            return self._spread(problem, num_ranks)
+        owner = self._owners(problem, num_ranks)
+        alike = not 1 < (self.host_size or 1) < num_ranks  # all links
+        if (alike and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
+            return owner
+        found = Layout.from_owners(owner, num_ranks, problem.seq_len, problem.block_size)
+        spread_out = by_document.assign(problem, num_ranks, self.host_size, self.max_imbalance or _BOUND)
+        if (by_document.busiest(spread_out, problem) > by_document.busiest(found, problem) * _AS_BALANCED).any():
+            return owner
+        best = self._best([found, spread_out], problem)
+        return owner if best is found else best
+
+    def _owners(self, problem: LayoutProblem, num_ranks: int) -> Int64:
+        """Owner of each block by search, int64 ``[batch, num_blocks]``."""
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
         alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]
         balanced = [LPT().assign(each, num_ranks) for each in (problem, *(alone if len(alone) > 1 else ()))]
@@ -85,6 +125,26 @@ class Local:
         for row in range(problem.batch_size):
             owner[row] = ranks.renumbered(self._search(problem, row, ranks, balanced))
         return owner
+
+    def _spread(self, problem: LayoutProblem, num_ranks: int) -> Layout:
+        """The layout of `by_document`, or a regular one with less traffic, if it is balanced."""
+        bound = self.max_imbalance or _BOUND
+        found = by_document.assign(problem, num_ranks, self.host_size, bound)
+        allowed = np.maximum(by_document.busiest(found, problem), bound * by_document.mean_work(problem, num_ranks))
+        regular = [balancer.assign(problem, num_ranks) for balancer in (Contiguous(), HeadTail())]
+        return self._best([found, *(x for x in regular if (by_document.busiest(x, problem) <= allowed).all())], problem)
+
+    def _best(self, layouts: list[Layout], problem: LayoutProblem) -> Layout:
+        """The layout with the least traffic as the search rates it; the first among equals."""
+        if len(layouts) == 1:
+            return layouts[0]
+
+        def rating(layout: Layout) -> float:
+            recv = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)
+            largest = float(recv.max() * len(recv))
+            return largest if self.objective == "busiest" else max(float(recv.sum()), largest / _LARGEST)
+
+        return min(layouts, key=rating)
 
     def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, by_lpt: list[Int64]) -> Int64:
         """Owner of each block of one batch row; ``by_lpt`` holds the answers of `LPT` to each bound."""
@@ -98,7 +158,7 @@ class Local:
             return contiguous
         bound = self.max_imbalance
         if bound is None:
-            bound = 1.02 if num_blocks >= 32 * num_ranks else 1.03
+            bound = _BOUND if num_blocks >= _BLOCKS_FOR_BOUND * num_ranks else _FEW_BLOCKS_BOUND
         limit = np.maximum(bound * work.sum(axis=1) / num_ranks, reached) * (1 + 1e-12)
         budget = _budget(num_blocks, num_ranks) * _QUALITIES[self.quality]
         coarse = _coarse(num_blocks, num_ranks)
@@ -237,8 +297,8 @@ class _Search:
         weight = np.array([float(weights[name]) for name in names])
         unit = problem.block_size * coarse
         num_units = -(-problem.seq_len // unit)
-        offsets, low, high = _block_reads(masks, unit)
-        left, right = _documents(offsets, low, num_units)
+        offsets, low, high = block_reads(masks, unit)
+        left, right = documents_of_blocks(offsets, low, num_units)
         tokens = np.full(num_units, unit, dtype=np.float64)
         tokens[-1] = problem.seq_len - (num_units - 1) * unit
         before = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
@@ -319,53 +379,3 @@ def _coarse(num_blocks: int, num_ranks: int) -> int:
     while 4 * coarse * coarse * num_ranks <= num_blocks:
         coarse *= 2
     return coarse
-
-
-def _block_reads(masks: list[SpanMask], block_size: int) -> tuple[Int64, Int64, Int64]:
-    """The kv blocks that each q block reads, as intervals that may overlap.
-
-    Returns:
-        ``offsets`` [num_masks, num_blocks + 1], ``low`` and ``high`` [num_intervals]: q block ``q`` of mask ``m`` reads
-        the kv blocks ``low[i] … high[i] - 1`` for ``i`` in ``offsets[m, q] … offsets[m, q + 1] - 1``.
-    """
-    num_blocks = -(-masks[0].q_len // block_size)
-    tables, offsets, before = [], [], 0
-    for mask in masks:
-        found = [np.empty((0, 3), np.int64)]
-        for start, end in zip(mask.start[0], mask.end[0], strict=True):
-            filled = start < end
-            rows = np.arange(len(start))
-            if not filled.all():
-                rows, start, end = rows[filled], start[filled], end[filled]
-            opens = _spans.chain_breaks(start, end)
-            opens[np.searchsorted(rows, np.arange(0, rows[-1] + 1 if len(rows) else 0, block_size))] = True
-            first = np.flatnonzero(opens)
-            last = np.append(first[1:], len(rows))[: len(first)] - 1
-            low, high = start[first] // block_size, -(-end[last] // block_size)
-            found.append(np.stack([rows[first] // block_size, low, high], axis=1))
-        table = np.concatenate(found)
-        table = table[np.lexsort(table.T[::-1])]
-        new = np.ones(len(table), dtype=bool)
-        new[1:] = (table[1:] != table[:-1]).any(axis=1)
-        table = table[new]
-        offsets.append(before + np.searchsorted(table[:, 0], np.arange(num_blocks + 1)))
-        tables.append(table)
-        before += len(table)
-    joined = np.concatenate(tables)
-    return np.stack(offsets).astype(np.int64), joined[:, 1].copy(), joined[:, 2].copy()
-
-
-def _documents(offsets: Int64, low: Int64, num_blocks: int) -> tuple[Int64, Int64]:
-    """The document ``[left, right)`` of each block: adjacent blocks with the same first key read in every mask."""
-    opens = np.zeros(num_blocks, dtype=bool)
-    opens[0] = True
-    for table in offsets:
-        first = np.full(num_blocks, num_blocks)
-        reads = np.diff(table)
-        first[reads > 0] = low[table[:-1][reads > 0]]  # tables are sorted: a block's first interval is its lowest
-        opens[1:] |= first[1:] != first[:-1]
-    if opens.sum() > num_blocks // 3:  # a window: the first key read changes with every block
-        opens[1:] = False
-    edges = np.append(np.flatnonzero(opens), num_blocks)
-    document = np.cumsum(opens) - 1
-    return edges[document], edges[document + 1]

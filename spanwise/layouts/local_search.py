@@ -10,12 +10,11 @@ worse than the threshold allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped, unused-ignore]
 
+from spanwise.layouts.compiling import compiled
 from spanwise.masks.arrays import Float64, Int32, Int64
 
 _PRIME = 2**31 - 1  # the generator is x <- 48271 x mod this (S. K. Park, K. W. Miller, P. K. Stockmeyer, CACM 36, 1993)
@@ -26,17 +25,6 @@ _TOP, _TOP_WEIGHT = 0.9, 16.0  # cap in maxima, where the busiest receiver is mi
 _LARGEST = 2.45  # beyond this many means the largest receiver is minimised instead of the mean
 _MANY_RANKS = 16  # with more, two ranks drawn at random rarely hold blocks of one document
 _SLACK = 1e-9  # work over the limit that rounding may leave
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(function: _Function) -> _Function:
-    try:
-        compiled = njit(cache=True)(function)
-    except RuntimeError:  # no writable place for the cache: a read-only installation without a home
-        compiled = njit(function)
-    return cast(_Function, compiled)
 
 
 class Task(NamedTuple):
@@ -74,7 +62,7 @@ class Task(NamedTuple):
     busiest: bool
 
 
-@_compiled
+@compiled
 def anneal(
     task: Task, owner: Int64, num_ranks: int, threshold: float, final_threshold: float, budget: int, best: Int64
 ) -> tuple[float, float]:
@@ -224,7 +212,7 @@ def anneal(
     return least, least_cost
 
 
-@_compiled
+@compiled
 def _initial_state(task: Task, owner: Int64, num_ranks: int) -> tuple[Int32, Float64, Float64]:
     """Readers, traffic and work of a layout.
 
@@ -254,7 +242,7 @@ def _initial_state(task: Task, owner: Int64, num_ranks: int) -> tuple[Int32, Flo
     return readers, recv, work
 
 
-@_compiled
+@compiled
 def _blocks_by_rank(owner: Int64, num_ranks: int) -> tuple[Int64, Int64, Int64]:
     """The blocks of each rank, ``[num_ranks, most]``; how many it holds; and the index of each block in its row."""
     num_blocks = owner.shape[0]
@@ -269,7 +257,7 @@ def _blocks_by_rank(owner: Int64, num_ranks: int) -> tuple[Int64, Int64, Int64]:
     return members, held, seat
 
 
-@_compiled
+@compiled
 def _work_over_limits(work: Float64, limit: Float64) -> float:
     """Work over the limits, each in limits, summed over bounds and ranks."""
     over = 0.0
@@ -279,7 +267,7 @@ def _work_over_limits(work: Float64, limit: Float64) -> float:
     return over
 
 
-@_compiled
+@compiled
 def _price_of_host(recv: Float64, start: int, stop: int, cap: float, weight: float) -> float:
     """Tokens that the ranks of a host receive; tokens of a rank above the cap cost ``weight`` times more."""
     price = 0.0
@@ -288,7 +276,7 @@ def _price_of_host(recv: Float64, start: int, stop: int, cap: float, weight: flo
     return price
 
 
-@_compiled
+@compiled
 def _move_blocks(
     begin: int, stop: int, giver: int, taker: int, owner: Int64, offsets: Int64, low: Int64, high: Int64,
     readers: Int32, price: Float64, host_start: Int64, host_stop: Int64, near: float, recv: Float64, delta: Int64,
@@ -354,7 +342,7 @@ def _move_blocks(
     return operations
 
 
-@_compiled
+@compiled
 def _swap_work(a: int, a_start: int, b: int, b_start: int, size: int, work: Float64, total: Float64) -> None:
     """Updates the work of two ranks after a swap."""
     for k in range(total.shape[0]):
@@ -363,7 +351,7 @@ def _swap_work(a: int, a_start: int, b: int, b_start: int, size: int, work: Floa
         work[k, b] += moved
 
 
-@_compiled
+@compiled
 def _swap_seats(a: int, a_start: int, b: int, b_start: int, size: int, members: Int64, seat: Int64) -> None:
     """Updates the blocks of two ranks after a swap."""
     for i in range(size):
@@ -373,7 +361,7 @@ def _swap_seats(a: int, a_start: int, b: int, b_start: int, size: int, members: 
         members[b, seat_q], seat[p] = p, seat_q
 
 
-@_compiled
+@compiled
 def _rating(busiest: bool, recv: Float64) -> float:
     """The figure that the search minimises: priced tokens of all ranks, or of the busiest receiver times the ranks.
 

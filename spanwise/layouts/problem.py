@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.layout import Layout
-from spanwise.masks.arrays import Int64
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_offset_rows
 from spanwise.masks.span_mask import SpanMask
 
@@ -115,6 +115,19 @@ class LayoutProblem:
         return self._weighted({name: mask.block_counts(self.block_size) for name, mask in self.masks.items()})
 
     @cached_property
+    def documents(self) -> tuple[Int64, ...]:
+        """`offsets_of_documents` of each batch row."""
+        masks = list(self.masks.values())
+        return tuple(offsets_of_documents(masks, row) for row in range(self.batch_size))
+
+    @cached_property
+    def work_before(self) -> Float64:
+        """`area` before each token, ``[batch, seq_len + 1]``."""
+        before = np.zeros((self.batch_size, self.seq_len + 1))
+        np.cumsum(self.area, axis=1, out=before[:, 1:])
+        return before
+
+    @cached_property
     def cu_seqlens_rows(self) -> tuple[Int64, ...] | None:
         """`cu_seqlens` as int64 arrays, one for each batch row or a single one for all; None if unknown."""
         given: Any = self.cu_seqlens
@@ -133,6 +146,31 @@ class LayoutProblem:
         for name in others:
             total = total + weights[name] * figures[name]
         return total
+
+
+def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
+    """Offsets of the stretches of one batch row that no span crosses, in any mask; int64, from 0 to the length.
+
+    A stretch can be laid out anywhere without reading more, whether or not it is a document of the caller.
+
+    >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
+    array([0, 3, 8])
+    """
+    token = np.arange(masks[0].q_len + 1, dtype=np.int32)
+    low, high = token[:-1].copy(), token[1:].copy()
+    for mask in masks:
+        at = row if mask.batch_size > 1 else 0
+        for start, end in zip(mask.start[at], mask.end[at], strict=True):
+            filled = start < end
+            np.minimum(low, start if filled.all() else np.where(filled, start, low), out=low)
+            np.maximum(high, end, out=high)
+    # A cut before a token: no token from there on reads an earlier one, and none before it a later one.
+    np.minimum.accumulate(low[::-1], out=low[::-1])
+    is_cut = low[1:] == token[1:-1]
+    if (high > token[1:]).any():
+        np.maximum.accumulate(high, out=high)
+        is_cut &= high[:-1] == token[1:-1]
+    return np.concatenate([[0], np.flatnonzero(is_cut) + 1, [len(low)]])
 
 
 @runtime_checkable

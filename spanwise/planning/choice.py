@@ -6,8 +6,8 @@ import numpy as np
 
 from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning import memory
+from spanwise.planning.candidate import Candidate
 from spanwise.planning.plan import Plan
-from spanwise.planning.plan_data import Candidate
 
 _TOLERANCE = 0.05  # predictions are not more exact
 _SAVED = 0.7  # skip a baseline if a plan as fast receives at most this share of its tokens
@@ -58,7 +58,8 @@ def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
     plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.baseline]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     others = [i for i in range(len(plans)) if i not in plain]
-    reason = f"{_name(plan)}: {as_text(seconds[chosen])} a step of attention predicted on {plan.hardware.name}"
+    kinds = "attention and recurrent layers" if plan.recurrences else "attention"
+    reason = f"{_name(plan)}: {as_text(seconds[chosen])} a step of {kinds} predicted on {plan.hardware.name}"
     if chosen in plain and others:
         other = min(others, key=lambda i: seconds[i])
         reason += (
@@ -85,8 +86,9 @@ def _nominal_shape(inner: int) -> dict[str, int]:
 
 
 def _with_shape(plan: Plan) -> Plan:
+    """A copy, so that tables of traffic end with it, with a shape where the plan has none."""
     missing = plan.num_q_heads is None or plan.head_dim is None
-    return plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+    return plan.replace(**(_nominal_shape(plan.inner) if missing else {}))
 
 
 def _weighted_work(plan: Plan) -> np.ndarray:
@@ -99,11 +101,12 @@ def _priced(plan: Plan) -> Candidate:
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     return Candidate(
         plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()),
-        memory.held(nominal), nominal.predict(),
+        memory.held(nominal), nominal.predict(), plan.relayout,
     )  # fmt: skip
 
 
 def _name(plan: Plan) -> str:
     chunks = f" in {plan.stages} chunks" if plan.stages > 1 else ""
     inside = f", Ulysses inside {plan.inner}" if plan.inner > 1 and plan.num_groups > 1 else ""
-    return f"{plan.balancer} with {plan.exchange}{chunks}{inside}"
+    moved = ", recurrent layers in a contiguous layout" if plan.relayout else ""
+    return f"{plan.balancer} with {plan.exchange}{chunks}{inside}{moved}"

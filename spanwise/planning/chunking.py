@@ -36,14 +36,15 @@ def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
     Returns:
         int64 ``[num_chunks, P, P]``.
     """
-    blocks = -(-traffic // block_size)
+    moved = np.zeros((num_chunks, *traffic.shape), np.int64)
+    receiver, sender = np.nonzero(traffic)  # few pairs talk
+    tokens = traffic[receiver, sender]
+    blocks = -(-tokens // block_size)
     # Part p has the blocks j with j * num_chunks // blocks == p.
-    edges = np.stack([np.minimum(-(-p * blocks // num_chunks) * block_size, traffic) for p in range(num_chunks + 1)])
-    parts = np.diff(edges, axis=0)
-    ranks = np.arange(len(traffic))
-    shift = (ranks[:, None] - ranks) % num_chunks
-    part = (np.arange(num_chunks)[:, None, None] - shift) % num_chunks
-    return np.take_along_axis(parts, part, axis=0)
+    edges = [np.minimum(-(-p * blocks // num_chunks) * block_size, tokens) for p in range(num_chunks + 1)]
+    for p in range(num_chunks):
+        moved[(p + receiver - sender) % num_chunks, receiver, sender] = edges[p + 1] - edges[p]
+    return moved
 
 
 def num_chunks(traffic: Int64, stages: int, block_size: int) -> int:

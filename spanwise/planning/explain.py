@@ -8,9 +8,11 @@ from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.explain.units import seconds as as_text
-from spanwise.planning import documents
+from spanwise.planning import documents, network, recurrent
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import predict
+
+_MANY_RANKS = 16  # from here on the text tells who talks to whom
 
 
 def describe_exchange(plan: PlanData) -> str:
@@ -42,17 +44,52 @@ def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
             f"mask {name!r} (weight {plan.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
             f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
         )
+        lines += _network(plan, name)
+    lines += _recurrent(plan)
     lines += saved
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
         parts = ", ".join(f"{part} {as_text(seconds)}" for part, seconds in predict(plan).items())
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
     for tried in plan.candidates:
         lines.append(
-            f"considered {tried.balancer}, {tried.exchange}, chunks {tried.stages}: imbalance "
+            f"considered {tried.balancer}, {tried.exchange}, chunks {tried.stages}"
+            f"{', recurrent layers contiguous' if tried.relayout else ''}: imbalance "
             f"{tried.imbalance:.3f}, receives {tried.recv_mean:,.0f} tokens, {as_text(tried.seconds['total'])}"
         )
     lines.append(f"fingerprint {plan.fingerprint}")
     return "\n".join(lines)
+
+
+def _network(plan: PlanData, mask: str) -> list[str]:
+    """Who talks to whom, and what crosses between hosts; nothing for few ranks without hosts."""
+    size = network.host_size(plan)
+    if size is None and plan.num_ranks < _MANY_RANKS:
+        return []
+    count = np.array([len(ranks) for ranks in network.peers(plan, mask)])
+    groups = network.talking_groups(plan, mask)
+    largest = f"{len(groups)} groups that talk, the largest has {len(groups[0])} ranks" if groups else "no rank talks"
+    lines = [f"  a rank talks to {count.mean():.1f} others on the mean, {count.max()} at most; {largest}"]
+    if size is not None:
+        moved = network.host_traffic(plan, mask, size)
+        share = moved.inside / max(moved.inside + moved.between, 1)
+        between, bound, once = (count / plan.num_ranks for count in (moved.between, moved.bound, moved.once))
+        lines.append(
+            f"  hosts of {size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross, at "
+            f"least {bound:,.0f} in any layout as balanced; {once:,.0f} if a token entered a host once"
+        )
+    return lines
+
+
+def _recurrent(plan: PlanData) -> list[str]:
+    """Where the recurrent layers run, and what they cost there."""
+    where = "a contiguous layout, to which tokens move and back" if plan.relayout else "the layout of attention"
+    return [
+        f"recurrent layers {name!r} ({plan.recurrences[name].layers:g}) in {where}: at most {each.runs:,} runs of "
+        f"documents a rank, {each.maps:,} maps of {plan.recurrences[name].map_bytes:,} bytes travel; a rank receives "
+        f"{each.recv_bytes.mean():,.0f} bytes a layer; {as_text(each.seconds)} a step, moves {as_text(each.moving)}"
+        for name, each in (recurrent.costs(plan).items() if plan.recurrences else ())
+        if plan.recurrences
+    ]
 
 
 def _saved_by(tree: TokenTree, plan: PlanData) -> list[str]:

@@ -19,7 +19,9 @@ from spanwise.hardware import Hardware
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.plan_data import Candidate, PlanData
+from spanwise.planning.candidate import Candidate
+from spanwise.planning.plan_data import PlanData
+from spanwise.planning.recurrence import Recurrence
 
 FORMAT = 4
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -88,6 +90,8 @@ def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str,
         plain = {key: value for key, value in header.items() if key in fields - {"masks"}}
         plain["hardware"] = Hardware.from_dict(header["hardware"])
         plain["candidates"] = tuple(Candidate(**candidate) for candidate in header["candidates"])
+        if "recurrences" in plain:
+            plain["recurrences"] = {name: Recurrence(**value) for name, value in plain["recurrences"].items()}
         if header["exchange"] not in exchanges:
             raise ValueError(f"its exchange {header['exchange']!r} is not spanwise's: pass Plan.load(path, exchange=…)")
         plain["kv_exchange"] = exchanges[header["exchange"]]

@@ -18,14 +18,17 @@ from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import choice, requests
+from spanwise.planning import choice, recurrent, requests
 from spanwise.planning.plan import Plan
+from spanwise.planning.recurrence import Recurrence
 
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
 # Bound of the imbalance to try where a step waits for the exchange; see docs/decisions.md, "A looser bound".
 _LOOSE = 2.0
+# Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
+_MOST_RUNS = (2, 8)
 
 
 def make_plan(
@@ -48,6 +51,7 @@ def make_plan(
     memory_budget: int | None = None,
     cu_seqlens: Any = None,
     packing: Packing | None = None,
+    recurrences: Mapping[str, Recurrence] | None = None,
 ) -> Plan:
     """Plan context parallelism of one sequence length over ``num_ranks`` ranks. Pure: reads no process group.
 
@@ -85,6 +89,9 @@ def make_plan(
             all have the same (`SpanMask.cu_seqlens`).
         packing: where packed sequences lie in storage, if they are padded or have other keys than queries; in place of
             `cu_seqlens`. The masks are over storage, as :meth:`Packing.mask` makes them.
+        recurrences: layers that carry a state along the sequence, by name. "auto" then also prices what they exchange
+            in each layout, "local" layouts of few runs a rank, and moves to a contiguous layout and back for these
+            layers (`Plan.relayout`, with any balancer).
 
     "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local; lpt instead of local
     where the caller asks for all_gather, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2
@@ -106,7 +113,7 @@ def make_plan(
     request = requests.checked(
         mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, quality=quality, block_size=block_size,
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
-        hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing,
+        hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing, recurrences=recurrences,
     )  # fmt: skip
     outer, inner = request.levels
     problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
@@ -142,7 +149,14 @@ def make_plan(
             plans += variants("local")
             if bound:  # less balance may pay off
                 plans += variants(problem.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+        if request.recurrences:
+            plans += [
+                plan
+                for most in _MOST_RUNS
+                for plan in variants(problem.local(outer, inner, quality, most_runs=most), f"local, {most} runs a rank")
+            ]
     plans += _traded(request, balancer, plans[0].balancer, assigned)
+    plans = recurrent.variants(plans)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))
     return plans[0] if len(plans) == 1 else choice.fastest(plans)

@@ -28,7 +28,7 @@ def received(plan: PlanData, mask: str) -> Int64:
     """The bytes of `Plan.recv_bytes`."""
     plan.mask(mask)
     plan.require_shape("recv_bytes()")
-    tokens = plan.kv_exchange.moved(plan, mask).sum(axis=(0, 2))
+    tokens = plan.moved(mask).sum(axis=(0, 2))
     exchanged = np.repeat(tokens, plan.inner) * kv_token_bytes(plan)
     return exchanged if plan.head_exchange is None else exchanged + plan.head_exchange.received(plan)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spanwise.layouts.packing import Side
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import explain, files, memory, predict, requests
+from spanwise.planning import explain, files, memory, network, predict, recurrent, requests
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.timeline import Timeline
 
@@ -80,7 +80,8 @@ class Plan(PlanData):
         Returns:
             ``compute_forward``, ``compute_backward``: compute of the busiest rank. ``exchange_forward``,
             ``exchange_backward``: the collectives. ``exposed_forward``, ``exposed_backward``: time of a pass beyond the
-            compute of the busiest rank. ``total``: both passes, simulated by :meth:`timeline`.
+            compute of the busiest rank. ``total``: both passes, simulated by :meth:`timeline`. With `recurrences` also
+            ``recurrent``, all layers that carry a state and the moves between layouts; part of ``total``.
 
         Raises:
             ValueError: the plan was made without ``num_q_heads``, ``num_kv_heads`` and ``head_dim``.
@@ -104,6 +105,57 @@ class Plan(PlanData):
         ('pack', 'local attention', 'attention, chunk 1')
         """
         return predict.simulate(self, mask)
+
+    def host_traffic(self, mask: str = "default", host_size: int | None = None) -> network.HostTraffic:
+        """K/V tokens that stay inside hosts and that cross between them in a forward, all ranks together.
+
+        Args:
+            host_size: ranks of a host; rank r is on host ``r // host_size``. Default: by the plan's `hardware`.
+
+        Raises:
+            ValueError: no `host_size`, and hardware without hosts smaller than the plan.
+
+        >>> import spanwise
+        >>> mask = spanwise.SpanMask.documents([0, 300, 512])
+        >>> plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="needed")
+        >>> plan.host_traffic(host_size=2)
+        HostTraffic(host_size=2, inside=212, between=256, once=256, bound=0)
+        """
+        return network.host_traffic(self, mask, host_size)
+
+    def peers(self, mask: str = "default") -> list[Int64]:
+        """For each rank the ranks that it sends K/V to or receives K/V from, ascending.
+
+        >>> import spanwise
+        >>> mask = spanwise.SpanMask.sliding_window(512, 64)
+        >>> plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="needed")
+        >>> [ranks.tolist() for ranks in plan.peers()]
+        [[1], [0, 2], [1, 3], [2]]
+        """
+        return network.peers(self, mask)
+
+    def talking_groups(self, mask: str = "default") -> list[Int64]:
+        """Groups of ranks that no K/V leave or enter, largest first; ranks without traffic are in none.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 256, 512]), 4, exchange="needed", block_size=32)
+        >>> [ranks.tolist() for ranks in plan.talking_groups()]
+        [[0, 1], [2, 3]]
+        """
+        return network.talking_groups(self, mask)
+
+    def recurrent(self) -> Plan:
+        """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
+
+        Give it to `spanwise.recurrence.recurrence_route`, and both to `spanwise.relayout_route`.
+
+        >>> import spanwise
+        >>> layers = {"ssm": spanwise.Recurrence(layers=4, heads=8, key_dim=16, value_dim=16, delta_rule=False)}
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, balancer="head_tail", recurrences=layers)
+        >>> plan.replace(relayout=True).recurrent().layout.runs(0).tolist()
+        [[0, 32]]
+        """
+        return self.replace(**recurrent.changes(self))
 
     def explain(self, tree: TokenTree | None = None) -> str:
         """Work, traffic, predicted time and the reason of the choice, as text for a person.

@@ -14,41 +14,20 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from spanwise.hardware import Hardware
+from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import traffic
+from spanwise.planning.candidate import Candidate
+from spanwise.planning.recurrence import Recurrence
 
 PlanT = TypeVar("PlanT", bound="PlanData")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """One choice that "auto" considered.
-
-    Attributes:
-        balancer, exchange, stages: as the plan's.
-        imbalance: work of the busiest rank over the mean work, all masks by weight.
-        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight; mean and most.
-        held: bytes that the busiest rank holds for exchanges; `make_plan` compares them with a memory budget.
-        seconds: result of `Plan.predict`.
-    """
-
-    balancer: str
-    exchange: str
-    stages: int
-    imbalance: float
-    recv_mean: float
-    recv_max: float
-    held: int
-    seconds: Mapping[str, float]
 
 
 class KVExchange(Protocol):
@@ -116,6 +95,8 @@ class PlanData:
         packing: where packed sequences lie in storage, or None.
         reason: why this layout and this exchange were chosen.
         candidates: choices that "auto" compared; empty if it had no choice.
+        recurrences: layers that carry a state, by name; None for a model without.
+        relayout: whether these run in a contiguous layout, to which tokens move and back; see `Plan.recurrent`.
     """
 
     masks: dict[str, SpanMask]
@@ -141,6 +122,8 @@ class PlanData:
     packing: Packing | None
     reason: str
     candidates: tuple[Candidate, ...] = ()
+    recurrences: dict[str, Recurrence] | None = None
+    relayout: bool = False
 
     @property
     def exchange(self) -> str:
@@ -199,6 +182,16 @@ class PlanData:
         """K/V tokens of each group."""
         return self.kv_layout.grouped(self.inner)
 
+    def moved(self, mask: str = "default") -> Int64:
+        """Tokens of each chunk and pair of groups, with padding; int64 ``[chunks, G receivers, G senders]``."""
+        if mask not in self._moved:
+            self._moved[mask] = self.kv_exchange.moved(self, mask)
+        return self._moved[mask]
+
+    @functools.cached_property
+    def _moved(self) -> dict[str, Int64]:
+        return {}
+
     @property
     def kv_held(self) -> Int64:
         """K/V tokens of each group, summed over batch rows; int64 ``[G]``."""
@@ -243,6 +236,10 @@ class PlanData:
         """
         self.mask(mask)
         return self._needs[mask][row][rank // self.inner]
+
+    def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
+        """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
+        return self._needs[mask][row]
 
     @functools.cached_property
     def _needs(self) -> dict[str, traffic.Needs]:
@@ -380,10 +377,14 @@ class PlanData:
             "num_ranks", "inner", "block_size", "balancer", "exchange", "stages", "keep_kv", "weights", "num_q_heads",
             "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize", "reason",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in plain} | {
+        header = {name: getattr(self, name) for name in plain} | {
             "hardware": self.hardware.to_dict(),
             "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
         }
+        if self.recurrences:
+            each = {name: dataclasses.asdict(recurrence) for name, recurrence in self.recurrences.items()}
+            header |= {"recurrences": each, "relayout": self.relayout}
+        return header
 
     def __getstate__(self) -> dict[str, Any]:
         # Without cached values: they can be recomputed, and rank plans hold tensors of this process's device.

@@ -22,7 +22,7 @@ import numpy as np
 
 from spanwise.hardware import attention_flops
 from spanwise.masks.arrays import Float64
-from spanwise.planning import timeline
+from spanwise.planning import recurrent, timeline
 from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
 
@@ -43,6 +43,9 @@ def predict(plan: PlanData) -> dict[str, float]:
             parts[f"exchange_{key}"] += weight * one.exchange
             parts[f"exposed_{key}"] += weight * one.exposed
         parts["total"] += weight * simulated.seconds
+    if plan.recurrences:
+        parts["recurrent"] = recurrent.seconds(plan)
+        parts["total"] += parts["recurrent"]
     return parts
 
 
@@ -127,7 +130,7 @@ def _copies(plan: PlanData, mask: str, kv_bytes: Float64, grad_bytes: Float64) -
     exchange, copy = plan.kv_exchange, plan.hardware.copy_seconds(1.0)
     heads, v_dim = plan.attention_shape[0] // plan.inner, plan.attention_shape[3]
     tokens, keys = _query_tokens(plan), np.repeat(plan.kv_held.astype(np.float64), plan.inner)
-    received = over_ranks(plan, exchange.moved(plan, mask)).sum(axis=2).T
+    received = over_ranks(plan, plan.moved(mask)).sum(axis=2).T
     some = plan.num_chunks(mask) > 0
     side_by_side = keys * some  # K and V of a token become one row
     sent = np.repeat(exchange.packed(plan, mask), plan.inner)

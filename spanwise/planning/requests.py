@@ -12,7 +12,9 @@ from spanwise import hardware as rates
 from spanwise.attention.exchange import table
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning import recurrence
 from spanwise.planning.plan_data import KVExchange
+from spanwise.planning.recurrence import Recurrence
 
 _QUALITIES = ("best", "fast")
 _LARGEST = 2**31  # of any number given
@@ -37,6 +39,7 @@ class Request:
         num_q_heads, num_kv_heads, head_dim, v_head_dim: None where not given.
         dtype, itemsize: name of the K/V dtype, bytes of an element.
         budget: whether there is a memory budget.
+        recurrences: layers that carry a state, by name, or None.
     """
 
     masks: dict[str, SpanMask]
@@ -54,6 +57,7 @@ class Request:
     hardware: rates.Hardware
     packing: Packing | None
     budget: bool
+    recurrences: dict[str, Recurrence] | None
 
     @property
     def ulysses(self) -> Any:
@@ -80,7 +84,7 @@ class Request:
         """Fields of a plan that follow from the request alone; its exchange is replaced later."""
         names = (
             "masks", "block_size", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize",
-            "hardware", "packing",
+            "hardware", "packing", "recurrences",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_exchange": table.EXCHANGES["all_gather"],
@@ -93,7 +97,7 @@ class Request:
 def checked(
     mask: Any, num_ranks: Any, *, exchange: Any, stages: Any, keep_kv: Any, quality: Any, block_size: Any,
     num_q_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, hardware: Any, memory_budget: Any,
-    cu_seqlens: Any, packing: Any,
+    cu_seqlens: Any, packing: Any, recurrences: Any,
 ) -> Request:  # fmt: skip
     """The request of these arguments of `make_plan`; ``ValueError`` names a wrong one, its value and a remedy."""
     masks = _as_masks(mask)
@@ -130,7 +134,7 @@ def checked(
     name, itemsize = _dtype(dtype)
     return Request(
         masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, name,
-        itemsize, hardware or ASSUMED, packing, memory_budget is not None,
+        itemsize, hardware or ASSUMED, packing, memory_budget is not None, recurrence.checked(recurrences),
     )  # fmt: skip
 
 

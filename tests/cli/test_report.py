@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from spanwise.cli.report import plan_charts, units
+from spanwise.cli.report import grids, plan_charts, units
 from spanwise.cli.report.partition import STEPS, closer_look, lines, pairs_below
 from spanwise.cli.report.partition_chart import draw_partition
 from spanwise.cli.report.plan_figures import Figures, Source, figures, uncovered
@@ -20,6 +20,7 @@ from spanwise.cli.report.plan_html import render
 from spanwise.cli.report.plan_text import show
 from spanwise.cli.report.svg import RANK_COLORS, WIDTH, Drawing, ticks
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.grids import compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -294,6 +295,18 @@ def test_timeline_is_to_scale_and_marks_waits() -> None:
     busiest = int(np.argmax(mask.compute))
     assert mask.end == pytest.approx(parts["total"])
     assert mask.exposed[busiest] <= parts["exposed_forward"] + parts["exposed_backward"] + 1e-12
+
+
+def test_bars_of_grids_end_at_three_times_one_plan() -> None:
+    lengths = [30_000, *[100] * 20]
+    compared = compare_grids(lengths, 8, linear_flops=1e6, num_q_heads=8, num_kv_heads=4, head_dim=64)
+    root = ET.fromstring(str(grids.draw(compared)))
+    bars = [bar for bar in root.iter(f"{SVG}rect")]
+    tall = {bar.get("class"): [] for bar in bars}
+    for bar in bars:
+        tall[bar.get("class")].append(float(bar.get("height", "nan")))
+    assert compared[-1].seconds > 3 * compared[0].seconds
+    assert max(tall["local"]) == 40 and 10 < tall["local"][0] < 40 / 3 + 0.01  # of one plan: at most a third
 
 
 def test_traffic_between_hosts_is_told() -> None:

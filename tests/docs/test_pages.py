@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import spanwise
-from spanwise import SpanMask, overlap
-from spanwise.integrations import torchtitan
+from spanwise import SpanMask, overlap, recurrence
 from tests.scripts import torchrun
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -126,8 +125,11 @@ def test_reference_lists_every_public_name() -> None:
     listed = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in DOCS.glob("reference/*.md")), re.MULTILINE)
     public = {f"spanwise.{name}" for name in spanwise.__all__}
     public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
+    public |= {f"spanwise.recurrence.{name}" for name in recurrence.__all__}
+    public |= {"spanwise.integrations.linear_attention"}
+    torchtitan = ("PlannedMask", "apply_cp_to_forward", "prepare_context_parallel_input")
+    public |= {f"spanwise.integrations.torchtitan.{name}" for name in torchtitan}
     hf = pytest.importorskip("spanwise.integrations.transformers", reason="transformers is not installed")
     public |= {f"spanwise.integrations.transformers.{name}" for name in hf.__all__}
-    public |= {f"spanwise.integrations.torchtitan.{name}" for name in torchtitan.__all__}
-    # Two functions hide the modules that define them, and are listed by their place in these.
-    assert sorted(re.sub(r"\.(optimize|backend)\.\1$", r".\1", name) for name in listed) == sorted(public)
+    # Three functions hide the modules that define them, and are listed by their place in these.
+    assert sorted(re.sub(r"\.(optimize|backend|graph_pass)\.\1$", r".\1", name) for name in listed) == sorted(public)

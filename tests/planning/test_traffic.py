@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from spanwise import make_plan
 from spanwise.attention.exchange.ring import Ring
 from spanwise.attention.exchange.table import EXCHANGES
+from spanwise.layouts import traffic as areas_of
 from spanwise.layouts.layout import Layout
-from spanwise.planning import traffic as areas_of
 from spanwise.planning.plan import Plan
 from tests.masks.test_properties import masks
 

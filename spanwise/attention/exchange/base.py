@@ -96,22 +96,22 @@ class Exchange:
 
     def num_chunks(self, plan: PlanData, mask: str) -> int:
         """Chunks that arrive from elsewhere; every group has the same number."""
-        return len(self.moved(plan, mask))
+        return len(plan.moved(mask))
 
     def traffic(self, plan: PlanData, mask: str) -> Int64:
         """Tokens that each group gets from each other group, without padding: int64 ``[G receivers, G senders]``."""
-        return self.moved(plan, mask).sum(axis=0)
+        return plan.moved(mask).sum(axis=0)
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
         """Most tokens that each group holds while K/V arrive, in addition to its shard: int64 ``[G]``.
 
         Counts all buffers: packed to leave, as received, and in order. Called where at least one chunk travels.
         """
-        return 2 * plan.kv_held + 2 * self.moved(plan, mask).sum(axis=(0, 2))
+        return 2 * plan.kv_held + 2 * plan.moved(mask).sum(axis=(0, 2))
 
     def packed(self, plan: PlanData, mask: str) -> Int64:
         """Tokens that each group copies once more before they leave: int64 ``[G]``."""
-        return self.moved(plan, mask).sum(axis=(0, 1))
+        return plan.moved(mask).sum(axis=(0, 1))
 
     def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64:
         """Seconds of each chunk's collective, ``[n]``.
@@ -120,12 +120,12 @@ class Exchange:
             token_bytes: ``[P]``, bytes of a token on each rank.
             gradients: of the collective that brings the chunk's gradients home, instead.
         """
-        tables = (table.T if gradients else table for table in over_ranks(plan, self.moved(plan, mask)))
+        tables = (table.T if gradients else table for table in over_ranks(plan, plan.moved(mask)))
         return np.array([plan.hardware.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
 
     def chunk_work(self, plan: PlanData, mask: str) -> Float64:
         """(query, key) pairs of each chunk, ``[P, n]``; here in proportion to its tokens."""
-        received = over_ranks(plan, self.moved(plan, mask)).sum(axis=2).T
+        received = over_ranks(plan, plan.moved(mask)).sum(axis=2).T
         remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
         return remote[:, None] * received / np.maximum(received.sum(axis=1, keepdims=True), 1.0)
 

@@ -27,7 +27,8 @@ from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
-from spanwise.layouts.runs import count_tokens, intersect_runs, merge_tokens, positions_in, ragged_arange
+from spanwise.layouts.runs import count_tokens, merge_tokens, overlaps, positions_in, ragged_arange
+from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
 from spanwise.planning import chunking
 from spanwise.planning.plan_data import PlanData
@@ -82,7 +83,7 @@ class Needed(Exchange):
         return plan.needed_traffic(mask)
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
-        own, tokens = plan.kv_held, self.moved(plan, mask)
+        own, tokens = plan.kv_held, plan.moved(mask)
         came, left = tokens.sum(axis=2), tokens.sum(axis=1)
         later = (came + left)[::-1].cumsum(axis=0)[::-1] - came - left  # under way while each chunk is used
         before = came.cumsum(axis=0) - came if plan.keep_kv else np.zeros_like(came)
@@ -97,12 +98,13 @@ class Needed(Exchange):
         if num_chunks == 0:
             return tuple(chunks)  # no rank reads keys of another, so no rank starts a collective
         wanted, row_at, sender, recv_chunk = _receives(builder, mask, rows, num_chunks)
-        sends = _sends(builder, mask, rows, num_chunks)
+        reader, place, send_chunk = _sends(builder, mask, rows, num_chunks)
         for i in range(num_chunks):
             mine = recv_chunk == i
             keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
             spare = builder.spare(int(np.count_nonzero(mine)))
-            route = _route(builder, sender[mine], [at[chunk == i] for at, chunk in sends], spare)
+            leaves = send_chunk == i
+            route = _route(builder, sender[mine], reader[leaves], place[leaves], spare)
             chunks.append(builder.chunk(mask, keys, route, spare=spare))
         return tuple(chunks)
 
@@ -137,29 +139,33 @@ def _receives(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> t
     needs = [plan.needs(builder.group * plan.inner, mask, row) for row in range(rows)]
     wanted = np.concatenate([ragged_arange(runs) for runs in needs])
     row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
-    # The slot of a token gives its owner.
-    slot = builder.kv_slots[row_at % layout.batch_size, wanted]
-    sender = slot // (layout.batch_size * int(layout.tokens_per_rank.max()))
+    owners = [layout.owners_of(runs, row_of(layout, row)) for row, runs in enumerate(needs)]
+    sender = np.concatenate([np.repeat(owner, tokens) for _, owner, tokens in owners])
     return wanted, row_at, sender, chunking.chunks_received(sender, builder.group, num_chunks, plan.block_size)
 
 
-def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> list[tuple[Int64, Int64]]:
-    """For each group: the rows of the shard that it reads, and the chunk in which each travels."""
+def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> tuple[Int64, Int64, Int64]:
+    """Rows of the shard that other groups read, by group: the group, the row, and the chunk in which it travels."""
     plan, group = builder.plan, builder.group
     own, shard = builder.held(group, rows), plan.kv_groups.num_tokens(group)
-    found = []
-    for other in range(plan.num_groups):
-        read = [intersect_runs(plan.needs(other * plan.inner, mask, row), own[row]) for row in range(rows)]
-        at = np.concatenate(
-            [positions_in(ragged_arange(runs), own[row]) + row * shard for row, runs in enumerate(read)]
-        )
-        chunk = chunking.chunk_of(np.arange(len(at)), len(at), num_chunks, plan.block_size, other - group)
-        found.append((at, chunk))
-    return found
+    readers, places = [], []
+    for row in range(rows):
+        needs = plan.needs_of_all(mask, row)
+        reader = np.repeat(np.arange(plan.num_groups), [len(runs) for runs in needs])
+        run, read = overlaps(np.concatenate(needs), own[row])
+        places.append(positions_in(ragged_arange(read), own[row]) + row * shard)
+        readers.append(np.repeat(reader[run], read[:, 1] - read[:, 0]))
+    reader, place = np.concatenate(readers), np.concatenate(places)
+    order = np.argsort(reader, kind="stable")  # by reader, then batch row, then token
+    reader, place = reader[order], place[order]
+    count = np.bincount(reader, minlength=plan.num_groups)
+    position = np.arange(len(reader)) - np.repeat(np.cumsum(count) - count, count)
+    chunk = chunking.chunk_of(position, count[reader], num_chunks, plan.block_size, reader - group)
+    return reader, place, chunk
 
 
-def _route(builder: ChunkBuilder, sender: Int64, sent: list[Int64], spare: int) -> Route:
-    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent to each group."""
+def _route(builder: ChunkBuilder, sender: Int64, reader: Int64, sent: Int64, spare: int) -> Route:
+    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent, by reader."""
     device, groups = builder.device, builder.plan.num_groups
     # Rows arrive by sending group, then batch row, then token; the chunk wants them by batch row, then token.
     order = np.empty(len(sender), dtype=np.int64)
@@ -169,9 +175,9 @@ def _route(builder: ChunkBuilder, sender: Int64, sent: list[Int64], spare: int) 
     mark = _torch.mark_dynamic if builder.has_spare else _torch.mark_unbacked
     return Route(
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
-        send=_torch.mark_unbacked(on_device(np.concatenate(sent), device), 0),
+        send=_torch.mark_unbacked(on_device(sent, device), 0),
         order=mark(places, 0),
-        send_sizes=tuple(size(len(at), device) for at in sent),
+        send_sizes=tuple(size(n, device) for n in np.bincount(reader, minlength=groups).tolist()),
         recv_sizes=tuple(size(n, device) for n in np.bincount(sender, minlength=groups).tolist()),
         spare=builder.has_spare,
     )

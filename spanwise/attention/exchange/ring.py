@@ -36,9 +36,9 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.refetch import Fetched, Refetch
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.traffic import local_area
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.traffic import local_area
 
 Dims = tuple[int, int, int, int]  # B, H, D, Dv
 
@@ -89,7 +89,7 @@ class Ring(Exchange):
         return tokens
 
     def most_held(self, plan: PlanData, mask: str) -> Int64:
-        arriving = self.moved(plan, mask).sum(axis=2)
+        arriving = plan.moved(mask).sum(axis=2)
         # The shard that is sent on (first a copy of the rank's own), and the shard that arrives.
         leaving = np.concatenate([plan.kv_held[None], arriving])[:-1]
         return np.asarray((arriving + leaving).max(axis=0))

@@ -6,7 +6,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from spanwise.cli.report import units, wording
+from spanwise.cli.report import grids, units, wording
 from spanwise.cli.report.compare import Comparison
 from spanwise.cli.report.plan_figures import Figures, MaskFigures, sample_ranks
 from spanwise.cli.report.terminal import console, report_table
@@ -28,6 +28,9 @@ def show(result: Figures) -> None:
     if result.comparison:
         out.print()
         out.print(_comparison_table(result.comparison))
+    if result.grids:
+        out.print()
+        out.print(grids.table(result.grids))
     for mask in result.masks:
         out.print()
         if mask.note:
@@ -143,7 +146,7 @@ def _candidate_table(result: Figures) -> Table:
     for one in ranked(result):
         of = one["seconds"]
         table.add_row(
-            one["balancer"],
+            one["balancer"] + (", recurrent layers contiguous" if one["relayout"] else ""),
             one["exchange"],
             str(one["stages"]),
             f"{one['imbalance']:.3f}",
@@ -163,7 +166,7 @@ def ranked(result: Figures) -> list[dict]:
 
 def is_chosen(plan: Plan, candidate: dict) -> bool:
     """Whether the plan is made the way of the `candidate`."""
-    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages"))
+    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages", "relayout"))
 
 
 def _comparison_table(comparison: Comparison) -> Table:

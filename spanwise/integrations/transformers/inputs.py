@@ -20,8 +20,9 @@ from spanwise.integrations.transformers.agreement import check_same_batch
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
 from spanwise.integrations.transformers.loss import GlobalLoss
-from spanwise.integrations.transformers.masks import image_blocks, layer_kinds, plan_documents
+from spanwise.integrations.transformers.masks import NO_ATTENTION, image_blocks, mask_weights, plan_documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
+from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels")
@@ -37,6 +38,7 @@ class Site:
         options: arguments of `spanwise.make_plan`.
         cut_in_decoder: whether the decoder's inputs are cut, because images are merged into whole sequences before.
         reduce_loss: whether the loss is to be that of all ranks; False for the model's own.
+        conv_width: largest width of a convolution in layers that carry a state; None where the model has none.
     """
 
     mesh: DeviceMesh
@@ -44,6 +46,7 @@ class Site:
     options: Mapping[str, Any]
     cut_in_decoder: bool
     reduce_loss: bool
+    conv_width: int | None
 
     def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
         return self
@@ -80,7 +83,8 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     site, config = site_of(model), model.config
     documents = find_documents(batch)
     implementation = config.get_text_config()._attn_implementation
-    if not implementation.startswith(PREFIX):
+    attends = NO_ATTENTION not in mask_weights(config)
+    if attends and not implementation.startswith(PREFIX):
         raise ValueError(
             f"the attention of {type(model).__name__} was set to {implementation!r} after hf.context_parallel, and "
             f"would read one rank's tokens only; set it to {PREFIX + implementation!r}, or before hf.context_parallel"
@@ -97,16 +101,34 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         documents=documents,
         last=_largest_position(batch, documents, device),
         image_blocks=blocks is not None,
+        **_routes(plan, documents, site, device),
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
     kept = given.pop("logits_to_keep", 0)
     if isinstance(kept, torch.Tensor) or kept:
         raise ValueError("logits_to_keep does not go with context parallelism: the logits of a rank are its shard's")
-    if given.pop("use_cache", False) or given.pop("past_key_values", None) is not None:
+    caches = [given.pop(name, None) for name in ("past_key_values", "cache_params")]
+    if given.pop("use_cache", False) or any(cache is not None for cache in caches):
         raise ValueError("a KV cache does not go with context parallelism; pass use_cache=False")
     labels = _labels(batch, documents, plan, site, model)
     given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
+    if not attends:  # such models pass masks on to their decoder, and not keyword arguments
+        given["attention_mask"] = request(planned)
     return given | labels | {"use_cache": False, ARGUMENT: planned}
+
+
+def _routes(plan: spanwise.Plan, documents: Documents, site: Site, device: torch.device) -> dict[str, Any]:
+    """How layers that carry a state pass it on, and how tokens get to their layout; empty without such layers."""
+    if site.conv_width is None:
+        return {}
+    own, mesh, offsets = plan.recurrent(), site.mesh, documents.cu_seqlens
+    routes: dict[str, Any] = {
+        "route": recurrence_route(own, mesh, device, cu_seqlens=offsets, conv_width=site.conv_width)
+    }
+    if plan.relayout:
+        routes["there"] = spanwise.relayout_route(plan, own, mesh, device)
+        routes["back"] = spanwise.relayout_route(own, plan, mesh, device)
+    return routes
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -171,7 +193,7 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
 
 
 def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh, config: Any) -> None:
-    missing = sorted(set(layer_kinds(config)) - set(plan.masks))
+    missing = sorted(set(mask_weights(config)) - set(plan.masks))
     if missing:
         raise ValueError(f"the model's layers need masks named {missing}, the plan has {sorted(plan.masks)}")
     tokens = int(documents.cu_seqlens[-1])

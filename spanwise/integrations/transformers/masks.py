@@ -1,6 +1,6 @@
 """Masks of a model's layers, from its config: full, sliding and chunked attention, inside of documents.
 
-The rules are those of `transformers.masking_utils`.
+The rules are those of `transformers.masking_utils`. Layers that carry a state along the sequence need no mask.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import numpy as np
 
 import spanwise
 from spanwise.integrations.transformers.documents import Documents, find_documents
+from spanwise.integrations.transformers.prices import recurrences
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
+MIXED: dict[str, str | None] = {"linear_attention": None, "conv": None, "hybrid": FULL}
+_WITHIN_TOKENS = ("mlp", "moe")
+NO_ATTENTION = "linear_attention"  # name of the mask of models without attention: each token reads itself
 
 
-def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kind of attention of each layer of a model's config.
+def layer_types(config: Any) -> tuple[str, ...]:
+    """The type of each layer of a model's config, as transformers calls them.
 
     Raises:
-        ValueError: layers of a kind that is not attention over spans of keys.
-
-    >>> class Config:
-    ...     num_hidden_layers, sliding_window = 2, 4096
-    ...     def get_text_config(self): return self
-    >>> layer_kinds(Config())
-    ('sliding_attention', 'sliding_attention')
+        ValueError: layers that neither are attention over spans of keys nor may carry a state.
     """
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
         kinds = [SLIDING if window is not None else CHUNKED if chunk is not None else FULL] * config.num_hidden_layers
-    unknown = sorted(set(kinds) - set(KINDS))
+    known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
+    unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(
             f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
-            f"all among {list(KINDS)}"
+            f"all among {known}"
         )
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         raise ValueError(
@@ -54,9 +54,32 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return kinds
 
 
+def layer_kinds(config: Any) -> tuple[str | None, ...]:
+    """The kind of attention of each layer of a model's config; None for layers without attention.
+
+    Raises:
+        ValueError: layers that neither are attention over spans of keys nor may carry a state.
+
+    >>> class Config:
+    ...     num_hidden_layers, sliding_window = 2, 4096
+    ...     def get_text_config(self): return self
+    >>> layer_kinds(Config())
+    ('sliding_attention', 'sliding_attention')
+    """
+    return tuple(kind if kind in KINDS else MIXED.get(kind) for kind in layer_types(config))
+
+
+def mask_weights(config: Any) -> dict[str, int]:
+    """Names of the masks of a model's plans, and how many layers have each."""
+    kinds = [kind for kind in layer_kinds(config) if kind is not None]
+    return dict(Counter(kinds)) if kinds else {NO_ATTENTION: 1}
+
+
 def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMask:
     """The mask of layers of `kind` for documents at `cu_seqlens`."""
     config = config.get_text_config()
+    if kind == NO_ATTENTION:
+        return spanwise.SpanMask.documents(cu_seqlens, window=(0, 0))
     if kind == SLIDING:
         return spanwise.SpanMask.documents(cu_seqlens, window=(config.sliding_window - 1, 0))
     if kind == CHUNKED:
@@ -101,7 +124,8 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
         batch: as `find_documents` takes it.
         config: the model's `PreTrainedConfig`.
         num_ranks: ranks of the cp mesh.
-        options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
+        options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``; ``recurrences``, of
+            layers that carry a state, are by default those of the config.
 
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
@@ -114,8 +138,10 @@ def plan_documents(
     documents: Documents, blocks: tuple[np.ndarray, np.ndarray] | None, config: Any, num_ranks: int, **options: Any
 ) -> spanwise.Plan:
     """`make_plan` for documents and image blocks that were found before."""
-    offsets, weights = documents.cu_seqlens, Counter(layer_kinds(config))
+    offsets, weights = documents.cu_seqlens, mask_weights(config)
     masks = {kind: span_mask(config, kind, offsets) for kind in weights}
     if blocks is not None:
         masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}
-    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), cu_seqlens=offsets, **options)
+    mixed = sum(kind in MIXED for kind in layer_types(config))
+    options = {"recurrences": recurrences(config, mixed)} | options
+    return spanwise.make_plan(masks, num_ranks, weights=weights, cu_seqlens=offsets, **options)

@@ -29,11 +29,22 @@ from spanwise.integrations.transformers.inputs import (
     site_of,
 )
 from spanwise.integrations.transformers.loss import GlobalLoss
-from spanwise.integrations.transformers.masks import layer_kinds
-from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, PlannedBatch, kind_of, no_mask, request
+from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
+from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
+from spanwise.integrations.transformers.planned import (
+    ARGUMENT,
+    UNKNOWN,
+    PlannedBatch,
+    is_request,
+    kind_of,
+    no_mask,
+    planned_of,
+    request,
+)
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
 _LAYER_DROP = ("layerdrop", "decoder_layerdrop")
+_MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend on the largest position
 
 
@@ -68,17 +79,21 @@ def context_parallel(
     decoder = _checked_decoder(base)
     _set_attention(base)
     kinds = layer_kinds(base.config)
-    for module in decoder.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index < len(kinds):
-            setattr(module, KIND, kinds[index])
+    for name, module in decoder.named_modules():
+        if hasattr(module, "layer_idx"):  # by its path: shared layers have another number, or none
+            within = re.match(r"layers\.(\d+)\.", name)
+            index = int(within[1]) if within else module.layer_idx
+            if isinstance(index, int) and index < len(kinds):
+                setattr(module, KIND, kinds[index])
+    mixers = attach(decoder, base.config)
+    setattr(decoder, _MIXERS, mixers)
     rotary = corrections.length_dependent(decoder)
     for module in rotary:
         corrections.see_last_position(module)
     setattr(decoder, _ROTARY, rotary)
     cut_in_decoder = base.config.get_text_config() is not base.config
     loss_mesh = mesh if loss_mesh is None else loss_mesh
-    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss))
+    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers)))
     if reduce_loss and is_causal_loss(base):
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
@@ -109,6 +124,7 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
         decoder = model.base_model
+    check_known(decoder)
     for module in {id(m): m for m in (model, decoder)}.values():
         parameters = inspect.signature(type(module).forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -121,7 +137,8 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
         raise ValueError(
             f"{own[0]} of {name} counts positions by a rule of its own, from padding; context parallelism counts from 0"
         )
-    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+    attends = NO_ATTENTION not in mask_weights(model.config)
+    if attends and "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise ValueError(
             f"{type(decoder).__name__}.forward takes no position_ids, so that positions would count from the start of "
             f"each rank's tokens"
@@ -132,6 +149,8 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
 def _set_attention(model: PreTrainedModel) -> None:
     """Let the layers of the decoder take their attention from `attention.register`."""
     text = model.config.get_text_config()
+    if NO_ATTENTION in mask_weights(text):
+        return
     before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
     name = register(before)
@@ -148,7 +167,7 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The model's hook: plan and cut a whole batch."""
     if kwargs.get(ARGUMENT) is not None or not model.training:
         return None
-    if kwargs.get("past_key_values") is not None:
+    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
         if torch.is_grad_enabled():
             raise ValueError(
                 f"{type(model).__name__} trains with past_key_values, as with prefix tuning; a batch behind a KV cache "
@@ -165,9 +184,11 @@ def _planned_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The decoder's hook: no masks, and cut inputs where the model's hook left them whole."""
-    planned: PlannedBatch | None = kwargs.get(ARGUMENT)
+    planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(kwargs.get("attention_mask"))
     for rotary in getattr(decoder, _ROTARY):
         corrections.set_last_position(rotary, planned)
+    for mixer in getattr(decoder, _MIXERS):
+        mixer.expected = planned is not None
     if planned is None:
         if decoder.training and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
             raise ValueError(
@@ -181,9 +202,10 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     assert tokens is not None
     if tokens.shape[:2] != planned.positions.shape:
         kwargs = cut_for_decoder(kwargs, planned)
-    if not isinstance(mask, dict) and kind_of(mask) is None:  # otherwise masks were made before
+    made = isinstance(mask, dict) or kind_of(mask) is not None  # before
+    if not made and not is_request(mask):
         mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
-    return (), kwargs | {"attention_mask": mask}
+    return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 
 
 def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

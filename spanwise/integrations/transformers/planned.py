@@ -12,6 +12,7 @@ import torch
 import spanwise
 from spanwise.integrations.transformers.documents import Documents
 from spanwise.integrations.transformers.masks import KINDS
+from spanwise.recurrence import RecurrenceRoute
 
 ARGUMENT = "spanwise_plan"  # the keyword of a model's forward
 
@@ -25,6 +26,8 @@ class PlannedBatch:
         documents: of the whole batch.
         last: int64 ``[1]``, the largest position of all ranks.
         image_blocks: whether the plan's masks let tokens of one image read each other.
+        route: how layers that carry a state pass it on; None where the model has none.
+        there, back: between the layout of attention and that of layers that carry a state; None where it is the same.
         losses: losses of this batch over all ranks, and how often each was changed in place when it was returned.
     """
 
@@ -32,6 +35,9 @@ class PlannedBatch:
     documents: Documents
     last: torch.Tensor
     image_blocks: bool = False
+    route: RecurrenceRoute | None = None
+    there: spanwise.RelayoutRoute | None = None
+    back: spanwise.RelayoutRoute | None = None
     losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
 
     @property

@@ -48,6 +48,26 @@ _SIZES: dict[str, Any] = {
     **dict(num_key_value_heads=2, q_lora_rank=24, encoder_layers=1, encoder_attention_heads=4, num_kv_shared_layers=0),
     **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, is_decoder=True),
 }
+# Values that depend on each other in one model type only.
+_ALTERNATE = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_MORE: dict[str, dict[str, Any]] = {
+    "mamba2": dict(num_heads=8, n_groups=2, state_size=8),
+    "zamba": dict(num_hidden_layers=4, layers_block_type=_ALTERNATE, attention_head_dim=32, num_key_value_heads=4),
+    "zamba2": dict(
+        num_hidden_layers=4,
+        layers_block_type=_ALTERNATE,
+        mamba_headdim=16,
+        mamba_d_state=8,
+        attention_head_dim=32,
+        num_key_value_heads=4,
+        num_query_groups=4,
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
+    "bamba": dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "zaya": dict(num_experts_per_tok=1),
+}
 _OFTEN_NONE = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group", "q_lora_rank")
 _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0
 
@@ -71,6 +91,7 @@ def small_config(kind: str) -> Any:
         layers = max(3, len(kinds))
         values["layer_types"] = (kinds * layers)[:layers]
         values |= {name: layers for name in ("num_hidden_layers", "n_layer", "num_layers") if name in values}
+    values |= _MORE.get(kind, {})
     try:
         return type(text)(**values)
     except Exception:  # its layers follow another rule
@@ -89,11 +110,7 @@ def examine(kind: str) -> dict[str, Any]:
         torch.manual_seed(0)
         config = small_config(kind)
         config._attn_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).float().train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() <= 1:
-                    parameter.add_(torch.randn(parameter.shape) * 0.05)
+        model = tiny.randomized(AutoModelForCausalLM.from_config(config).float().train())
         want = tiny.reference(model, documents)
     except Exception as error:
         return {"status": "not made", "text": f"{type(error).__name__}: {error}"[:300]}

@@ -17,17 +17,16 @@ from tests.ranks.gloo import GlooPool
 
 pytestmark = [pytest.mark.compiles, pytest.mark.slow, pytest.mark.timeout(300)]
 
-NAME, LAYERS = "gemma3", 3
 PACKINGS = [
     tiny.documents_of(n, seed=i) for i, n in enumerate([(31, 20, 40), (12, 50, 30), (70, 9, 18, 33), (20,) * 5])
 ]
 
 
-def _layers(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+def _layers(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
     torch._dynamo.reset()  # processes are reused
-    model = hf.context_parallel(tiny.model_of(NAME), mesh)
+    model = hf.context_parallel(tiny.model_of(name), mesh)
     counter = CompileCounterWithBackend("aot_eager")
-    for layer in model.model.layers:
+    for layer in model.base_model.layers:
         layer.compile(backend=counter, fullgraph=True)
     results, graphs = [], []
     for batch in batches:
@@ -37,9 +36,9 @@ def _layers(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
     return results, graphs
 
 
-def _whole(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
+def _whole(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
     torch._dynamo.reset()  # processes are reused
-    model = hf.context_parallel(tiny.model_of(NAME), mesh)
+    model = hf.context_parallel(tiny.model_of(name), mesh)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     results, graphs = [], []
@@ -52,21 +51,23 @@ def _whole(rank: int, mesh: Any, batches: list[dict[str, Any]]) -> Any:
     return results, graphs
 
 
-def _compare(results: list[Any]) -> None:
+def _compare(name: str, results: list[Any]) -> None:
     for index, documents in enumerate(PACKINGS):
-        tiny.check([result[0][index] for result in results], tiny.reference(tiny.model_of(NAME), documents))
+        tiny.check([result[0][index] for result in results], tiny.reference(tiny.model_of(name), documents))
 
 
-def test_compiled_layers(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(2, _layers, [tiny.packed(d) for d in PACKINGS], timeout=280)
-    _compare(results)
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_compiled_layers(gloo_pool: GlooPool, name: str) -> None:
+    results = gloo_pool.run(2, _layers, name, [tiny.packed(d) for d in PACKINGS], timeout=280)
+    _compare(name, results)
     for _, graphs in results:
-        # Three layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
+        # Layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
         assert graphs[0] == 2 and graphs[2] == graphs[3] == 4
 
 
-def test_compiled_model(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(2, _whole, [tiny.packed(d) for d in PACKINGS], timeout=280)
-    _compare(results)
+@pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba"])
+def test_compiled_model(gloo_pool: GlooPool, name: str) -> None:
+    results = gloo_pool.run(2, _whole, name, [tiny.packed(d) for d in PACKINGS], timeout=280)
+    _compare(name, results)
     for _, graphs in results:
         assert graphs[0] == 1 and graphs[2] == graphs[3] == 2

@@ -34,7 +34,7 @@ def _step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[st
 
 
 def _shard(model: Any, mesh: Any) -> None:
-    for layer in model.model.layers:
+    for layer in model.base_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -50,10 +50,11 @@ def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: st
 
 
 @pytest.mark.parametrize("first", ["fsdp", "cp"])
-def test_fsdp(gloo_pool: GlooPool, first: str) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
     documents = tiny.documents_of(LENGTHS)
-    results = gloo_pool.run(2, _with_fsdp, "gemma3", tiny.packed(documents), first, timeout=120)
-    want = tiny.reference(tiny.model_of("gemma3"), documents)
+    results = gloo_pool.run(2, _with_fsdp, name, tiny.packed(documents), first, timeout=120)
+    want = tiny.reference(tiny.model_of(name), documents)
     for result in results:  # FSDP2 has averaged
         tiny.check([result], want)
 
@@ -119,7 +120,7 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["gemma3", "llama, dynamic NTK", "stablelm"])
+@pytest.mark.parametrize("name", ["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "jamba"])
 def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
     documents = tiny.documents_of((31, 31))
     results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant, timeout=120)

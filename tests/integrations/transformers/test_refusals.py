@@ -32,8 +32,8 @@ def _attach(config: Any) -> None:
     [
         ("bloom", dict(hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
         ("gptj", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
-        ("mamba", dict(hidden_size=64, num_hidden_layers=2), "layers of type .*linear_attention"),
-        ("qwen3_next", SMALL | dict(num_key_value_heads=2, head_dim=16), "layers of type .*linear_attention"),
+        ("rwkv", dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "carries a state .*RwkvSelfAtt"),
+        ("inkling_text", SMALL, "layers of type .*hybrid_sliding"),
         ("deepseek_v32", {}, "layers of type .*indexed_attention"),
         ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
         ("camembert", SMALL | dict(is_decoder=True), "counts positions by a rule of its own"),

@@ -38,7 +38,7 @@ def _all_of(model: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen3_next", "jamba", "lfm2"])
 def test_without_a_plan(name: str, attention: str, tmp_path: Path) -> None:
     model = tiny.model_of(name, attention=attention)
     want = _all_of(copy.deepcopy(model), tmp_path / "before")

@@ -48,6 +48,15 @@ _LONGROPE = {
     "original_max_position_embeddings": 24,
 }
 
+_LINEAR_FIRST = dict(layer_types=["linear_attention", "full_attention"])
+_DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, **_LINEAR_FIRST
+)
+_KIMI = dict(linear_num_heads=2, linear_head_dim=8, mlp_layer_types=["dense", "sparse"], **_LINEAR_FIRST)
+_MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8)
+_NO_ATTENTION = {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "attention_dropout"}
+_NO_ATTENTION |= {"max_position_embeddings"}
+
 # Name of a configuration: model type, values beside the common ones, names of common values that the type lacks.
 CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "llama": ("llama", {}, set()),
@@ -120,6 +129,60 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         dict(sliding_window=16, local_attention=16),
         {"num_key_value_heads", "head_dim"},
     ),
+    "qwen3_next": ("qwen3_next", dict(shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA), set()),
+    "qwen3_5": ("qwen3_5_text", _DELTA, set()),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA | dict(linear_num_key_heads=4), {"head_dim"}),
+    "kimi_linear": ("kimi_linear", dict(num_experts_per_token=2, num_experts=4, **_KIMI, **_MLA), {"head_dim"}),
+    "mamba2": ("mamba2", dict(num_heads=8, head_dim=16, n_groups=2, state_size=8), _NO_ATTENTION),
+    "bamba": ("bamba", dict(attn_layer_indices=[1], **_MAMBA2), {"head_dim"}),
+    "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=128, **_MAMBA2), set()),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        dict(num_local_experts=4, shared_intermediate_size=32, **_LINEAR_FIRST, **_MAMBA2),
+        {"head_dim"},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=8,
+            n_routed_experts=4,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+        ),
+        {"num_hidden_layers"},
+    ),
+    "zamba2": (
+        "zamba2",
+        dict(
+            num_hidden_layers=4,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            n_mamba_heads=8,
+            mamba_headdim=16,
+            mamba_d_state=8,
+            attention_head_dim=32,
+            num_key_value_heads=4,
+            num_query_groups=4,
+            adapter_rank=8,
+        ),
+        {"head_dim"},
+    ),
+    "mamba": ("mamba", dict(state_size=4, time_step_rank=8), _NO_ATTENTION),
+    "jamba": (
+        "jamba",
+        dict(attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=8, num_experts=4),
+        {"head_dim"},
+    ),
+    "lfm2": ("lfm2", dict(block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]), {"head_dim"}),
+    "minimax": ("minimax", dict(num_local_experts=4, block_size=16, **_LINEAR_FIRST), set()),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        dict(num_hidden_layers=3, lru_width=64, attention_window_size=16, num_key_value_heads=4),
+        {"num_key_value_heads"},
+    ),
 }
 
 
@@ -131,18 +194,24 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def model_of(name: str, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """A random float32 model; biases too, so that no gradient vanishes by chance."""
+    """A random float32 model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = config_of(name, **changes)
         if attention is not None:
             config._attn_implementation = attention
-        model = AutoModelForCausalLM.from_config(config).float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() <= 1:
-                    parameter.add_(torch.randn(parameter.shape) * 0.05)
-    return model.train()
+        return randomized(AutoModelForCausalLM.from_config(config).float()).train()
+
+
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with random biases, so that no gradient vanishes by chance, and states that last for long."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # some start from states that are forgotten after a token
+                parameter.uniform_(0.02, 0.5).log_()
+            elif parameter.dim() <= 1:
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
 
 
 def documents_of(lengths: Sequence[int], seed: int = 1) -> Documents:

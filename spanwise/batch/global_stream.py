@@ -1,0 +1,117 @@
+"""GlobalBatchStream: global batches of a stream of documents whose lengths are not known before.
+
+    documents, one after the other -> as many as fit a batch -> GlobalBatch -> this rank's tensors
+
+Every rank reads the whole stream and keeps the documents of one batch in memory. Where lengths are known and documents
+can be reached by number, `GlobalBatchDataset` reads a rank's own tokens only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from spanwise.batch.global_batches import GlobalBatches, check_state, loaded
+from spanwise.masks.checks import check_positive
+
+
+class GlobalBatchStream(IterableDataset[dict[str, Any]]):
+    """One rank's batches of a stream of documents, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
+
+    A batch takes documents in their order and ends before the first one that does not fit. The batches are dicts as
+    those of `GlobalBatchDataset`, and workers take turns alike. The state counts documents of the stream.
+
+    Args:
+        documents: an iterable of arrays or tensors of tokens, ``[tokens]``; iterated anew for each iteration, and with
+            the same documents on every rank. To resume, it is skipped by its method ``skip(n)``, if it has one (as
+            streams of Hugging Face's datasets have), else document by document.
+        num_ranks, tokens_per_rank: as `GlobalBatches` takes them.
+        rank: the rank whose tensors are made.
+        drop_last: leave out the batch in which the documents end, unless it is full.
+        options: other arguments of `GlobalBatches` that concern one batch (``pad``, ``mask``, …) and of `make_plan`.
+
+    >>> import numpy as np, spanwise
+    >>> documents = [np.arange(n) for n in (6, 3, 5, 9, 2)]
+    >>> stream = spanwise.GlobalBatchStream(documents, num_ranks=1, tokens_per_rank=10, rank=0)
+    >>> [(batch["input_ids"].numel(), batch["state"]["position"]) for batch in stream]
+    [(9, 2), (5, 3), (9, 4), (2, 5)]
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Any],
+        num_ranks: int | tuple[int, int],
+        tokens_per_rank: int,
+        rank: int,
+        *,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        if wrong := sorted({"seed", "max_document", "cut", "epochs"} & set(options)):
+            raise ValueError(
+                f"a stream is taken in its order, its documents whole: leave {', '.join(wrong)} out, shuffle and cut "
+                f"the documents before"
+            )
+        size = check_positive(int(np.prod(num_ranks)), "num_ranks")
+        self.batch_tokens = size * check_positive(tokens_per_rank, "tokens_per_rank")
+        self.documents, self.rank, self.drop_last = documents, operator.index(rank), drop_last
+        if not 0 <= self.rank < size:
+            raise ValueError(f"rank must be in [0, {size}), the ranks of the batches, got {rank}")
+        self._arguments = (num_ranks, tokens_per_rank)
+        self._options = options
+        self._start = self._position = 0
+
+    @property
+    def config(self) -> str:
+        """Hex digest of the tokens of a batch; the documents are not part of it."""
+        return hashlib.blake2b(f"stream {self.batch_tokens}".encode(), digest_size=16).hexdigest()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        self._position = self._start
+        groups = self._groups(self._start)
+        while turn := list(itertools.islice(groups, workers)):
+            self._position = turn[-1][1]
+            if worker >= len(turn):
+                return
+            documents, after = turn[worker]
+            (batch,) = GlobalBatches([len(tokens) for tokens in documents], *self._arguments, **self._options)
+            yield loaded(batch, documents, self.rank, after, self.config)
+
+    def _groups(self, skip: int) -> Iterator[tuple[list[Any], int]]:
+        """The documents of each batch, and the number of documents of the stream up to its end."""
+        group: list[Any] = []
+        tokens, number = 0, skip
+        for document in self._from(skip):
+            length = len(document)
+            if length > self.batch_tokens:
+                raise ValueError(
+                    f"document {number} of the stream has {length:,} tokens, and a global batch at most "
+                    f"{self.batch_tokens:,}: raise tokens_per_rank, or cut the document before"
+                )
+            if tokens + length > self.batch_tokens:
+                yield group, number
+                group, tokens = [], 0
+            group, tokens, number = [*group, document], tokens + length, number + 1
+        if tokens and not (self.drop_last and tokens < self.batch_tokens):
+            yield group, number
+
+    def _from(self, skip: int) -> Iterator[Any]:
+        if skip and hasattr(self.documents, "skip"):
+            return iter(self.documents.skip(skip))
+        return itertools.islice(self.documents, skip, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches that this object has yielded end, in documents, and a digest of the size of a batch."""
+        return {"position": self._position, "config": self.config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin where `state` says; ``ValueError`` for a state of batches of another size."""
+        self._start = self._position = check_state(state, self.config, "num_ranks * tokens_per_rank")

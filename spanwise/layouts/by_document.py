@@ -1,0 +1,123 @@
+"""Spread documents over hosts and ranks without a search: for more ranks than `local` can search in time.
+
+First the hosts are filled with documents, then the ranks of each host with what it has got (`filling`). A document lies
+whole on a host, and there whole on a rank, where work and tokens permit. A longer one takes as few hosts as possible,
+in ascending order, so that ranks read mostly from their own host and from those before it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spanwise.layouts import traffic
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.problem import LayoutProblem
+from spanwise.masks.arrays import Float64, Int64
+
+# Share of the slack that the work of a host may use; the rest is for the ranks inside it.
+_HOST_SLACK = 0.9
+
+
+def assign(problem: LayoutProblem, num_ranks: int, host_size: int | None, bound: float) -> Layout:
+    """The layout of every batch row, see `pieces_of_ranks`; ranks hold equally many tokens, or one more."""
+    sizes = problem.seq_len // num_ranks + (np.arange(num_ranks) < problem.seq_len % num_ranks)
+    parts = zip(problem.documents, problem.work_before, strict=True)
+    tables = [pieces_of_ranks(documents, before, sizes, host_size or 1, bound) for documents, before in parts]
+    return Layout(tables, num_ranks, problem.seq_len)
+
+
+def busiest(layout: Layout, problem: LayoutProblem) -> Float64:
+    """Work of the busiest rank by the sum of the masks, and by each mask alone; ``[batch, num_bounds]``."""
+    found = []
+    for row in range(problem.batch_size):
+        pieces = layout.pieces(row if layout.batch_size > 1 else 0)
+        rank, start, _ = pieces[np.argsort(pieces[:, 1])].T
+        areas = [area[row if len(area) > 1 else 0] for area in _areas(problem)]
+        found.append([np.bincount(rank, np.add.reduceat(area, start)).max() for area in areas])
+    return np.array(found, dtype=np.float64)
+
+
+def mean_work(problem: LayoutProblem, num_ranks: int) -> Float64:
+    """The mean work of a rank, as `busiest`."""
+    sums = [np.broadcast_to(area.sum(axis=1), problem.batch_size) for area in _areas(problem)]
+    return np.stack(sums, axis=1) / num_ranks
+
+
+def priced_tokens(layout: Layout, problem: LayoutProblem, host_size: int | None, host_price: float) -> Float64:
+    """K/V tokens that each rank receives, all masks by weight; those from its own host at their price."""
+    host = np.arange(layout.num_ranks) // (host_size or 1)
+    price = np.where(host[:, None] == host, host_price, 1.0)
+    total = np.zeros(layout.num_ranks)
+    for name in sorted(problem.masks):
+        rows = traffic.needs(problem.masks[name], layout, layout, problem.batch_size)
+        total += (problem.weights or {})[name] * (traffic.needed_traffic(rows, layout) * price).sum(axis=1)
+    return total
+
+
+def _areas(problem: LayoutProblem) -> list[np.ndarray]:
+    return [problem.area] + [mask.area() for mask in problem.masks.values() if len(problem.masks) > 1]
+
+
+def pieces_of_ranks(documents: Int64, before: Float64, sizes: Int64, host_size: int, bound: float) -> Int64:
+    """Assigns documents to ranks.
+
+    Args:
+        documents: offsets of the documents, int64 ``[num_documents + 1]``, ascending; from 0 to the units (tokens or
+            blocks) of the sequence.
+        before: work before each unit, ``[num_units + 1]``.
+        sizes: units that each rank gets, ``[num_ranks]``.
+        host_size: ranks of a host; 1 if all links are alike.
+        bound: work that a rank may have, over the mean.
+
+    Returns:
+        int64 ``[num_pieces, 3]``: rank, first unit and end of each piece.
+    """
+    from spanwise.layouts.filling import fill  # loads numba, a compiler
+
+    num_ranks, mean = len(sizes), before[-1] / len(sizes)
+    if not 1 < host_size < num_ranks:
+        return fill(documents[:-1], documents[1:], before, sizes, np.ones(num_ranks), bound)
+    first = np.arange(0, num_ranks, host_size)
+    ranks = np.diff(np.append(first, num_ranks))
+    of_hosts = fill(
+        documents[:-1], documents[1:], before, np.add.reduceat(sizes, first), ranks.astype(np.float64),
+        1 + _HOST_SLACK * (bound - 1),
+    )  # fmt: skip
+    of_hosts = _joined(of_hosts)
+    edges = np.searchsorted(of_hosts[:, 0], np.arange(len(first) + 1))
+    found = []
+    for host in range(len(first)):
+        items = _cut_at(of_hosts[edges[host] : edges[host + 1], 1:], documents)
+        if len(items) == 0:
+            continue
+        own = sizes[first[host] : first[host] + ranks[host]]
+        work = (before[items[:, 1]] - before[items[:, 0]]).sum()
+        allowed = max(bound * mean * ranks[host] / work, 1.0) if work > 0 else 1.0
+        pieces = fill(items[:, 0].copy(), items[:, 1].copy(), before, own, np.ones(len(own)), allowed)
+        pieces[:, 0] += first[host]
+        found.append(pieces)
+    return np.concatenate(found)
+
+
+def _joined(pieces: Int64) -> Int64:
+    """Pieces sorted by bin and position, adjacent ones of a bin as one."""
+    pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
+    opens = np.ones(len(pieces), dtype=bool)
+    opens[1:] = (pieces[1:, 0] != pieces[:-1, 0]) | (pieces[1:, 1] != pieces[:-1, 2])
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(pieces)) - 1
+    return np.column_stack([pieces[first, :2], pieces[last, 2]])
+
+
+def _cut_at(runs: Int64, offsets: Int64) -> Int64:
+    """Ascending runs ``[n, 2]``, cut at the offsets that lie inside them."""
+    inside = [
+        offsets[low:high]
+        for low, high in zip(
+            np.searchsorted(offsets, runs[:, 0], side="right"), np.searchsorted(offsets, runs[:, 1]), strict=True
+        )
+    ]
+    edges = np.unique(np.concatenate([runs.ravel(), *inside])) if len(runs) else np.empty(0, np.int64)
+    run = np.searchsorted(runs[:, 0], edges[:-1], side="right") - 1
+    kept = edges[:-1] < runs[run, 1] if len(runs) else np.zeros(0, bool)
+    return np.column_stack([edges[:-1][kept], edges[1:][kept]])

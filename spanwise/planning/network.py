@@ -1,0 +1,141 @@
+"""Who talks to whom, and what crosses between hosts; with a lower bound for it. Exact; pure."""
+
+# P ranks
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from spanwise.layouts import traffic
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.problem import offsets_of_documents
+from spanwise.masks.arrays import Float64, Int64
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.plan_data import PlanData
+
+
+class HostTraffic(NamedTuple):
+    """K/V tokens that all ranks receive in a forward, by where they come from.
+
+    Attributes:
+        host_size: ranks of a host.
+        inside: from ranks of the same host.
+        between: from other hosts; a token counts for each rank that receives it.
+        once: tokens that some rank of a host reads and none holds; each counts once a host.
+        bound: tokens that cross between hosts in every layout whose busiest rank has no more work than this plan's; see
+            `between_bound`.
+    """
+
+    host_size: int
+    inside: int
+    between: int
+    once: int
+    bound: int
+
+
+def host_size(plan: PlanData) -> int | None:
+    """Ranks of a host: the innermost level of the plan's `hardware` that joins some of the ranks, but not all."""
+    return next((x.ranks for x in plan.hardware.links if x.ranks is not None and 1 < x.ranks < plan.num_ranks), None)
+
+
+def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:
+    """The counts of `Plan.host_traffic`."""
+    size = size or host_size(plan)
+    if size is None or size < 1:
+        raise ValueError(
+            f"the plan's hardware {plan.hardware.name!r} has no hosts smaller than {plan.num_ranks} ranks: give "
+            f"host_size, or make the plan with hardware that has hosts, such as spanwise.H100"
+        )
+    tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
+    inside = int(tokens[host[:, None] == host].sum())
+    return HostTraffic(
+        size, inside, int(tokens.sum()) - inside, _entering(plan, mask, host), between_bound(plan, mask, size)
+    )
+
+
+def peers(plan: PlanData, mask: str) -> list[Int64]:
+    """The ranks of `Plan.peers`."""
+    talks = plan.traffic(mask) > 0
+    talks = talks | talks.T
+    rank, other = np.nonzero(talks)
+    return np.split(other, np.searchsorted(rank, np.arange(1, plan.num_ranks)))
+
+
+def talking_groups(plan: PlanData, mask: str) -> list[Int64]:
+    """The groups of `Plan.talking_groups`."""
+    one, other = np.nonzero(plan.traffic(mask))
+    label = np.arange(plan.num_ranks)
+    while True:  # each rank takes the lowest label of those that it talks to; doubling halves the distance
+        lowest = label.copy()
+        np.minimum.at(lowest, one, label[other])
+        np.minimum.at(lowest, other, label[one])
+        lowest = lowest[lowest]
+        if (lowest == label).all():
+            break
+        label = lowest
+    order = np.argsort(label, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
+    return sorted((group for group in groups if len(group) > 1), key=lambda group: (-len(group), group[0]))
+
+
+def between_bound(plan: PlanData, mask: str, size: int) -> int:
+    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that receives them.
+
+    Holds for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
+    with more work than a host may have, C = W * size, add to it.
+
+    Proof for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that a rank has,
+    and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or more, which
+    is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over all ranks:
+    ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the host of q.
+    V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before it.
+    Take each row's work as a mass a(q) with levels between w(q) - a(q) and w(q); then V is half the work of all rows
+    plus the sum of level / a(q) over the mass. A host with work m <= C has mass evenly on the levels 0 to m. As the
+    hosts' sum is fixed, most mass is at high levels where all hosts but one are full (k full ones). V is largest where
+    the highest levels meet the shortest rows (rearrangement), so ``V <= half the work + sum of c(work before q)``, with
+    c(x) = C - x / k down to the level of the last host, and then (work of the document - x) / (k + 1).
+    """
+    if plan.inner > 1 or plan.kv_layout != plan.layout:
+        return 0
+    of, most = plan.mask(mask), float(plan.work(mask).max())
+    total = 0.0
+    for row in range(plan.batch_size):
+        at = traffic.row_of(of, row)
+        offsets = offsets_of_documents([of], at)
+        length = np.diff(offsets).astype(np.float64)
+        for i in np.flatnonzero(length * (length + 1) / 2 > most * size):
+            if _is_causal(of, at, int(offsets[i]), int(offsets[i + 1])):
+                total += _document_bound(int(length[i]), most, size)
+    return int(total)
+
+
+def _document_bound(length: int, most: float, size: int) -> float:
+    """The bound for one causal document; ranks have at most the work `most`."""
+    area = np.arange(1, length + 1, dtype=np.float64)
+    work, capacity = area.sum(), most * size
+    before: Float64 = np.cumsum(area) - area
+    full = np.floor(work / capacity)
+    level = np.maximum(capacity - before / full, (work - before) / (full + 1))
+    return max(0.0, float((np.square(area).sum() - level.sum() - work / 2) / most))
+
+
+def _is_causal(mask: SpanMask, row: int, first: int, last: int) -> bool:
+    """Whether each row of ``[first, last)`` reads exactly the keys from `first` to itself."""
+    start, end = mask.start[row, :, first:last], mask.end[row, :, first:last]
+    token = np.arange(first + 1, last + 1)
+    return bool((start[0] == first).all() and (end[0] == token).all() and (start[1:] == end[1:]).all())
+
+
+def _entering(plan: PlanData, mask: str, host: Int64) -> int:
+    """Tokens that some rank of a host reads and none holds, summed over hosts."""
+
+    def by_host(layout: Layout) -> Layout:
+        pieces = [layout.pieces(row) for row in range(layout.batch_size)]
+        tables = [np.column_stack([host[each[:, 0]], each[:, 1:]]) for each in pieces]
+        return Layout(tables, int(host[-1]) + 1, layout.seq_len)
+
+    held = by_host(plan.kv_layout)
+    rows = traffic.needs(plan.mask(mask), by_host(plan.layout), held, plan.batch_size)
+    return int(traffic.needed_traffic(rows, held).sum())

@@ -1,0 +1,80 @@
+"""Recurrence: layers of a model that carry a state along the sequence, as `make_plan` takes them. Data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_STATE_BYTES = 4  # an element of a map
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """Layers of a model that carry a state, for `make_plan`.
+
+    Args:
+        layers: how many there are.
+        heads: of the values, on one rank.
+        key_dim, value_dim: of a head; a state is ``[heads, key_dim, value_dim]``.
+        delta_rule: True for gated delta rules (GDN, KDA), whose maps hold a matrix ``[key_dim, key_dim]`` for each
+            head; False for diagonal decays (Mamba-2, GLA, lightning).
+        conv_width: of the convolution before them; 1 for none.
+        conv_channels: of that convolution; default ``heads * (2 * key_dim + value_dim)``.
+        hidden_size: numbers of a token that move between layouts; default ``heads * value_dim``.
+
+    Raises:
+        ValueError: a number that is not positive.
+
+    >>> Recurrence(layers=36, heads=32, key_dim=128, value_dim=128).map_bytes
+    4194304
+    """
+
+    layers: float
+    heads: int
+    key_dim: int
+    value_dim: int
+    delta_rule: bool = True
+    conv_width: int = 4
+    conv_channels: int | None = None
+    hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "delta_rule" or (value is None and field.default is None):
+                continue
+            whole = field.name == "layers" or isinstance(value, (int, np.integer))
+            if isinstance(value, bool) or not whole or not 0 < value < math.inf:
+                raise ValueError(f"{field.name} of a Recurrence must be positive, got {value!r}")
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the map of one run: what it adds to the state, and by what it multiplies it."""
+        factor = self.key_dim * (self.key_dim if self.delta_rule else 1)
+        return _STATE_BYTES * self.heads * (factor + self.key_dim * self.value_dim)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.conv_channels or self.heads * (2 * self.key_dim + self.value_dim)
+
+    @property
+    def hidden(self) -> int:
+        """Numbers of a token that move between layouts."""
+        return self.hidden_size or self.heads * self.value_dim
+
+
+def checked(recurrences: Any) -> dict[str, Recurrence] | None:
+    """The argument of `make_plan`; ``ValueError`` unless it is a mapping of names to `Recurrence`."""
+    if recurrences is None or (isinstance(recurrences, Mapping) and not recurrences):
+        return None
+    if not isinstance(recurrences, Mapping) or not all(isinstance(r, Recurrence) for r in recurrences.values()):
+        raise ValueError(
+            f"recurrences must map names to spanwise.Recurrence, as in {{'gdn': Recurrence(layers=36, heads=32, "
+            f"key_dim=128, value_dim=128)}}; got {recurrences!r}"
+        )
+    return {str(name): value for name, value in recurrences.items()}

@@ -1,0 +1,164 @@
+"""`chunkwise` as operators that compiled code takes whole: their loops follow the plan's tensors.
+
+Segments come in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
+"""
+
+# T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P segments, N chunks of C tokens
+# F features of a map: A, then B
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from spanwise.recurrence import chunkwise, chunkwise_backward
+from spanwise.recurrence.chunkwise import Inputs, wide
+
+Tensor = torch.Tensor
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def _without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    @functools.wraps(function)
+    def exact(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return exact
+
+
+@torch.library.custom_op("spanwise::recurrence_run", mutates_args=())
+@_without_autocast
+def run(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, tokens: Tensor,
+    order: Tensor, counts: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs ``[T, H, V]`` of segments, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
+    out = v.new_zeros(v.shape[0] + 1, *v.shape[1:])
+    state = state.index_select(0, order)
+    chunkwise.run(Inputs(q, k, v, log_decay, beta), tokens, counts, state, scale, out)
+    return out[:-1].clone(), _restored(state, order)
+
+
+@run.register_fake
+def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
+
+
+@torch.library.custom_op("spanwise::recurrence_maps", mutates_args=())
+@_without_autocast
+def maps(
+    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor, counts: Tensor
+) -> Tensor:
+    """The maps of segments, ``[P, F]``."""
+    a, b = chunkwise.maps(Inputs(None, k, v, log_decay, beta), tokens, counts, order.shape[0])
+    return _restored(torch.cat([a.flatten(1), b.flatten(1)], dim=1), order)
+
+
+@maps.register_fake
+def _(k, v, log_decay, beta, tokens, order, counts):  # type: ignore[no-untyped-def]
+    heads, keys, values = log_decay.shape[1], k.shape[2], v.shape[2]
+    features = map_features(heads, keys, values, log_decay.shape[2], beta is not None)
+    return k.new_empty(order.shape[0], features, dtype=wide(k.dtype))
+
+
+@torch.library.custom_op("spanwise::recurrence_adjoint", mutates_args=())
+@_without_autocast
+def adjoint(
+    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, d_out: Tensor, tokens: Tensor, order: Tensor,
+    counts: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Gradients ``[P, H, K, V]`` of the states before segments through the outputs of the segments."""
+    inputs = Inputs(q, k, None, log_decay, beta)
+    return _restored(chunkwise_backward.adjoint(inputs, tokens, counts, order.shape[0], d_out, scale), order)
+
+
+@adjoint.register_fake
+def _(q, k, log_decay, beta, d_out, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
+    return d_out.new_empty(order.shape[0], d_out.shape[1], k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
+
+
+@torch.library.custom_op("spanwise::recurrence_vjp", mutates_args=())
+@_without_autocast
+def vjp(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, d_out: Tensor,
+    d_state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, log_decay, beta (empty without), 0 outside the segments, and of the states before.
+
+    Args:
+        state, d_state: ``[P, H, K, V]``, states before the segments, gradients of those after.
+    """
+    inputs = Inputs(q, k, v, log_decay, beta)
+    grads = Inputs(
+        _one_more(q), _one_more(k), _one_more(v), _one_more(log_decay), None if beta is None else _one_more(beta)
+    )
+    state, d_state = state.index_select(0, order), d_state.index_select(0, order)
+    chunkwise_backward.vjp(inputs, tokens, counts, state, d_out, d_state, scale, grads)
+    found = [k.new_empty(0) if x is None else x[:-1].clone() for x in grads]
+    return [*found, _restored(d_state, order)]
+
+
+@vjp.register_fake
+def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
+    found = [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, log_decay, beta)]
+    return [*found, torch.empty_like(state)]
+
+
+@torch.library.custom_op("spanwise::recurrence_compose", mutates_args=())
+@_without_autocast
+def compose(
+    rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
+    heads: int, keys: int, values: int, decays: int, backward: bool,
+) -> Tensor:  # fmt: skip
+    """States ``[P, H, K, V]`` that enter the segments of this rank.
+
+    Args:
+        rows: ``[maps, F]``; of the first map of a chain only B is read.
+        chain, counts: maps to compose, document beside document, step by step; documents that go on at each step.
+        reads, read_from, read_counts: which segment gets the state after a step, of which document, and how many.
+        decays: d where A is diagonal, else 0.
+        backward: compose with the transpose of A.
+    """
+    entering = rows.new_empty(reads.shape[0], heads, keys, values)
+    state, split, maps_done, read = entering[:0], rows.shape[1] - heads * keys * values, 0, 0
+    for step, (count, num_reads) in enumerate(zip(counts.tolist(), read_counts.tolist(), strict=True)):
+        each = rows.index_select(0, chain[maps_done : maps_done + count])
+        a, b = each[:, :split], each[:, split:].view(count, heads, keys, values)
+        if step == 0:
+            state = b
+        elif decays:
+            state = a.view(count, heads, decays, 1) * state[:count] + b
+        else:
+            dense = a.view(count, heads, keys, keys)
+            state = (dense.mT if backward else dense) @ state[:count] + b
+        now = slice(read, read + num_reads)
+        entering.index_copy_(0, reads[now], state.index_select(0, read_from[now]))
+        maps_done, read = maps_done + count, read + num_reads
+    return entering
+
+
+@compose.register_fake
+def _(rows, chain, counts, reads, read_from, read_counts, heads, keys, values, decays, backward):  # type: ignore[no-untyped-def]
+    return rows.new_empty(reads.shape[0], heads, keys, values)
+
+
+def map_features(heads: int, keys: int, values: int, decays: int, dense: bool) -> int:
+    """F: numbers of a map. A is ``[H, K, K]`` if `dense`, else ``[H, d]``; B is ``[H, K, V]``."""
+    return heads * ((keys * keys if dense else decays) + keys * values)
+
+
+def _one_more(x: Tensor) -> Tensor:
+    """Zeros for all tokens, and one row for what is empty."""
+    return x.new_zeros(x.shape[0] + 1, *x.shape[1:])
+
+
+def _restored(by_length: Tensor, order: Tensor) -> Tensor:
+    """Segments in the order of the plan."""
+    return torch.empty_like(by_length).index_copy_(0, order, by_length)

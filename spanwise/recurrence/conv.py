@@ -1,0 +1,106 @@
+"""causal_conv: a short causal convolution along a sharded sequence. Only the rows before each run travel, its halo."""
+
+# B batch, T tokens of this rank, R rows of its shard, C channels
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from spanwise import _torch
+from spanwise.attention._limits import check_transforms
+from spanwise.attention.compare import compare_backward, compare_recurrence
+from spanwise.attention.exchange import needed
+from spanwise.recurrence.route import RecurrenceRoute
+from spanwise.recurrence.shards import from_rows, to_rows
+
+_ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    route: RecurrenceRoute,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """A depthwise causal convolution of this rank's shard, inside documents. Differentiable; collective.
+
+    A token reads the ``width - 1`` tokens before it in its document, zeros before the document's start. One exchange
+    brings the rows that lie on other ranks; its backward brings their gradients home.
+
+    Args:
+        x: ``[B, T, channels]`` or ``[T, channels]``, this rank's shard.
+        weight: ``[channels, width]`` or, as in `torch.nn.Conv1d`, ``[channels, 1, width]``; the last column is the
+            token's own weight.
+        bias: ``[channels]`` or None.
+        route: of the plan; its ``conv_width`` is at least `width`.
+        activation: None, or "silu" (also called "swish").
+
+    Returns:
+        As `x`. 0 in padding.
+
+    Raises:
+        ValueError: shapes that do not fit, a width that the route was not made for, an unknown activation.
+        spanwise.MismatchError: ranks make different calls.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
+
+    >>> import torch, spanwise
+    >>> from spanwise import recurrence
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 4]), num_ranks=1)
+    >>> recurrence.causal_conv(torch.ones(4, 1), torch.ones(1, 3), None, recurrence.recurrence_route(plan)).flatten()
+    tensor([1., 2., 1., 2.])
+    """
+    check_transforms(x, weight)
+    weight_CW = _checked(x, weight, bias, route, activation)
+    width, channels = weight_CW.shape[1], weight_CW.shape[0]
+    rows_RBC = to_rows("x", x, route, 1)
+    parts = [rows_RBC]
+    if route.apart and route.conv_width > 1:
+        assert route.mesh is not None
+        name, label = _torch.group_name(route.mesh.get_group()), "tokens (causal_conv)"
+        compare = compare_recurrence("causal_conv", [rows_RBC], (width, activation), route.digest, route.mesh)
+        (pending,) = needed.start(rows_RBC.flatten(1), [route.halo.route], name, label)
+        arrived_NF = needed.wait(pending, route.halo.route, name, label)
+        compare_backward((arrived_NF,), compare)
+        parts.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    parts.append(rows_RBC.new_zeros(1, rows_RBC.shape[1], channels))
+    stream_LBC = torch.cat(parts).index_select(0, route.halo.stream).to(dtype)
+    first, stop = route.conv_width - width, stream_LBC.shape[0] - width + 1
+    count = stop - first
+    out_LBC = stream_LBC.narrow(0, first, count) * weight_CW[:, 0].to(dtype)
+    for tap in range(1, width):
+        out_LBC = out_LBC + stream_LBC.narrow(0, first + tap, count) * weight_CW[:, tap].to(dtype)
+    if bias is not None:
+        out_LBC = out_LBC + bias.to(dtype)
+    # Padding reads the row of zeros behind all windows.
+    out_RBC = F.pad(out_LBC, (0, 0, 0, 0, 0, 1)).index_select(0, route.halo.outputs)
+    if activation is not None:
+        out_RBC = F.silu(out_RBC)
+    return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: RecurrenceRoute, activation: str | None
+) -> torch.Tensor:
+    """The weight as ``[channels, width]``, after all checks that one rank can make."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    if weight.dim() == 3 and weight.shape[1] == 1:
+        weight = weight.squeeze(1)
+    if weight.dim() != 2 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"causal_conv needs x [B, T, channels] or [T, channels] and weight [channels, width], got x "
+            f"{tuple(x.shape)} and weight {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if not 1 <= weight.shape[1] <= route.conv_width:
+        raise ValueError(
+            f"the route is for convolutions of width 1 to {route.conv_width}, got a weight of width "
+            f"{weight.shape[1]}; give recurrence_route conv_width={weight.shape[1]}"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"causal_conv takes floating-point tensors, got {x.dtype}")
+    return weight

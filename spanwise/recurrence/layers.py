@@ -1,0 +1,205 @@
+"""gated_linear and gated_delta: linear attention whose state passes from rank to rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from spanwise.attention._limits import check_transforms
+from spanwise.attention.compare import compare_backward, compare_recurrence
+from spanwise.recurrence.passing import passed
+from spanwise.recurrence.route import RecurrenceRoute
+from spanwise.recurrence.shards import from_rows, to_rows
+
+
+def gated_linear(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    route: RecurrenceRoute,
+    *,
+    scale: float | None = None,
+    initial: torch.Tensor | None = None,
+    return_final: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Linear attention with decay, on this rank's shard, inside documents. Differentiable; collective.
+
+    Along each document, for each head: ``S = exp(log_decay) * S + k ⊗ v`` and ``out = scale * q @ S``, with S of zeros
+    (or `initial`) before the first token. Mamba-2: q = C, k = B, v = dt * x, log_decay = dt * A, ``scale=1``.
+
+    Args:
+        q, k: ``[B, T, Hk, K]`` or ``[T, Hk, K]``, this rank's shard. Their heads divide those of `v`; each serves
+            consecutive heads of `v`. `q` may have other heads than `k`.
+        v: ``[B, T, H, V]`` or ``[T, H, V]``.
+        log_decay: not above 0, −inf forgets everything. ``[…, T, H]`` (Mamba-2, GDN), ``[…, T, H, K]`` (GLA, KDA), or
+            ``[H]`` (lightning attention).
+        route: of the plan, by `recurrence_route`.
+        scale: of the output; default ``K ** -0.5``.
+        initial: ``[B, n, H, K, V]`` (``[n, H, K, V]`` without B), states before the documents ``route.starts``.
+            Where documents differ by batch row (``route.rows > 1``) there is no B.
+        return_final: also return the states after the documents ``route.ends``, ``[B, m, H, K, V]``, in float32 at
+            least.
+
+    Returns:
+        out as `v`; 0 in padding. With `return_final` a pair ``(out, states)``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        spanwise.MismatchError: ranks make different calls.
+        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
+
+    >>> import torch, spanwise
+    >>> from spanwise import recurrence
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 4]), num_ranks=1)
+    >>> ones = torch.ones(4, 1, 1)
+    >>> recurrence.gated_linear(ones, ones, ones, torch.zeros(4, 1), recurrence.recurrence_route(plan)).flatten()
+    tensor([1., 2., 1., 2.])
+    """
+    return _layer("gated_linear", q, k, v, log_decay, None, route, scale, initial, return_final)
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    route: RecurrenceRoute,
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    initial: torch.Tensor | None = None,
+    return_final: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gated delta rule on this rank's shard, inside documents. Differentiable; collective.
+
+    Along each document, for each head: ``S = exp(log_decay) * S``, then ``S = S + k ⊗ beta (v - k @ S)`` and
+    ``out = scale * q @ S``. Gated DeltaNet (Qwen3-Next) has a decay for each head, Kimi Delta Attention one for each
+    key dim.
+
+    Args:
+        q, k, v, log_decay, route, scale, initial, return_final: as in `gated_linear`.
+        beta: ``[…, T, H]``, how much of the error is written.
+        normalize: divide q and k by their norms first (``x * rsqrt(sum(x²) + 1e-6)``).
+
+    Returns:
+        As `gated_linear`.
+
+    Raises:
+        As `gated_linear`.
+
+    >>> import torch, spanwise
+    >>> from spanwise import recurrence
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 4]), num_ranks=1)
+    >>> ones, half = torch.ones(4, 1, 1), torch.full((4, 1), 0.5)
+    >>> recurrence.gated_delta(ones, ones, ones, 0 * half, half, recurrence.recurrence_route(plan)).flatten()
+    tensor([0.5000, 0.7500, 0.5000, 0.7500])
+    """
+    if normalize:
+        q, k = (_normalized(x) for x in (q, k))
+    return _layer("gated_delta", q, k, v, log_decay, beta, route, scale, initial, return_final)
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _layer(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    route: RecurrenceRoute,
+    scale: float | None,
+    initial: torch.Tensor | None,
+    return_final: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    check_transforms(q, k, v, log_decay)
+    _check(q, k, v, log_decay, beta, route, scale)
+    flat, heads = v.dim() == 3, v.shape[-2]
+    q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
+    batch = v_RBHV.shape[1]
+    if log_decay.dim() == 1:
+        decay_RBHd = log_decay.view(1, 1, heads, 1).expand(*v_RBHV.shape[:3], 1)
+    elif log_decay.dim() == v.dim():
+        decay_RBHd = to_rows("log_decay", log_decay, route, 2)
+    else:
+        decay_RBHd = to_rows("log_decay", log_decay, route, 1).unsqueeze(-1)
+    beta_RBH = None if beta is None else to_rows("beta", beta, route, 1)
+    # Batch rows that share a layout are more heads.
+    q_RHK, k_RHK, v_RHV, decay_RHd = (x.flatten(1, 2) for x in (q_RBHK, k_RBHK, v_RBHV, decay_RBHd))
+    beta_RH = None if beta_RBH is None else beta_RBH.flatten(1, 2)
+    states = None if initial is None else _initial(initial, route, batch, heads, q.shape[-1], v)
+    compare = None
+    if route.apart:
+        assert route.mesh is not None
+        given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states) if x is not None]
+        options = (None if scale is None else float(scale), initial is not None)
+        compare = compare_recurrence(name, given, options, route.digest, route.mesh)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, f"states ({name})")
+    compare_backward((out_RHV, final), compare)
+    out = from_rows(out_RHV.unflatten(1, (batch, heads)), route, flat)
+    if not return_final:
+        return out
+    final = final.unflatten(1, (batch, heads))
+    return out, final.squeeze(1) if flat or route.rows > 1 else final.transpose(0, 1)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None,
+    route: RecurrenceRoute, scale: float | None,
+) -> None:  # fmt: skip
+    """``ValueError`` for what one rank can see to be wrong."""
+    if v.dim() not in (3, 4) or q.dim() != v.dim() or k.dim() != v.dim():
+        raise ValueError(
+            f"q, k and v must be [B, T, heads, dim] or [T, heads, dim] alike, got {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}"
+        )
+    heads, keys = v.shape[-2], k.shape[-1]
+    if q.shape[-1] != keys or any(x.shape[-2] < 1 or heads % x.shape[-2] for x in (q, k)):
+        raise ValueError(
+            f"q and k need one head dim, and their heads must divide the {heads} heads of v; got q {tuple(q.shape)} "
+            f"and k {tuple(k.shape)}"
+        )
+    tokens = tuple(v.shape[:-1])
+    if tuple(log_decay.shape) not in ((heads,), tokens, (*tokens, keys)):
+        raise ValueError(
+            f"log_decay must have shape {(heads,)}, {tokens} or {(*tokens, keys)}, got {tuple(log_decay.shape)}"
+        )
+    if beta is not None and tuple(beta.shape) != tokens:
+        raise ValueError(f"beta must have shape {tokens}, got {tuple(beta.shape)}")
+    for name, x in (("q", q), ("k", k), ("v", v), ("log_decay", log_decay), ("beta", beta)):
+        if x is None:
+            continue
+        if x.device != v.device or x.device != route.tokens.device:
+            raise ValueError(f"{name} is on {x.device}, v on {v.device}, the route on {route.tokens.device}")
+        if not x.is_floating_point() or (x.dtype == torch.float64) != (v.dtype == torch.float64):
+            raise ValueError(
+                f"all tensors must be floating point, float64 all or none; {name} is {x.dtype}, v {v.dtype}"
+            )
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt({keys})")
+
+
+def _initial(
+    initial: torch.Tensor, route: RecurrenceRoute, batch: int, heads: int, keys: int, v: torch.Tensor
+) -> torch.Tensor:
+    """States ``[n, B * H, K, V]`` from ``[B, n, H, K, V]`` or ``[n, H, K, V]``."""
+    flat, dtype = v.dim() == 3 or route.rows > 1, torch.promote_types(v.dtype, torch.float32)
+    wanted: tuple[int, ...] = (route.starts.shape[0], heads, keys, v.shape[-1])
+    if not flat:
+        wanted = (batch, *wanted)
+    if initial.dim() != len(wanted) or any(a != b for a, b in zip(initial.shape, wanted, strict=True)):
+        raise ValueError(
+            f"initial must have shape {wanted}, one state for each document that starts on this rank, got "
+            f"{tuple(initial.shape)}"
+        )
+    if initial.dtype != dtype:
+        raise ValueError(f"initial must be {dtype}, the dtype of states of {v.dtype} values, got {initial.dtype}")
+    return initial if flat else initial.transpose(0, 1).flatten(1, 2)

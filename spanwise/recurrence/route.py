@@ -1,0 +1,307 @@
+"""RecurrenceRoute: how states and halos of a sharded sequence travel, made once a batch from a plan.
+
+The maps of a rank go by all-to-all to the ranks that hold later tokens of the same documents, which compose them. The
+adjoint states of a backward take the same way in the other direction, so a route has one `Passage` for each.
+"""
+
+# T tokens of this rank in a batch row, R rows of its shard: T, or all batch rows' tokens where they differ
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spanwise import _torch
+from spanwise.attention.chunks import on_device, size
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.needed import Route
+from spanwise.attention.rank_plan import compare_fingerprints, mesh_ranks
+from spanwise.layouts import segments
+from spanwise.layouts.packing import Packing
+from spanwise.layouts.segments import Segments
+from spanwise.masks.arrays import Bool, Int64
+from spanwise.masks.checks import check_offset_rows
+from spanwise.planning import documents
+from spanwise.planning.plan import Plan
+
+# Tokens of a chunk; where each key dim has a decay, a chunk holds 16² K of them. `chunkwise` gives times.
+_CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTable:
+    """Segments of this rank cut into chunks.
+
+    Attributes:
+        tokens: int64 ``[N, C]``, rows of the shard, R in places that are empty. First the first chunk of each segment,
+            the longest segment first; then the second chunks; …
+        order: int64 ``[P]``, the segments by number of chunks.
+        counts: int64 in host memory, segments that have a first, a second, … chunk.
+    """
+
+    tokens: torch.Tensor
+    order: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """How states pass through the segments in one direction.
+
+    Attributes:
+        known: segments before which the state is known: they open documents, or in the backward close them.
+        carried: the others; the state comes from another rank.
+        inputs_known, inputs_carried: of the backward: where the entry states of the forward lie among those of its
+            `known`, then `carried` segments. None in the forward.
+        send: int64, maps that this rank sends, rank 0's first: numbers of its `known`, then `middle` segments.
+        send_sizes, recv_sizes: for each rank a tensor ``[maps, 0]``.
+        chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory.
+        leaving: int64, documents that end: numbers of `known`, then `carried` segments.
+    """
+
+    known: ChunkTable
+    carried: ChunkTable
+    inputs_known: torch.Tensor | None
+    inputs_carried: torch.Tensor | None
+    send: torch.Tensor
+    send_sizes: tuple[torch.Tensor, ...]
+    recv_sizes: tuple[torch.Tensor, ...]
+    chain: torch.Tensor
+    counts: torch.Tensor
+    reads: torch.Tensor
+    read_from: torch.Tensor
+    read_counts: torch.Tensor
+    leaving: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class HaloRoute:
+    """Rows before the segments of this rank.
+
+    Attributes:
+        route: rows that travel.
+        stream: int64, each segment behind its halo: rows of the shard, then arrived rows, then one row of zeros.
+        outputs: int64 ``[R]``, where the window of each token begins in the stream.
+    """
+
+    route: Route
+    stream: torch.Tensor
+    outputs: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceRoute:
+    """One rank's part of a plan for layers that carry a state along the sequence; a pytree of tensors.
+
+    Attributes:
+        tokens: ``[T, 0]``; carries the rank's tokens in a batch row in its shape.
+        starts: int64 ``[n]``, documents whose first token this rank holds, ascending; counted through all batch rows
+            where their documents differ.
+        ends: int64 ``[m]``, documents whose last token this rank holds, ascending.
+        forward, backward: how states, and their gradients, pass.
+        middle: segments that both come from and go on to other ranks.
+        halo: of convolutions up to `conv_width`.
+        digest: uint8 ``[16]`` in host memory, of plan and documents; compared across the ranks in each call.
+        apart: whether any document lies on several ranks, so that calls communicate.
+        rows: batch rows with layouts or documents of their own; 1 where one serves all.
+        rank, num_ranks, conv_width: plain numbers.
+        mesh: of all ranks, 1-D; None for one rank.
+    """
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    forward: Passage
+    backward: Passage
+    middle: ChunkTable
+    halo: HaloRoute
+    digest: torch.Tensor
+    apart: bool
+    rows: int
+    rank: int
+    num_ranks: int
+    conv_width: int
+    mesh: DeviceMesh | None
+
+
+for _class, _static in (
+    (ChunkTable, ()),
+    (Passage, ()),
+    (HaloRoute, ()),
+    (RecurrenceRoute, ("apart", "rows", "rank", "num_ranks", "conv_width", "mesh")),
+):
+    _torch.register_pytree_dataclass(_class, static=_static)
+
+
+def recurrence_route(
+    plan: Plan,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    *,
+    cu_seqlens: Any = None,
+    conv_width: int = 4,
+) -> RecurrenceRoute:
+    """What `causal_conv`, `gated_linear` and `gated_delta` need of a plan: make it once a batch, for all layers.
+
+    A collective call over `mesh`, which compares the plans of all ranks; outside of compiled code. Compiled code takes
+    the routes of any number of plans without compiling again.
+
+    Args:
+        plan: of a square mask; its layout and its documents count, whatever the mask lets tokens read.
+        mesh: 1-D mesh of all ranks of the plan; None on one rank.
+        device: where the tensors live; default: the mesh's device type.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: those of the plan, or one
+            document where the plan's mask cannot hold several. Padding of a packing belongs to no document.
+        conv_width: largest width of a convolution; one row less travels before each run.
+
+    Raises:
+        ValueError: a plan of cross attention, unknown or bad document offsets, a mesh that does not fit, or plans that
+            differ between the ranks.
+        spanwise.ExchangeError: a rank is gone or too late.
+
+    >>> import spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 3, 8]), num_ranks=1)
+    >>> spanwise.recurrence.recurrence_route(plan).starts.tolist()
+    [0, 1]
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError("a plan was given inside a compiled region; call recurrence_route outside and pass the result")
+    packings, rank = _documents(plan, cu_seqlens), _checked_rank(plan, mesh)
+    if isinstance(conv_width, bool) or not isinstance(conv_width, (int, np.integer)) or conv_width < 1:
+        raise ValueError(f"conv_width must be an integer of at least 1, got {conv_width!r}")
+    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    everyone, rows = segments.find(plan.layout, packings), max(plan.layout.batch_size, len(packings))
+    prints = hashlib.blake2b(f"recurrence of {plan.fingerprint}, {conv_width}".encode(), digest_size=16)
+    for values in everyone:
+        prints.update(np.ascontiguousarray(values).tobytes())
+    if mesh is not None and plan.num_ranks > 1:
+        compare_fingerprints(prints.hexdigest(), mesh)
+        failure.connect(*mesh_ranks(mesh))
+    with _torch.plain_tensors() as to_active_mode:
+        built = _Builder(plan, everyone, rows, rank, device).route(int(conv_width), mesh, prints.digest())
+    route: RecurrenceRoute = to_active_mode(built)
+    return route
+
+
+def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
+    """The documents of each batch row; one entry serves all."""
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"recurrence_route needs the Plan, which knows the runs of every rank, got a {type(plan).__name__}"
+        )
+    if plan.kv_layout != plan.layout:
+        raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
+    if cu_seqlens is None:
+        return documents.packings(plan)
+    if plan.packing is not None:
+        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
+    return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
+
+
+def _checked_rank(plan: Plan, mesh: DeviceMesh | None) -> int:
+    if mesh is None:
+        if plan.num_ranks > 1:
+            raise ValueError(f"the plan is for {plan.num_ranks} ranks and needs their mesh; got mesh=None")
+        return 0
+    if mesh.ndim != 1 or mesh.size() != plan.num_ranks:
+        raise ValueError(
+            f"recurrence_route needs a 1-D mesh of the plan's {plan.num_ranks} ranks, got shape {tuple(mesh.shape)}; "
+            f"of a 2-D cp mesh pass mesh._flatten()"
+        )
+    return mesh.get_local_rank()
+
+
+class _Builder:
+    """Tensors of one rank from the segments of all."""
+
+    def __init__(self, plan: Plan, everyone: Segments, rows: int, rank: int, device: torch.device) -> None:
+        self.everyone, self.rank, self.device, self.num_ranks = everyone, rank, device, plan.num_ranks
+        self.length = plan.layout.num_tokens(rank)
+        self.rows = rows
+        self.mine = everyone.rank == rank
+
+    def route(self, conv_width: int, mesh: DeviceMesh | None, digest: bytes) -> RecurrenceRoute:
+        of = self.everyone
+        return RecurrenceRoute(
+            tokens=_torch.mark_dynamic(torch.empty(self.length, 0, device=self.device), 0),
+            starts=self.index(of.document[self.mine & of.opens]),
+            ends=self.index(of.document[self.mine & of.closes]),
+            forward=self.passage(backward=False),
+            backward=self.passage(backward=True),
+            middle=self.table(~of.opens & ~of.closes),
+            halo=self.halo(conv_width - 1),
+            digest=torch.tensor(list(digest), dtype=torch.uint8),
+            apart=bool((~of.opens).any()),
+            rows=self.rows,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            conv_width=conv_width,
+            mesh=mesh,
+        )
+
+    def passage(self, *, backward: bool) -> Passage:
+        of, count = self.everyone, len(self.everyone.rank)
+        maps = segments.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
+        if backward:  # numbers in the list backwards
+            maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
+        known, ends = (of.closes, of.opens) if backward else (of.opens, of.closes)
+        # Own rows are the maps of known segments, then of those in the middle; behind them lie the received ones.
+        middle = ~of.opens & ~of.closes
+        row = self.numbered(known, middle)
+        row[maps.recv] = np.count_nonzero(self.mine & (known | middle)) + np.arange(len(maps.recv))
+        number, entry = self.numbered(known, ~known), self.numbered(of.opens, ~of.opens)
+        return Passage(
+            known=self.table(known),
+            carried=self.table(~known),
+            inputs_known=self.index(entry[self.mine & known]) if backward else None,
+            inputs_carried=self.index(entry[self.mine & ~known]) if backward else None,
+            send=self.index(row[maps.send]),
+            send_sizes=self.sizes(maps.send_counts),
+            recv_sizes=self.sizes(maps.recv_counts),
+            chain=self.index(row[maps.chain]),
+            counts=self.host(maps.counts),
+            reads=self.index(number[maps.reads] - np.count_nonzero(self.mine & known)),
+            read_from=self.index(maps.read_from),
+            read_counts=self.host(maps.read_counts),
+            leaving=self.index(number[self.mine & ends]),
+        )
+
+    def numbered(self, *kinds: Bool) -> Int64:
+        """For each segment of the rank its number among those of the first kind, then the second, …"""
+        ordered = np.concatenate([np.flatnonzero(self.mine & kind) for kind in kinds])
+        number = np.empty(len(self.mine), dtype=np.int64)
+        number[ordered] = np.arange(len(ordered))
+        return number
+
+    def table(self, which: Bool) -> ChunkTable:
+        chunks = segments.cut(self.everyone.of(self.mine & which), self.rows * self.length, _CHUNK)
+        return ChunkTable(self.index(chunks.tokens), self.index(chunks.order), self.host(chunks.counts))
+
+    def halo(self, width: int) -> HaloRoute:
+        found = segments.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
+        route = Route(
+            send=self.index(found.send),
+            order=self.index(np.arange(found.recv_counts.sum())),
+            send_sizes=self.sizes(found.send_counts),
+            recv_sizes=self.sizes(found.recv_counts),
+            spare=False,
+        )
+        # Compiled code knows that it has as many entries as the shard has rows.
+        outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
+        return HaloRoute(route, self.index(found.stream), outputs)
+
+    def index(self, numbers: Int64) -> torch.Tensor:
+        return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)
+
+    def host(self, numbers: Int64) -> torch.Tensor:
+        return _torch.mark_unbacked(on_device(numbers.astype(np.int64), torch.device("cpu")), 0)
+
+    def sizes(self, counts: Int64) -> tuple[torch.Tensor, ...]:
+        return tuple(size(n, self.device) for n in counts.tolist())

@@ -1,0 +1,42 @@
+"""Shards as rows, one a token, as routes number them; and back."""
+
+# B batch, T tokens of this rank, R rows: T, or B * T where batch rows have layouts or documents of their own
+
+from __future__ import annotations
+
+import torch
+
+from spanwise.recurrence.route import RecurrenceRoute
+
+
+def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -> torch.Tensor:
+    """``[R, b, …]`` from a shard ``[B, T, …]`` or ``[T, …]``; b is 1 where R has the batch rows, else B.
+
+    Args:
+        name: of the tensor, for errors.
+        features: dims after T.
+    """
+    before = x.dim() - features
+    if before not in (1, 2) or x.shape[before - 1] != route.tokens.shape[0]:
+        raise ValueError(
+            f"{name} must be [B, T, …] or [T, …] with rank {route.rank}'s {route.tokens.shape[0]} tokens and "
+            f"{features} dims after them, got shape {tuple(x.shape)}"
+        )
+    if before == 1:
+        x = x.unsqueeze(0)
+    if route.rows == 1:
+        return x.transpose(0, 1)
+    if x.shape[0] != route.rows:
+        raise ValueError(
+            f"the route has layouts or documents of {route.rows} batch rows, so {name} needs a batch dim of that "
+            f"size; got shape {tuple(x.shape)}"
+        )
+    return x.flatten(0, 1).unsqueeze(1)
+
+
+def from_rows(rows: torch.Tensor, route: RecurrenceRoute, flat: bool) -> torch.Tensor:
+    """The inverse of `to_rows`; `flat` if the shard has no batch dim."""
+    if route.rows == 1:
+        x = rows.transpose(0, 1)
+        return x.squeeze(0) if flat else x
+    return rows.squeeze(1).unflatten(0, (route.rows, route.tokens.shape[0]))

@@ -1,0 +1,85 @@
+"""Layouts built document by document: they tile the sequence, are balanced and stay inside hosts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spanwise.layouts import by_document, traffic
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.local import Local
+from spanwise.layouts.problem import LayoutProblem, offsets_of_documents
+from spanwise.masks.span_mask import SpanMask
+
+
+def lognormal(total, median, sigma, seed):
+    """Document offsets: lognormal lengths until the tokens are used up."""
+    rng, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < total:
+        lengths.append(int(max(1, min(rng.lognormal(np.log(median), sigma), total - sum(lengths)))))
+    return np.append(0, np.cumsum(lengths))
+
+
+def crossing(layout, mask, host_size):
+    """K/V tokens received in all, and from other hosts."""
+    tokens = traffic.needed_traffic(traffic.needs(mask, layout, layout, 1), layout)
+    host = np.arange(layout.num_ranks) // host_size
+    return tokens.sum(), tokens[host[:, None] != host].sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 20), host_size=st.integers(1, 9))
+def test_any_documents_and_any_work(seed, num_ranks, host_size):
+    rng = np.random.default_rng(seed)
+    units = int(rng.integers(1, 400))
+    documents = np.unique(np.append(rng.integers(0, units + 1, rng.integers(0, 30)), [0, units]))
+    work = rng.choice([0.0, 1.0, 7.5], units) if rng.integers(2) else np.zeros(units)
+    sizes = units // num_ranks + (np.arange(num_ranks) < units % num_ranks)
+    before = np.append(0.0, np.cumsum(work))
+    pieces = by_document.pieces_of_ranks(documents, before, sizes, host_size, 1.02)
+    layout = Layout([pieces], num_ranks, units)  # checks that the pieces tile the sequence
+    assert layout.tokens_per_rank.tolist() == sizes.tolist()
+    assert layout == Layout([by_document.pieces_of_ranks(documents, before, sizes, host_size, 1.02)], num_ranks, units)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_documents_are_what_no_span_crosses(seed):
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 40))
+    masks = []
+    for _ in range(rng.integers(1, 3)):
+        token = np.arange(length)
+        edges = np.sort(np.clip(token + rng.integers(-4, 5, (4, length)), 0, length), axis=0)
+        edges[:, rng.random(length) < 0.3] = 0
+        masks.append(SpanMask(edges[::2], edges[1::2], length))
+    dense = np.any([mask.dense()[0] for mask in masks], axis=0)
+    whole = [0, *(p for p in range(1, length) if not dense[:p, p:].any() and not dense[p:, :p].any()), length]
+    assert offsets_of_documents(masks, 0).tolist() == whole
+
+
+@pytest.mark.parametrize("median, sigma", [(2_000, 1.6), (16_000, 1.2)])
+@pytest.mark.parametrize("num_ranks", [32, 96])
+def test_lognormal_documents_are_balanced_and_stay_inside_hosts(median, sigma, num_ranks):
+    mask = SpanMask.documents(lognormal(2**15 * num_ranks, median, sigma, seed=num_ranks))
+    problem = LayoutProblem({"default": mask})
+    layout = by_document.assign(problem, num_ranks, 8, 1.02)
+    assert np.ptp(layout.tokens_per_rank) == 0
+    assert by_document.busiest(layout, problem)[0, 0] <= 1.03 * by_document.mean_work(problem, num_ranks)[0, 0]
+    total, outside = crossing(layout, mask, 8)
+    # Documents longer than a host must cross.
+    longest = np.diff(mask.cu_seqlens[0]).max()
+    if longest**2 / 2 < 8 * problem.area.sum() / num_ranks:
+        assert outside <= 0.05 * total
+
+
+@pytest.mark.parametrize("host_size", [None, 8])
+def test_many_ranks_take_regular_layouts_where_these_are_better(host_size):
+    window = LayoutProblem({"default": SpanMask.sliding_window(2**16, 256)})
+    layout = Local(host_size=host_size).assign(window, 128)
+    assert [len(layout.runs(rank)) for rank in range(128)] == [1] * 128
+    causal = LayoutProblem({"default": SpanMask.causal(2**16)})
+    layout = Local(host_size=host_size).assign(causal, 128)
+    assert by_document.busiest(layout, causal)[0, 0] <= 1.03 * by_document.mean_work(causal, 128)[0, 0]

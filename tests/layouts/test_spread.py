@@ -1,0 +1,81 @@
+"""Spread: equal seconds, unequal tokens within the limit, and long documents on few ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spanwise import LayoutProblem, SpanMask, make_plan
+from spanwise.layouts.spread import Spread
+
+
+def problem(lengths: list[int], **options) -> LayoutProblem:
+    cu_seqlens = np.cumsum([0, *lengths])
+    return LayoutProblem({"default": SpanMask.documents(cu_seqlens, **options)}, cu_seqlens=cu_seqlens)
+
+
+def seconds_of(layout, given: LayoutProblem, pair: float, token: float) -> np.ndarray:
+    each = given.area[0] * pair + token
+    return np.array([each[layout.indices(rank)].sum() for rank in range(layout.num_ranks)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any),
+    st.integers(1, 7),
+    st.sampled_from([1.0, 1.2, 2.0, 9.0]),
+    st.sampled_from([(1.0, 0.0), (1.0, 30.0), (0.0, 1.0)]),
+    st.booleans(),
+)
+def test_any_documents_fit(
+    lengths: list[int], ranks: int, slack: float, rates: tuple[float, float], causal: bool
+) -> None:
+    tokens = sum(lengths)
+    limit = int(np.ceil(slack * tokens / ranks))
+    given = problem(lengths, causal=causal)
+    layout = Spread(*rates, max_tokens=limit).assign(given, ranks)  # a Layout tiles the sequence
+    assert layout.tokens_per_rank.max() <= limit
+    assert np.count_nonzero(layout.tokens_per_rank) == min(ranks, tokens)
+
+
+@pytest.mark.parametrize("window", [None, (500, 0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_seconds_are_balanced_where_the_limit_allows(seed: int, window: tuple[int, int] | None) -> None:
+    lengths = np.random.default_rng(seed).lognormal(7, 1.4, 80).astype(int).tolist()
+    given = problem(lengths, window=window)
+    layout = Spread(1.0, 2000.0, max_tokens=sum(lengths)).assign(given, 16)
+    busy = seconds_of(layout, given, 1.0, 2000.0)
+    assert busy.max() <= 1.03 * busy.mean()
+    # A document lies on about as many ranks as its seconds need; a short one may fill what others left.
+    offsets = np.cumsum([0, *lengths])
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        held = sum(any(a < stop and b > start for a, b in layout.runs(rank)) for rank in range(16))
+        share = (given.area[0, start:stop] + 2000.0).sum() / busy.mean()
+        assert held <= max(3, np.ceil(1.3 * share))
+
+
+def test_unequal_tokens_need_fewer_bytes() -> None:
+    lengths = [40_000, *[1_000] * 60]
+    mask = SpanMask.documents(np.cumsum([0, *lengths]))
+    equal = make_plan(mask, 8, balancer="local", exchange="needed")
+    unequal = make_plan(mask, 8, balancer=Spread(1.0, 20_000.0, 25_000), exchange="needed")
+    assert unequal.recv_tokens().sum() < 0.8 * equal.recv_tokens().sum()
+    tokens = unequal.layout.tokens_per_rank
+    assert tokens.max() > 1.5 * tokens.min() and tokens.max() <= 25_000
+    busy = unequal.work() + 20_000.0 * tokens
+    assert busy.max() <= 1.02 * busy.mean()
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="not both 0"):
+        Spread(0.0, 0.0, 5)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Spread(1.0, 0.0, 0)
+    with pytest.raises(ValueError, match="10 tokens do not fit on 2 ranks of at most max_tokens=4"):
+        Spread(1.0, 0.0, 4).assign(problem([10]), 2)
+    with pytest.raises(ValueError, match="Spread needs cu_seqlens and masks of batch 1"):
+        Spread(1.0, 0.0, 4).assign(LayoutProblem({"default": SpanMask.causal(8)}), 2)

@@ -1,0 +1,85 @@
+"""Who talks to whom, what crosses between hosts, and the lower bound for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import spanwise
+from spanwise import SpanMask, make_plan
+from spanwise.planning import network
+
+
+def brute_force_crossing(mask, owner, host_size):
+    """Tokens that each rank reads from other hosts, and that each host reads from others, summed."""
+    owner = np.asarray(owner)
+    dense, host = mask.dense()[0], owner // host_size
+    by_rank = sum(int((dense[owner == r].any(axis=0) & (host != r // host_size)).sum()) for r in range(owner.max() + 1))
+    once = sum(int((dense[host == h].any(axis=0) & (host != h)).sum()) for h in range(host.max() + 1))
+    return by_rank, once
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_host_traffic_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    mask = SpanMask.documents(np.unique(np.append(rng.integers(0, 60, 4), [0, 60])))
+    plan = make_plan(mask, 6, balancer="lpt", exchange="needed", block_size=3)
+    owner = np.empty(60, np.int64)
+    for rank in range(6):
+        owner[plan.layout.indices(rank)] = rank
+    for size in (1, 2, 3, 4):
+        moved = plan.host_traffic(host_size=size)
+        assert (moved.between, moved.once) == brute_force_crossing(mask, owner, size)
+        assert moved.inside + moved.between == plan.traffic().sum()
+
+
+@pytest.mark.parametrize("length, ranks, size", [(8, 4, 2), (9, 3, 1), (8, 4, 1)])
+def test_no_layout_beats_the_bound(length, ranks, size):
+    """All layouts of one causal document, by brute force."""
+    mask = SpanMask.causal(length)
+    area = np.arange(1, length + 1)
+    least: dict[int, int] = {}
+    for owner in itertools.product(range(ranks), repeat=length):
+        most = int(np.bincount(owner, area, ranks).max())
+        if owner[0] == 0 and most < area.sum():
+            least[most] = min(least.get(most, 10**9), brute_force_crossing(mask, owner, size)[0])
+    bounds = {most: network._document_bound(length, most, size) for most in least if most * size < area.sum()}
+    assert all(bound <= least[most] + 1e-9 for most, bound in bounds.items())
+    assert max(bounds.values()) > 0
+
+
+def test_the_bound_is_close_for_a_document_over_two_hosts():
+    # 16 ranks, hosts of 8: each rank has a sixteenth of the work of one document; a filler makes tokens equal.
+    length, ranks = 2**14, 16
+    edges = np.round(length * np.sqrt(np.arange(ranks + 1) / ranks)).astype(int)
+    crossing = sum(edges[8] for _ in range(8))
+    work = np.diff(edges.astype(float) * (edges + 1) / 2).max()
+    assert 0.9 * crossing < network._document_bound(length, work, 8) <= crossing
+
+
+def test_only_causal_documents_longer_than_a_host_count():
+    plan = make_plan(SpanMask.causal(4096), 16, balancer="head_tail", exchange="needed", hardware=spanwise.H100)
+    assert 0 < plan.host_traffic().bound <= plan.host_traffic().between
+    window = SpanMask.sliding_window(4096, 128)
+    assert make_plan(window, 16, exchange="needed", hardware=spanwise.H100).host_traffic().bound == 0
+    with pytest.raises(ValueError, match="has no hosts smaller than 16 ranks: give host_size"):
+        make_plan(window, 16, exchange="needed").host_traffic()
+
+
+def test_peers_and_groups_follow_the_traffic():
+    plan = make_plan(SpanMask.documents([0, 512, 1024, 1536, 2048]), 8, exchange="needed", block_size=32)
+    assert [ranks.tolist() for ranks in plan.peers()] == [[1], [0], [3], [2], [5], [4], [7], [6]]
+    assert [ranks.tolist() for ranks in plan.talking_groups()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    chain = make_plan(SpanMask.sliding_window(64 * 32, 8), 64, balancer="contiguous", exchange="needed")
+    assert [len(ranks) for ranks in chain.talking_groups()] == [64]
+    alone = make_plan(SpanMask.documents(np.arange(0, 1025, 128)), 8, balancer="contiguous", exchange="needed")
+    assert alone.talking_groups() == []
+
+
+def test_explain_tells_hosts_and_peers():
+    mask = SpanMask.documents(np.arange(0, 2**15 + 1, 2**10))
+    text = make_plan(mask, 16, exchange="needed", hardware=spanwise.H100).explain()
+    assert "a rank talks to" in text and "hosts of 8 ranks: " in text
+    assert "hosts of" not in make_plan(mask, 4, exchange="needed").explain()

@@ -1,0 +1,120 @@
+"""Plans of models with recurrent layers: what a layout costs them, and where "auto" runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import Recurrence
+from spanwise.layouts import segments
+from spanwise.layouts.local import Local
+from spanwise.planning import recurrent
+
+GDN = {"gdn": Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)}
+SHAPE = {"num_q_heads": 16, "num_kv_heads": 2, "head_dim": 256, "weights": {"default": 12}}
+
+
+def _documents(length: int, number: int) -> spanwise.SpanMask:
+    cuts = np.random.default_rng(0).integers(0, length, number)
+    return spanwise.SpanMask.documents(np.unique(np.append(cuts, [0, length])))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), ranks=st.integers(1, 5), width=st.integers(1, 4))
+def test_traffic_of_all_ranks_is_that_of_each(data: st.DataObject, ranks: int, width: int) -> None:
+    length = data.draw(st.integers(1, 40))
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
+    layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
+    everyone = segments.find(layout, [spanwise.Packing(cuts)])
+    for ordered in (everyone, everyone.backwards()):
+        traffic, composed = segments.map_traffic(ordered, ranks)
+        each = [segments.exchanged(ordered, rank, ranks) for rank in range(ranks)]
+        assert traffic.tolist() == [maps.recv_counts.tolist() for maps in each]
+        assert traffic.T.tolist() == [maps.send_counts.tolist() for maps in each]
+        assert composed.tolist() == [len(maps.chain) for maps in each]
+    halos = [segments.halo(everyone, rank, ranks, layout.num_tokens(rank), width) for rank in range(ranks)]
+    rows = segments.halo_traffic(everyone, ranks, width)
+    assert rows.tolist() == [halo.recv_counts.tolist() for halo in halos]
+    wanted = np.zeros((ranks, ranks), int)
+    for start, stop in itertools.pairwise(cuts):
+        read = {(owners[i], j) for i in range(start, stop) for j in range(max(start, i - width), i)}
+        for reader, token in read:
+            wanted[reader, owners[token]] += reader != owners[token]
+    assert rows.tolist() == wanted.tolist()
+
+
+def test_more_runs_cost_more() -> None:
+    mask = spanwise.SpanMask.causal(1 << 14)
+    plans = [
+        spanwise.make_plan(mask, 8, balancer=name, exchange="needed", recurrences=GDN, hardware=spanwise.H100, **SHAPE)
+        for name in ("contiguous", Local(most_runs=4), "lpt")
+    ]
+    here = [plan.replace(relayout=False) for plan in plans]
+    costs = [recurrent.costs(plan)["gdn"] for plan in here]
+    assert costs[0].runs == 1 and costs[1].runs <= 4 < costs[2].runs
+    assert [x.maps for x in costs] == sorted(x.maps for x in costs)
+    assert costs[0].seconds < costs[1].seconds < costs[2].seconds
+    assert costs[0].maps == sum(range(8)) and costs[0].moving == 0
+    # A longest-first layout is too fragmented: its recurrent layers run in a contiguous one.
+    assert plans[2].relayout and not plans[0].relayout
+    moved = recurrent.costs(plans[2])["gdn"]
+    assert moved.maps == costs[0].maps and moved.moving > 0
+
+
+def test_the_fastest_way_is_taken_and_explained() -> None:
+    plan = spanwise.make_plan(_documents(1 << 14, 30), 8, recurrences=GDN, **SHAPE)
+    total = plan.predict()["total"]
+    assert total <= 1.05 * min(c.seconds["total"] for c in plan.candidates)
+    assert {c.relayout for c in plan.candidates} == {True, False}
+    assert "local, 2 runs a rank" in {c.balancer for c in plan.candidates}
+    without = dataclasses.replace(plan, recurrences=None).predict()["total"]
+    assert plan.predict()["recurrent"] == pytest.approx(total - without)
+    assert "recurrent layers 'gdn' (36) in " in plan.explain()
+
+
+def test_the_layout_of_recurrent_layers() -> None:
+    mask = spanwise.SpanMask.causal(64)
+    plan = spanwise.make_plan(mask, 4, balancer="head_tail", exchange="needed", block_size=4, recurrences=GDN)
+    here, there = (plan.replace(relayout=moves).recurrent() for moves in (False, True))
+    assert here.layout == plan.layout
+    assert [there.layout.runs(rank).tolist() for rank in range(4)] == [[[16 * r, 16 * r + 16]] for r in range(4)]
+    assert not there.relayout and there.recurrences == plan.recurrences
+
+
+def test_files_and_fingerprints(tmp_path: Path) -> None:
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, block_size=4, recurrences=GDN, **SHAPE)
+    plan.save(tmp_path / "plan")
+    again = spanwise.Plan.load(tmp_path / "plan")
+    assert again == plan and again.recurrences == GDN and again.relayout == plan.relayout
+    assert plan.replace(relayout=not plan.relayout) != plan
+    assert plan.replace(recurrences=None) != plan
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(1, 400), ranks=st.integers(1, 6), most=st.integers(1, 9), block=st.sampled_from([1, 8]))
+def test_most_runs_is_a_bound(length: int, ranks: int, most: int, block: int) -> None:
+    mask = _documents(length, 4)
+    balancer = Local(most_runs=most, quality="fast")
+    plan = spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block)
+    if np.count_nonzero(plan.layout.tokens_per_rank) == min(ranks, length) and plan.block_size == block:
+        assert max(len(plan.layout.runs(rank)) for rank in range(ranks)) <= most
+
+
+def test_errors() -> None:
+    mask = spanwise.SpanMask.causal(64)
+    with pytest.raises(ValueError, match="recurrences must map names"):
+        spanwise.make_plan(mask, 2, recurrences=GDN["gdn"])
+    with pytest.raises(ValueError, match="key_dim of a Recurrence must be positive, got 0"):
+        Recurrence(layers=1, heads=1, key_dim=0, value_dim=1)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        spanwise.make_plan(spanwise.SpanMask.shared_prefix(8, [28, 28]), 2, recurrences=GDN)
+    with pytest.raises(ValueError, match="most_runs must be at least 1"):
+        Local(most_runs=0)

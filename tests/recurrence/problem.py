@@ -1,0 +1,113 @@
+"""A gated recurrence on whole tensors and on the shards of ranks: outputs, final states and all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import spanwise
+from spanwise import recurrence
+from tests.recurrence import oracle
+
+KINDS = ("mamba2", "gla", "lightning", "gdn", "kda")
+
+
+@dataclasses.dataclass
+class Problem:
+    """Inputs ``[T, …]`` of one kind of layer, initial states and cotangents; documents by (start, stop)."""
+
+    kind: str
+    inputs: list[torch.Tensor]  # q, k, v, log_decay, and beta for delta rules
+    initial: torch.Tensor
+    d_out: torch.Tensor
+    d_final: torch.Tensor
+    documents: list[tuple[int, int]]
+    scale: float | None = 0.5
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        cast = {n: getattr(self, n).to(dtype) for n in ("initial", "d_out", "d_final")}
+        return dataclasses.replace(self, inputs=[x.to(dtype) for x in self.inputs], **cast)
+
+
+def make(kind: str, length: int, documents: list[tuple[int, int]], seed: int = 0, decay: float = 0.5) -> Problem:
+    """Random tensors in float64; `decay` scales the log decays."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads, keys, values = 2, 3, 5
+    shape = {"lightning": (heads,), "gla": (length, heads, keys), "kda": (length, heads, keys)}.get(
+        kind, (length, heads)
+    )
+    inputs = [
+        normal(length, 1, keys),
+        normal(length, 1 if kind == "mamba2" else heads, keys),
+        normal(length, heads, values),
+    ]
+    inputs.append(-decay * normal(*shape).abs())
+    if kind in ("gdn", "kda"):
+        inputs[1] = torch.nn.functional.normalize(inputs[1], dim=-1)
+        inputs.append(normal(length, heads).sigmoid())
+    state = (len(documents), heads, keys, values)
+    return Problem(kind, inputs, normal(*state), normal(length, heads, values), normal(*state), documents)
+
+
+def expected(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Outputs, final states and the gradients of inputs and initial states, on one device in float64."""
+    double = problem.to(torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (*double.inputs, double.initial)]
+    *inputs, initial = leaves
+    beta = inputs[4] if len(inputs) > 4 else None
+    scale = inputs[0].shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    out, final = oracle.recurrence(*inputs[:4], beta, problem.documents, scale, initial)
+    loss = (out * double.d_out).sum() + (final * double.d_final).sum()
+    return out.detach(), final.detach(), list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+
+def layer(problem: Problem, inputs: list[torch.Tensor], route: Any, **kwargs: Any) -> Any:
+    """The sharded layer of the problem's kind."""
+    call = recurrence.gated_delta if len(inputs) > 4 else recurrence.gated_linear
+    return call(*inputs, route, scale=problem.scale, **kwargs)
+
+
+def on_rank(rank: int, mesh: Any, plan: spanwise.Plan, problem: Problem, cu_seqlens: Any = None) -> Any:
+    """The same on one rank: outputs, final states with their documents, gradients of its inputs and initial states."""
+    route = recurrence.recurrence_route(plan, mesh if plan.num_ranks > 1 else None, cu_seqlens=cu_seqlens)
+    leaves = []
+    for x in problem.inputs:
+        mine = x if x.dim() == 1 else plan.shard(x, rank, dim=0)
+        leaves.append(mine.clone().requires_grad_())
+    initial = problem.initial[route.starts].clone().requires_grad_()
+    out, final = layer(problem, leaves, route, initial=initial, return_final=True)
+    loss = (out * plan.shard(problem.d_out, rank, dim=0)).sum() + (final * problem.d_final[route.ends]).sum()
+    return out.detach(), final.detach(), torch.autograd.grad(loss, [*leaves, initial]), route.starts, route.ends
+
+
+def check(plan: spanwise.Plan, problem: Problem, results: list[Any], tolerance: float) -> None:
+    """Compare all ranks' results with one device; errors are relative to the largest entry of each tensor."""
+    out, final, grads = expected(problem)
+    starts = torch.cat([r[3] for r in results])
+    ends = torch.cat([r[4] for r in results])
+    filled = [number for number, (start, stop) in enumerate(problem.documents) if stop > start]
+    assert sorted(starts.tolist()) == sorted(ends.tolist()) == filled
+    shared = 0.0
+    for rank, (mine, states, mine_grads, first, last) in enumerate(results):
+        _close(mine, plan.shard(out, rank, dim=0), out, tolerance, f"out of rank {rank}")
+        _close(states, final[last], final, tolerance, f"final states of rank {rank}")
+        _close(mine_grads[-1], grads[-1][first], grads[-1], tolerance, f"gradient of initial, rank {rank}")
+        for number, (got, want) in enumerate(zip(mine_grads[:-1], grads[:-1], strict=True)):
+            if want.dim() == 1:
+                shared = shared + got.double()
+            else:
+                _close(got, plan.shard(want, rank, dim=0), want, tolerance, f"gradient of input {number}, rank {rank}")
+    if problem.kind == "lightning":
+        _close(shared, grads[3], grads[3], tolerance, "gradient of the constant decay")
+
+
+def _close(got: Any, want: torch.Tensor, whole: torch.Tensor, tolerance: float, what: str) -> None:
+    assert got.shape == want.shape, what
+    error = (got.double() - want).abs().max().item() if want.numel() else 0.0
+    assert error <= tolerance * max(1.0, whole.abs().max().item() if whole.numel() else 0.0), f"{what}: {error}"

@@ -1,0 +1,122 @@
+"""causal_conv on 1 to 4 ranks: outputs and gradients are those of one device for each document."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spanwise
+from spanwise import recurrence
+from spanwise.layouts import segments
+from tests.ranks.harness import run_ranks
+from tests.recurrence import oracle
+from tests.recurrence.test_layers import Owners
+
+
+def _on_rank(rank: int, mesh: Any, plan: spanwise.Plan, tensors: list[torch.Tensor], activation: str | None) -> Any:
+    x, weight, bias, d_out = tensors
+    route = recurrence.recurrence_route(plan, mesh if plan.num_ranks > 1 else None, conv_width=5)
+    leaves = [
+        plan.shard(x, rank, dim=0).clone().requires_grad_(),
+        *(w.clone().requires_grad_() for w in (weight, bias)),
+    ]
+    out = recurrence.causal_conv(*leaves, route, activation)
+    return out.detach(), torch.autograd.grad((out * plan.shard(d_out, rank, dim=0)).sum(), leaves)
+
+
+def _check(
+    plan: spanwise.Plan, documents: Any, width: int, activation: str | None, dtype: Any, tolerance: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((plan.seq_len, 3), (3, width), (3,), (plan.seq_len, 3))
+    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    results = run_ranks(plan.num_ranks, _on_rank, plan, tensors, activation)
+    *inputs, d_out = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = oracle.convolution(*leaves, documents, activation)
+    grads = torch.autograd.grad((out * d_out).sum(), leaves)
+    close = {"rtol": tolerance, "atol": tolerance}
+    for rank, (mine, (d_x, _, _)) in enumerate(results):
+        torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), **close)
+        torch.testing.assert_close(d_x.double(), plan.shard(grads[0], rank, dim=0), **close)
+    for number in (1, 2):
+        torch.testing.assert_close(sum(g[number].double() for _, g in results), grads[number], **close)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), ranks=st.integers(1, 4), width=st.integers(1, 5), activation=st.sampled_from([None, "silu"]),
+)  # fmt: skip
+def test_any_owners_and_documents(data: st.DataObject, ranks: int, width: int, activation: str | None) -> None:
+    """Runs of one token: a halo comes from several runs and several ranks."""
+    length = data.draw(st.integers(1, 30))
+    block_size = data.draw(st.sampled_from([1, 1, 2, 7]))
+    blocks = -(-length // block_size)
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=blocks, max_size=blocks))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=5))})
+    mask = spanwise.SpanMask.documents(cuts)
+    balancer = Owners(owners, block_size)
+    plan = spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
+    documents = list(itertools.pairwise(cuts))
+    _check(plan, documents, width, activation, torch.float64, 1e-10)
+
+
+def test_float32() -> None:
+    mask = spanwise.SpanMask.documents([0, 7, 64])
+    plan = spanwise.make_plan(mask, 3, balancer="head_tail", exchange="needed", block_size=4)
+    _check(plan, [(0, 7), (7, 64)], 4, "silu", torch.float32, 2e-5)
+
+
+def test_nan_stays_in_its_document_and_padding_gives_zeros() -> None:
+    packing = spanwise.Packing([0, 6, 20], cu_seqlens_q_padded=[0, 8, 24])
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="head_tail", exchange="needed", block_size=2)
+    x = torch.ones(24, 2)
+    x[:8] = torch.nan  # the first document and its padding
+    x[22:] = torch.nan
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        route = recurrence.recurrence_route(plan, mesh)
+        mine = plan.shard(x, rank, dim=0).clone().requires_grad_()
+        out = recurrence.causal_conv(mine, torch.ones(2, 4), torch.ones(2), route)
+        (grad,) = torch.autograd.grad(out.nan_to_num().sum(), mine)
+        return torch.cat([out.detach(), grad], dim=1)
+
+    whole = torch.empty(24, 4)
+    for rank, mine in enumerate(run_ranks(2, on_rank)):
+        whole[plan.layout.indices(rank)] = mine
+    assert whole[8:22].isfinite().all() and whole[:6, :2].isnan().all()
+    assert (whole[[6, 7, 22, 23]] == 0).all()
+
+
+def test_only_rows_before_runs_travel() -> None:
+    layout = spanwise.Layout([[(0, 0, 10), (1, 10, 20), (0, 20, 25), (1, 25, 40)]], num_ranks=2, seq_len=40)
+    everyone = segments.find(layout, [spanwise.Packing([0, 12, 20, 40])])
+    # Rank 1 reads 7 to 9, and 22 to 24; rank 0 begins a document at 20.
+    found = [segments.halo(everyone, rank, 2, layout.num_tokens(rank), 3) for rank in (0, 1)]
+    assert layout.indices(0)[found[0].send].tolist() == [7, 8, 9, 22, 23, 24]
+    assert [x.send_counts.tolist() for x in found] == [[0, 6], [0, 0]]
+    assert [x.recv_counts.tolist() for x in found] == [[0, 0], [6, 0]]
+
+
+def test_errors() -> None:
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 1)
+    route = recurrence.recurrence_route(plan)
+    x, weight = torch.zeros(1, 8, 2), torch.zeros(2, 4)
+    assert recurrence.causal_conv(x, weight.unsqueeze(1), None, route).shape == x.shape
+    with pytest.raises(ValueError, match="conv_width=5"):
+        recurrence.causal_conv(x, torch.zeros(2, 5), None, route)
+    with pytest.raises(ValueError, match="activation must be"):
+        recurrence.causal_conv(x, weight, None, route, "relu")
+    with pytest.raises(ValueError, match="needs x"):
+        recurrence.causal_conv(x, torch.zeros(3, 4), None, route)
+    with pytest.raises(ValueError, match="bias must have shape"):
+        recurrence.causal_conv(x, weight, torch.zeros(3), route)
+    with pytest.raises(ValueError, match="8 tokens"):
+        recurrence.causal_conv(x[:, :7], weight, None, route)
+    with pytest.raises(ValueError, match="floating-point"):
+        recurrence.causal_conv(x.long(), weight, None, route)

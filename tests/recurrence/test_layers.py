@@ -1,0 +1,298 @@
+"""Layers with a state on 1 to 4 ranks: outputs, states and gradients are those of one device for each document."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.debug import CommDebugMode
+
+import spanwise
+from spanwise import _torch, recurrence
+from spanwise.layouts import segments
+from spanwise.planning import recurrent
+from tests.ranks.harness import run_ranks
+from tests.recurrence import problem as problems
+from tests.recurrence.problem import KINDS, Problem
+
+
+class Owners:
+    """A balancer that gives each block the owner that it is told; ranks may get nothing."""
+
+    def __init__(self, owners: list[int], block_size: int) -> None:
+        self.owners, self.block_size = owners, block_size
+
+    def assign(self, problem: Any, num_ranks: int) -> spanwise.Layout:
+        return spanwise.Layout.from_owners(self.owners, num_ranks, problem.seq_len, self.block_size)
+
+
+def _documents(cuts: list[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(cuts))
+
+
+def _plan(cuts: list[int], ranks: int, balancer: Any, block_size: int = 4) -> spanwise.Plan:
+    mask = spanwise.SpanMask.documents(cuts)
+    return spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
+
+
+def _compare(plan: spanwise.Plan, problem: Problem, tolerance: float = 1e-10) -> None:
+    problems.check(plan, problem, run_ranks(plan.num_ranks, problems.on_rank, plan, problem), tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "local", "lpt"])
+def test_layouts(kind: str, balancer: str) -> None:
+    cuts = [0, 1, 2, 30, 31, 90]
+    _compare(_plan(cuts, 3, balancer), problems.make(kind, 90, _documents(cuts)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_float32(kind: str, ranks: int) -> None:
+    cuts = [0, 5, 70, 71, 200]
+    _compare(_plan(cuts, ranks, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gla", "gdn"])
+def test_bfloat16_keeps_states_in_float32(kind: str) -> None:
+    """Under autocast, too: only inputs and outputs are rounded."""
+    cuts = [0, 60]
+    plan, problem = _plan(cuts, 2, "contiguous"), problems.make(kind, 60, _documents(cuts))
+    inputs = [x.bfloat16() for x in problem.inputs]
+    out, final, _ = problems.expected(
+        dataclasses.replace(problem, inputs=inputs, initial=torch.zeros_like(problem.initial))
+    )
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = [plan.shard(x, rank, dim=0) for x in inputs]
+            return *problems.layer(problem, mine, route, return_final=True), route.ends
+
+    for rank, (mine, states, ends) in enumerate(run_ranks(2, on_rank)):
+        assert mine.dtype == torch.bfloat16 and states.dtype == torch.float32
+        torch.testing.assert_close(states.double(), final[ends], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), atol=2e-2, rtol=1e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(KINDS), ranks=st.integers(1, 4), seed=st.integers(0, 99))
+def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, seed: int) -> None:
+    length = data.draw(st.integers(1, 48))
+    block_size = data.draw(st.sampled_from([1, 1, 2, 5, 20]))
+    owners = data.draw(
+        st.lists(st.integers(0, ranks - 1), min_size=-(-length // block_size), max_size=-(-length // block_size))
+    )
+    inner = data.draw(st.lists(st.integers(0, length), max_size=6))
+    cuts = sorted([0, length, *inner]) if data.draw(st.booleans()) else sorted({0, length, *inner})
+    plan = _plan(cuts, ranks, Owners(owners, block_size))
+    _compare(plan, problems.make(kind, length, _documents(cuts), seed, data.draw(st.sampled_from([0.1, 2.0, 300.0]))))
+
+
+@pytest.mark.parametrize("kind", ["gla", "kda", "mamba2", "gdn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_decays_that_forget_everything(kind: str, dtype: torch.dtype) -> None:
+    """Log decays from -1e4 to 0 and -inf side by side neither overflow nor cancel."""
+    cuts = [0, 7, 80]
+    problem = problems.make(kind, 80, _documents(cuts), decay=0.01)
+    decay = problem.inputs[3]
+    decay[::5] = -1e4
+    decay[3::11] = -torch.inf
+    decay[4::7] = 0.0
+    plan = _plan(cuts, 3, "head_tail")
+    _compare(plan, problem.to(dtype), 1e-10 if dtype == torch.float64 else 2e-5)
+
+
+def _probe(rank: int, mesh: Any, plan: spanwise.Plan, problem: Problem, poisoned: int) -> Any:
+    out, final, grads, starts, ends = problems.on_rank(rank, mesh, plan, problem)
+    tokens = plan.layout.indices(rank)
+    start, stop = problem.documents[poisoned]
+    others = torch.from_numpy((tokens < start) | (tokens >= stop))
+    clean = [out[others], final[ends != poisoned], grads[-1][starts != poisoned]]
+    clean += [g[others] for g in grads[:-1]]
+    return all(x.isfinite().all() for x in clean), bool(out[~others].isnan().any())
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gla", "gdn", "kda"])
+@pytest.mark.parametrize("poisoned", [0, 2, 3])
+def test_nan_stays_in_its_document(kind: str, poisoned: int) -> None:
+    cuts = [0, 9, 10, 33, 34, 70]
+    problem = problems.make(kind, 70, _documents(cuts))
+    start, stop = problem.documents[poisoned]
+    for x in problem.inputs:
+        x[start:stop] = torch.nan
+    problem.d_out[start:stop] = torch.nan
+    found = run_ranks(4, _probe, _plan(cuts, 4, "head_tail"), problem, poisoned)
+    assert all(clean for clean, _ in found) and any(reached for _, reached in found)
+
+
+@pytest.mark.parametrize("kind", ["gla", "gdn"])
+@pytest.mark.parametrize("balancer", ["head_tail", "dual_chunk"])
+def test_padding_belongs_to_no_document(kind: str, balancer: str) -> None:
+    packing = spanwise.Packing([0, 5, 5, 16, 30], cu_seqlens_q_padded=[0, 8, 8, 24, 40])
+    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer=balancer, exchange="needed", block_size=4)
+    documents = [(0, 5), (8, 8), (8, 19), (24, 38)]
+    problem = problems.make(kind, 40, documents)
+    inside = torch.from_numpy(packing.valid_q)
+    for x in (*problem.inputs, problem.d_out):
+        x[~inside] = torch.nan
+    results = run_ranks(2, problems.on_rank, plan, problem)
+    for x in (*problem.inputs, problem.d_out):
+        x[~inside] = 0.0
+    problems.check(plan, problem, results, 1e-10)
+
+
+def test_batch_rows_with_layouts_and_documents_of_their_own() -> None:
+    cuts = [[0, 3, 9, 32], [0, 20, 32]]
+    masks = [spanwise.SpanMask.documents(row) for row in cuts]
+    plan = spanwise.make_plan(spanwise.SpanMask.stack(masks), 3, balancer="lpt", exchange="needed", block_size=2)
+    both = [problems.make("gdn", 32, _documents(row), seed) for seed, row in enumerate(cuts)]
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh, cu_seqlens=cuts)
+        inputs = [plan.shard(torch.stack(pair), rank) for pair in zip(*(p.inputs for p in both), strict=True)]
+        out, final = problems.layer(both[0], inputs, route, return_final=True)
+        return out, final, route.ends
+
+    whole = [problems.expected(dataclasses.replace(p, initial=torch.zeros_like(p.initial))) for p in both]
+    outs, finals = torch.stack([w[0] for w in whole]), torch.cat([w[1] for w in whole])
+    assert plan.layout.batch_size == 2
+    for rank, (out, final, ends) in enumerate(run_ranks(3, on_rank)):
+        torch.testing.assert_close(out, plan.shard(outs, rank))
+        torch.testing.assert_close(final, finals[ends])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_of_one_layout(ranks: int) -> None:
+    """Batch rows that share layout and documents, and states from one call to the next."""
+    cuts = [0, 11, 40]
+    plan = _plan(cuts, ranks, "head_tail")
+    both = [problems.make("kda", 40, _documents(cuts), seed) for seed in (0, 1)]
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh if ranks > 1 else None)
+        inputs = [plan.shard(torch.stack(pair), rank) for pair in zip(*(p.inputs for p in both), strict=True)]
+        initial = torch.stack([p.initial[route.starts] for p in both])
+        out, final = problems.layer(both[0], inputs, route, initial=initial, return_final=True)
+        return out, final, route.ends
+
+    whole = [problems.expected(p) for p in both]
+    for rank, (out, final, ends) in enumerate(run_ranks(ranks, on_rank)):
+        torch.testing.assert_close(out, plan.shard(torch.stack([w[0] for w in whole]), rank))
+        torch.testing.assert_close(final, torch.stack([w[1][ends] for w in whole]))
+
+
+def test_normalized_queries_and_keys() -> None:
+    problem = problems.make("gdn", 20, [(0, 20)])
+    q, k, *rest = problem.inputs
+    route = recurrence.recurrence_route(_plan([0, 20], 1, "contiguous"))
+    unit = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
+    got = recurrence.gated_delta(q, k, *rest, route, normalize=True)
+    torch.testing.assert_close(got, recurrence.gated_delta(*unit, *rest, route))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), ranks=st.integers(1, 5))
+def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, ranks: int) -> None:
+    length = data.draw(st.integers(1, 40))
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
+    layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
+    everyone = segments.find(layout, [spanwise.Packing(cuts)])
+    sent = {(rank, to): [] for rank in range(ranks) for to in range(ranks)}
+    for rank in range(ranks):
+        maps = segments.exchanged(everyone, rank, ranks)
+        readers = np.repeat(np.arange(ranks), maps.send_counts)
+        for to, segment in zip(readers.tolist(), maps.send.tolist(), strict=True):
+            sent[rank, to].append(segment)
+    wanted = {pair: [] for pair in sent}
+    for start, stop in _documents(cuts):
+        runs = [(i, owners[i]) for i in range(start, stop) if i == start or owners[i] != owners[i - 1]]
+        for number, (first, owner) in enumerate(runs):
+            for reader in {other for _, other in runs[number + 1 :]} - {owner}:
+                wanted[owner, reader].append(first)
+    assert {pair: [int(everyone.start[i]) for i in found] for pair, found in sent.items()} == wanted
+
+
+@pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "lpt"])
+def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5, conv_channels=10)
+    plan = spanwise.make_plan(
+        spanwise.SpanMask.documents([0, 7, 90]), 3, balancer=balancer, exchange="needed", block_size=4,
+        dtype="float32", recurrences={"gdn": kind},
+    ).replace(relayout=False)  # fmt: skip
+    problem = problems.make("gdn", 90, [(0, 7), (7, 90)]).to(torch.float32)
+    start, received = _torch.start_all_to_all, [0, 0, 0]
+
+    def counted(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
+        rank = torch.distributed.get_rank()
+        assert recv_rows[rank] == send_rows[rank] == 0
+        received[rank] += sum(recv_rows) * x.shape[1:].numel() * x.element_size()
+        return start(x, recv_rows, send_rows, name)
+
+    monkeypatch.setattr(_torch, "start_all_to_all", counted)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        route = recurrence.recurrence_route(plan, mesh)
+        inputs = [plan.shard(x, rank, dim=0) for x in problem.inputs]
+        recurrence.causal_conv(inputs[2].flatten(1), torch.ones(10, 4), None, route)
+        problems.layer(problem, inputs, route)
+
+    run_ranks(3, on_rank)
+    assert received == recurrent.costs(plan)["gdn"].recv_bytes.tolist()
+
+
+def test_documents_on_one_rank_need_no_communication() -> None:
+    cuts = [0, 8, 16, 24]
+    plan = _plan(cuts, 3, "contiguous", block_size=8)
+    problem = problems.make("gdn", 24, _documents(cuts))
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        route = recurrence.recurrence_route(plan, mesh)
+        with CommDebugMode() as counted:
+            problems.layer(problem, [plan.shard(x, rank, dim=0) for x in problem.inputs], route)
+        return route.apart, counted.get_total_counts()
+
+    assert run_ranks(3, on_rank) == [(False, 0)] * 3
+
+
+def test_errors() -> None:
+    q, k, v, decay, beta = problems.make("gdn", 8, [(0, 8)]).inputs
+    plan = _plan([0, 8], 1, "contiguous")
+    route = recurrence.recurrence_route(plan)
+    call = recurrence.gated_linear
+    with pytest.raises(ValueError, match="needs their mesh"):
+        recurrence.recurrence_route(_plan([0, 8], 2, "contiguous"))
+    with pytest.raises(ValueError, match="needs the Plan"):
+        recurrence.recurrence_route(plan.local(None))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="conv_width must be"):
+        recurrence.recurrence_route(plan, conv_width=0)
+    with pytest.raises(ValueError, match="cross attention"):
+        recurrence.recurrence_route(spanwise.make_plan(spanwise.SpanMask.full(4, 8), 1))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        recurrence.recurrence_route(spanwise.make_plan(spanwise.SpanMask.shared_prefix(2, [3, 3]), 1))
+    with pytest.raises(ValueError, match="heads must divide"):
+        call(q.expand(-1, 3, -1), k, v, decay, route)
+    with pytest.raises(ValueError, match="log_decay must have shape"):
+        call(q, k, v, decay[:, :1], route)
+    with pytest.raises(ValueError, match="8 tokens"):
+        call(q[:7], k[:7], v[:7], decay[:7], route)
+    with pytest.raises(ValueError, match="float64 all or none"):
+        call(q.float(), k, v, decay, route)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        call(q, k, v, decay, route, scale=float("nan"))
+    with pytest.raises(ValueError, match=r"initial must have shape \(1, 2, 3, 5\)"):
+        call(q, k, v, decay, route, initial=torch.zeros(2, 2, 3, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"initial must be torch.float64"):
+        call(q, k, v, decay, route, initial=torch.zeros(1, 2, 3, 5))
+    with pytest.raises(ValueError, match="beta must have shape"):
+        recurrence.gated_delta(q, k, v, decay, beta.T, route)
+    out = call(q, k, v.requires_grad_(), decay, route)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(out.sum(), v, create_graph=True)
