@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.batch import fused
 from spanwise.batch.logprobs import check_numbers, checked, scored
-from spanwise.batch.loss import check_count, check_weights, global_sum, valid_tokens
+from spanwise.batch.loss import check_count, check_weights, compare_loss, global_sum, valid_tokens
 
 
 def linear_cross_entropy(
@@ -60,7 +60,7 @@ def linear_cross_entropy(
             cannot do what is asked.
         ImportError: a named kernel is not installed.
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
-        spanwise.MismatchError: ranks of `vocab_mesh` make different calls.
+        spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
         spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
@@ -79,6 +79,8 @@ def linear_cross_entropy(
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
     call = fused.resolve(kernel, hidden, weight, inner, vocab_mesh)
+    if reduction != "none":
+        compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
     if call is not None:
         losses = call(hidden, weight, labels, bias, softcap, inner)
     else:

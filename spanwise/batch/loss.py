@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise import _torch
 from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.expectation import Call
+from spanwise.attention.rank_plan import mesh_ranks
 
 IGNORE_INDEX = -100
+_COMPARED = ("dtype", "requires grad", "num_valid", "weighted")
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -58,6 +62,28 @@ def check_weights(weights: torch.Tensor | None, labels: torch.Tensor) -> None:
         raise ValueError("weights are constants of the loss, got a tensor that requires a gradient; use detach()")
 
 
+def compare_loss(
+    name: str,
+    x: torch.Tensor,
+    num_valid: float | torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Compare a loss across the ranks of `mesh` before its all-reduces; not in compiled code.
+
+    They are small and look alike: those of two calls, or with a count of the rank's own, would add up without an error.
+
+    Args:
+        x: logits or hidden states, of which ranks may have different numbers.
+    """
+    if mesh is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.is_fake(x):
+        return
+    kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
+    values = (x.dtype, torch.is_grad_enabled() and x.requires_grad, kind, weights is not None)
+    amount = float(num_valid) if kind == "a number" else None  # type: ignore[arg-type]
+    failure.compare(Call(b"", name, _COMPARED, values, amount), *mesh_ranks(mesh))
+
+
 def valid_tokens(
     labels: torch.Tensor,
     num_valid: float | torch.Tensor | None,
@@ -71,7 +97,6 @@ def valid_tokens(
         return count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
     if isinstance(num_valid, torch.Tensor):
         return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
-    check_count(num_valid)
     # `full` writes on the device; `as_tensor` would copy, and the host would wait.
     return torch.full((), num_valid, device=labels.device)
 
@@ -103,6 +128,7 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes that do not match, weights with a gradient, or a `num_valid` that is not a number of tokens.
+        spanwise.MismatchError: ranks make different calls, or give other numbers of tokens; not in compiled code.
         spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
@@ -116,6 +142,8 @@ def cross_entropy(
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)
+    check_count(num_valid)
+    compare_loss("cross_entropy", logits, num_valid, weights, mesh)
     losses = torch.nn.functional.cross_entropy(
         scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
     )

@@ -214,3 +214,6 @@ def _make_plan(masks: Any, num_ranks: int, balancer: Any, options: Mapping[str, 
     if balancer is None or isinstance(balancer, str):
         balancer = _BALANCERS.get(balancer, balancer)
     return spanwise.make_plan(masks, num_ranks, balancer=balancer, **options)
+
+
+__all__ = ["PlannedMask", "apply_cp_to_forward", "prepare_context_parallel_input"]

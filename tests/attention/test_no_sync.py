@@ -109,7 +109,7 @@ ON_HOST = {
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/chunkwise.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
-    "batch/loss.py": {"math.isfinite(num_valid)"},
+    "batch/loss.py": {"float(num_valid)", "math.isfinite(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},
     "batch/vocabulary.py": {"wrong[:4].tolist()"},
     "attention/kernels/_rounds.py": {"calls.tolist()"},

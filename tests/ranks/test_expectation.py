@@ -33,6 +33,19 @@ def test_all_calls_of_a_deep_model_are_expected_from_the_third_step_on() -> None
     assert all([expected.meets(forward[0]) for _ in range(9000)][2:4000])
 
 
+def test_calls_without_a_plan_leave_the_others_expected() -> None:
+    """A loss between the layers and their backwards; one with an amount is never expected, and spoils nothing."""
+    layers = [Call(b"plan", "attention", ("mask",), (mask,)) for mask in ("near", "full")]
+    backwards = [call._replace(name="backward") for call in layers[::-1]]
+    for amount in (None, 1.0):
+        expected = Expectation()
+        met = []
+        for step in range(6):
+            loss = Call(b"", "loss", ("dtype",), ("float32",), None if amount is None else amount + step)
+            met.append([expected.meets(call) for call in (*layers, loss, *backwards)])
+        assert met[-1] == [True, True, amount is None, True, True]
+
+
 def test_expectations_of_values_that_never_come_back_do_not_grow() -> None:
     expected = Expectation()
     for number in range(20_000):

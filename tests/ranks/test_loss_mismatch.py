@@ -1,0 +1,73 @@
+"""Losses whose calls differ between ranks: an error on every rank, where all-reduces would add up what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import spanwise
+from tests.ranks.gloo import GlooPool
+from tests.ranks.test_mismatch import mismatch
+
+LABELS = torch.tensor([[1, -100, 2, 0]])
+# What rank 1 does otherwise, and what the error names.
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "a count of its own": ({"num_valid": 2}, "rank 1: amount 2.0"),
+    "no count": ({"num_valid": None}, "num_valid None, weighted False"),
+    "a count in a tensor": ({"num_valid": torch.tensor(6)}, "num_valid a tensor, weighted False"),
+    "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
+    "weights": ({"weights": torch.ones(1, 4)}, "rank 1: weighted True"),
+    "no gradient": ({"grad": False}, "rank 1: requires grad False"),
+}
+
+
+def of_logits(mesh: DeviceMesh, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return spanwise.cross_entropy(x, LABELS, mesh, **options)
+
+
+def of_hidden(mesh: DeviceMesh, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    weight = torch.ones(5, x.shape[-1], dtype=x.dtype)
+    return spanwise.linear_cross_entropy(x, weight, LABELS, loss_mesh=mesh, **options)
+
+
+def call(loss: Callable[..., torch.Tensor], mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    options = {"num_valid": 6, "dtype": torch.float32, "grad": True} | options
+    x = torch.ones(1, 4, 5, dtype=options.pop("dtype"), requires_grad=options.pop("grad"))
+    out = loss(mesh, x, **options)
+    if out.requires_grad:
+        out.backward()
+
+
+def differ(rank: int, mesh: DeviceMesh, loss: Callable[..., torch.Tensor], steady: int) -> dict[str, str]:
+    said = {}
+    for name, (options, _) in CHANGES.items():
+        for _ in range(steady):
+            call(loss, mesh, {})
+        own = options if rank == mesh.size() - 1 else {}
+        said[name] = mismatch(lambda own=own: [call(loss, mesh, own), call(loss, mesh, {})])
+        if steady:
+            break  # the others had gone on, and the groups are closed
+    return said
+
+
+@pytest.mark.parametrize("loss", [of_logits, of_hidden])
+@pytest.mark.parametrize("steady", [0, 8])
+def test_raises_on_every_rank(gloo_pool: GlooPool, loss: Callable[..., torch.Tensor], steady: int) -> None:
+    for said in gloo_pool.run(2, differ, loss, steady):
+        for name, text in said.items():
+            assert "ranks disagree on call" in text and CHANGES[name][1] in text, (name, text)
+
+
+def over_two_axes(rank: int, mesh: DeviceMesh) -> tuple[str, float]:
+    both = mesh["dp", "cp"]
+    loss = spanwise.cross_entropy(torch.zeros(1, 4, 5), LABELS, both, num_valid=12).item()
+    return mismatch(lambda: call(of_logits, both, {"num_valid": 3 + rank // 3})), loss
+
+
+def test_ranks_of_two_axes(gloo_pool: GlooPool) -> None:
+    for text, loss in gloo_pool.run(4, over_two_axes, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
+        assert "rank 3: amount 4.0" in text and loss == pytest.approx(torch.tensor(5.0).log().item())
