@@ -5,7 +5,8 @@ of them, sorted by work per unit. A bin takes whole items from the heavy end, as
 fill it up, and then from the light end until it is full. So the longest documents meet the shortest, every bin comes
 out even, and an item is cut only where it must be:
 
-1. An item that does not fit into an empty bin fills it, from its first unit on; the next bin takes what is left.
+1. An item that does not fit into an empty bin fills it, from its first unit on; the next bin takes what is left. Where
+   items are folded, the bin takes a head and a tail of it, so that all bins get equally many of its units.
 2. A bin that lacks work gets a prefix of the lightest item that has enough.
 3. The last light item is cut where the bin is full.
 
@@ -60,7 +61,7 @@ class _Bin(NamedTuple):
 
 
 @compiled
-def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, bound: float) -> Int64:
+def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, bound: float, folded: bool) -> Int64:
     """Assigns all units of the items to bins.
 
     Args:
@@ -69,6 +70,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
         sizes: units of each bin; in sum those of the items.
         share: work of each bin relative to the others.
         bound: work that a bin may have, in its share of all work.
+        folded: whether items that no bin can hold are folded.
 
     Returns:
         int64 ``[num_pieces, 3]``: bin, first unit and end of each piece.
@@ -93,7 +95,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
             b.left[0], b.work[0], b.num_cuts[0] = sizes[k], 0.0, 0
             mean, target = total * share[k] / shares, rest * share[k] / rest_share
             goal = min(target, bound * mean)
-            goal = _take_heavy(b, k, mean, goal, bound * mean)
+            goal = _take_heavy(b, k, mean, goal, bound * mean, folded)
             _take_lacking(b, k, mean, goal, max(_LACK * mean, _SPARE * (bound * mean - target)))
             _take_light(b, k, goal, _LACK * mean)
             rest -= b.work[0]
@@ -103,7 +105,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
 
 
 @compiled
-def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float) -> float:
+def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float, folded: bool) -> float:
     """Takes whole items from the heavy end; returns the work that the bin is to have.
 
     Stops where the items are not heavy enough to reach the goal, and before the items that fill the bin up.
@@ -122,7 +124,8 @@ def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float) -> floa
             b.taken[i], is_empty = True, False
         elif is_empty:
             goal = max(goal, mean + _FULL * (limit - mean))
-            _cut(b, k, i, goal, _LACK * mean)
+            if not (folded and _fold(b, k, i, goal)):
+                _cut(b, k, i, goal, _LACK * mean)
             is_empty = False
             entries = _sum_lightest(b, -1)
     return goal
@@ -197,6 +200,30 @@ def _cut(b: _Bin, k: int, i: int, goal: float, slack: float) -> None:
             break
         high -= 1
     _cut_to_fill(b, k, i, begin + high, goal, slack)
+
+
+@compiled
+def _fold(b: _Bin, k: int, i: int, goal: float) -> bool:
+    """Takes a head and a tail with the mean work per unit of an item; False if the bin can take nothing of it."""
+    entries = _sum_lightest(b, i)
+    begin, stop = b.start[i], b.stop[i]
+    density = (b.before[stop] - b.before[begin]) / (stop - begin)
+    low, high = 0, min(stop - begin - 1, b.left[0])
+    while high > low:
+        middle = (low + high + 1) // 2
+        if b.work[0] + middle * density + _lightest(b, entries, b.left[0] - middle, density) <= goal:
+            low = middle
+        else:
+            high = middle - 1
+    if low == 0:
+        return False
+    head = _head(b.before, begin, stop, low, low * density)
+    _give(b, k, begin, begin + head)
+    _give(b, k, stop - (low - head), stop)
+    b.taken[i] = True
+    b.cuts[b.num_cuts[0], 0], b.cuts[b.num_cuts[0], 1] = begin + head, stop - (low - head)
+    b.num_cuts[0] += 1
+    return True
 
 
 @compiled

@@ -116,10 +116,9 @@ class Local:
         if (alike and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
             return owner
         found = Layout.from_owners(owner, num_ranks, problem.seq_len, problem.block_size)
-        spread_out = by_document.assign(problem, num_ranks, self.host_size, self.max_imbalance or _BOUND)
-        if (by_document.busiest(spread_out, problem) > by_document.busiest(found, problem) * _AS_BALANCED).any():
-            return owner
-        best = self._best([found, spread_out], problem)
+        most = by_document.busiest(found, problem) * _AS_BALANCED
+        others = _balanced(self._by_document(problem, num_ranks, self.host_size), problem, most)
+        best = self._best([found, *others], problem)
         return owner if best is found else best
 
     def _owners(self, problem: LayoutProblem, num_ranks: int) -> Int64:
@@ -133,24 +132,32 @@ class Local:
         return owner
 
     def _spread(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> Layout:
-        """The layout of `by_document`, or a regular one with less traffic, if it is balanced."""
-        bound = self.max_imbalance or _BOUND
-        found = by_document.assign(problem, num_ranks, host_size, bound)
-        allowed = np.maximum(by_document.busiest(found, problem), bound * by_document.mean_work(problem, num_ranks))
+        """The best layout of `by_document`, or a regular one with less traffic, if it is as balanced."""
+        ways = self._by_document(problem, num_ranks, host_size)
+        bound = (self.max_imbalance or _BOUND) * by_document.mean_work(problem, num_ranks)
+        most = np.maximum(bound, by_document.busiest(ways[0], problem)) * _AS_BALANCED
         regular = [balancer.assign(problem, num_ranks) for balancer in (Contiguous(), HeadTail())]
-        return self._best([found, *(x for x in regular if (by_document.busiest(x, problem) <= allowed).all())], problem)
+        return self._best(_balanced([*ways, *regular], problem, most), problem)
+
+    def _by_document(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> list[Layout]:
+        bound = self.max_imbalance or _BOUND
+        return [by_document.assign(problem, num_ranks, host_size, bound, way) for way in by_document.WAYS]
 
     def _best(self, layouts: list[Layout], problem: LayoutProblem) -> Layout:
-        """The layout with the least traffic as the search rates it; the first among equals."""
-        if len(layouts) == 1:
-            return layouts[0]
+        """The layout with the least traffic; the first among equals.
+
+        As the search rates it, by what ranks receive. With hosts, and beyond the ranks that are searched, what the
+        busiest rank sends counts as much.
+        """
+        num_ranks = layouts[0].num_ranks
+        sends_count = num_ranks > _MOST_SEARCHED or 1 < (self.host_size or 1) < num_ranks
 
         def rating(layout: Layout) -> float:
-            recv = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)
-            largest = float(recv.max() * len(recv))
+            recv, sent = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)
+            largest = num_ranks * float(max(recv.max(), sent.max() if sends_count else 0.0))
             return largest if self.objective == "busiest" else max(float(recv.sum()), largest / _LARGEST)
 
-        return min(layouts, key=rating)
+        return min(layouts, key=rating) if len(layouts) > 1 else layouts[0]
 
     def _search(self, problem: LayoutProblem, row: int, ranks: _Ranks, by_lpt: list[Int64]) -> Int64:
         """Owner of each block of one batch row; ``by_lpt`` holds the answers of `LPT` to each bound."""
@@ -216,6 +223,11 @@ class Local:
             units = np.flatnonzero(host == each)
             start[units] = each * size + np.arange(len(units)) * size // max(len(units), 1)
         return ranks.equalised(start)
+
+
+def _balanced(layouts: list[Layout], problem: LayoutProblem, most: Float64) -> list[Layout]:
+    """Those whose busiest rank has at most that work, by every bound."""
+    return [layout for layout in layouts if (by_document.busiest(layout, problem) <= most).all()]
 
 
 class _Ranks:

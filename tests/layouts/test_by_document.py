@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spanwise import make_plan
 from spanwise.layouts import by_document, traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
@@ -92,3 +93,23 @@ def test_a_tree_with_a_long_root_is_balanced_though_hosts_are_not():
     limit = 1.05 * by_document.mean_work(problem, 128)[0, 0]
     assert by_document.busiest(by_document.assign(problem, 128, 8, 1.02), problem)[0, 0] > limit
     assert by_document.busiest(Local(host_size=8).assign(problem, 128), problem)[0, 0] <= limit
+
+
+@pytest.mark.parametrize("num_ranks, host_size, share", [(16, 8, 0.6), (96, 8, 0.85), (96, None, 0.3)])
+def test_no_rank_sends_a_long_document_alone(num_ranks, host_size, share):
+    lengths = [2500 * num_ranks, *[2000] * (5 * num_ranks)]
+    problem = LayoutProblem({"default": SpanMask.documents(np.cumsum([0, *lengths]))})
+    found = {}
+    for way in by_document.WAYS:
+        layout = by_document.assign(problem, num_ranks, host_size, 1.02, way)
+        assert np.ptp(layout.tokens_per_rank) <= 1
+        assert by_document.busiest(layout, problem)[0, 0] <= 1.03 * by_document.mean_work(problem, num_ranks)[0, 0]
+        recv, sent = by_document.priced_tokens(layout, problem, host_size, 0.1)
+        assert recv.sum() == pytest.approx(sent.sum())
+        found[way] = sent.max()
+    assert min(found.values()) <= share * found[False, False]
+    chosen = make_plan(
+        problem.masks["default"], num_ranks, balancer=Local(host_size=host_size), exchange="needed"
+    ).layout
+    recv, sent = by_document.priced_tokens(chosen, problem, host_size, 0.1)
+    assert sent.max() <= 1.1 * min(found.values())
