@@ -11,6 +11,9 @@ from spanwise.attention.exchange.failure import exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.document_order import DocumentOrder
+from spanwise.batch.global_batch import GlobalBatch
+from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
 from spanwise.batch.linear_loss import linear_cross_entropy
 from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
@@ -36,8 +39,12 @@ __all__ = [
     "B200",
     "CPU_HOST",
     "ContextParallel",
+    "DocumentOrder",
     "ExchangeError",
     "MismatchError",
+    "GlobalBatch",
+    "GlobalBatchDataset",
+    "GlobalBatches",
     "H100",
     "H200",
     "Hardware",

@@ -371,6 +371,8 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 def is_fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no contents to read."""
+    if type(x) is torch.Tensor:
+        return x.is_meta
     from torch._subclasses import FakeTensor
 
     return isinstance(x, FakeTensor) or x.is_meta

@@ -244,7 +244,16 @@ class Hardware:
             raise ValueError(f"not the fields of a Hardware: {error!r}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the figures to ``path`` as JSON."""
+        """Writes the figures to ``path`` as JSON.
+
+        Examples:
+            >>> import tempfile
+            >>> from spanwise.hardware import H100
+            >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            ...     H100.save(file.name)
+            ...     Hardware.load(file.name) == H100
+            True
+        """
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
             file.write("\n")

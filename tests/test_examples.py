@@ -17,8 +17,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # A line that the example prints only after its own checks.
 PRINTED = {
     "attend.py": r"rank 1: \d+ tokens, reads \d+ elsewhere",
+    "global_batch.py": r"token \d+: loss \S+, imbalance 1\.\d+",
     "huggingface.py": r"rank 1: loss \S+, verified",
     "overlap_graph.py": r"--- backward ---\nmakespan +\S+ ms, was \S+ ms",
+    "overlap_step.py": r"makespan +\S+ ms, was \S+ ms[^$]*launches +\d+, were 16",
     "own_balancer.py": r"WholeDocuments: imbalance \S+, tokens received \[0, 0\], verified",
     "train_packed.py": r"step 9: loss \S+, on one device \S+",
 }

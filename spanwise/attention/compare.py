@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.calls import Call
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.rank_plan import RankPlan, mesh_ranks
 
@@ -73,7 +73,7 @@ def compare_attention(
         return None
     if _torch.is_fake(q):
         return None
-    return _compare(Call(_bytes(local.digest), "context_parallel_attention", _ATTENTION, values), mesh)
+    return _compare(Call(local.fingerprint, "context_parallel_attention", _ATTENTION, values), mesh)
 
 
 def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> Compare | None:
@@ -81,7 +81,7 @@ def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side:
     if _torch.is_fake(x_BTF) or torch.compiler.is_compiling():
         return None
     values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
-    return _compare(Call(_bytes(local.digest), "unshard or roll", _GATHER, values), mesh)
+    return _compare(Call(local.fingerprint, "unshard or roll", _GATHER, values), mesh)
 
 
 def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
@@ -110,12 +110,11 @@ def compare_recurrence(
 def _compare(call: Call, mesh: DeviceMesh) -> Compare:
     groups, ranks = mesh_ranks(mesh)
     confirm = failure.compare(call, groups, ranks)
-    backward = call._replace(name=f"backward of {call.name}")
 
     def in_backward() -> None:
         if confirm is not None:
             confirm()
-        failure.compare(backward, groups, ranks)
+        failure.compare(call._replace(name=f"backward of {call.name}"), groups, ranks)
 
     return in_backward
 
@@ -137,8 +136,9 @@ def compare_backward(outputs: Sequence[torch.Tensor | None], compare: Compare | 
             compare()
 
     for out in outputs:
-        if out is not None and out.grad_fn is not None:
-            out.grad_fn.register_prehook(once)
+        node = None if out is None else out.grad_fn
+        if node is not None:
+            node.register_prehook(once)
 
 
 def _plain(number: Any) -> Any:

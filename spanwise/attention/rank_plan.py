@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -89,6 +90,11 @@ class RankPlan:
     digest: torch.Tensor
     positions: torch.Tensor | None
     mesh: DeviceMesh | None
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """The contents of `digest`, read once for all layers; in eager code."""
+        return self.digest.numpy().tobytes()
 
     @property
     def seq_len(self) -> int:
@@ -311,7 +317,9 @@ def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], list[int]]]:
     """The group of each axis, and a function that gives the global ranks in the order of the mesh."""
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)], lambda: mesh.mesh.flatten().tolist()
+    num_axes = mesh.ndim  # most have one; an attention call asks each time
+    groups = [mesh.get_group(0)] if num_axes == 1 else [mesh.get_group(axis) for axis in range(num_axes)]
+    return groups, lambda: mesh.mesh.flatten().tolist()
 
 
 def outer_peers(local: RankPlan, mesh: DeviceMesh) -> Peers:

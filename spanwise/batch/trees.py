@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.calls import Call
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.rank_plan import mesh_ranks, rank_on
 from spanwise.layouts.thd_order import check_dim
 from spanwise.layouts.token_tree import TokenTree

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.calls import Call
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.rank_plan import mesh_ranks
 from spanwise.batch.loss import IGNORE_INDEX
 

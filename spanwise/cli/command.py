@@ -69,7 +69,7 @@ def _parameters(config: type) -> Iterator[inspect.Parameter]:
             yield from _parameters(kind)  # type: ignore[arg-type]
             continue
         several = kind == tuple[str, ...]
-        flags = [f"--{name}"] if field.default is False else []  # without its opposite, --no-…
+        flags = [f"--{_flag(field)}"] if field.default is False else []  # without its opposite, --no-…
         option = typer.Option(*flags, help=texts.get(name, ""), metavar=field.metadata.get("metavar"))
         kind, default = (list[str] | None, None) if several else (kind, field.default)
         yield _parameter(name, default, Annotated[kind, option])
@@ -98,6 +98,11 @@ def _build(config: type, given: dict[str, Any]) -> Any:
 
 def _option_name(field: dataclasses.Field[Any]) -> str:
     return field.name.removeprefix("num_")
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    """The option without its dashes in front; ``metadata={"flag": …}`` is for words that Python keeps to itself."""
+    return field.metadata.get("flag", _option_name(field).replace("_", "-"))
 
 
 def help_texts(config: type) -> dict[str, str]:
@@ -129,7 +134,7 @@ def command_line(name: str, options: Any, leave_out: Collection[str]) -> str:
         value = getattr(options, field.name)
         if field.name in leave_out or value == field.default:
             continue
-        flag = _option_name(field).replace("_", "-")
+        flag = _flag(field)
         for one in value if isinstance(value, tuple) else (value,):
             words += [f"--{flag}"] if one is True else [f"--no-{flag}"] if one is False else [f"--{flag}", str(one)]
     return shlex.join(words)

@@ -22,6 +22,7 @@ from spanwise.cli.report.terminal import working
 from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.grids import Grid, compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -29,7 +30,14 @@ from spanwise.planning.plan import Plan
 RANKS_LIMIT = 1024
 
 #: Largest values of other options. With the limits above, every number of bytes and pairs stays below 2**63.
-_LARGEST = {"layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT}
+_LARGEST = {
+    "layers": 2**16,
+    "heads": 1024,
+    "kv_heads": 1024,
+    "head_dim": 4096,
+    "block_size": SEQ_LIMIT,
+    "hidden_dim": 2**22,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,10 @@ class PlanOptions:
         exchange: as `make_plan` takes it.
         block_size: tokens that are assigned together.
         compare_ranks: also compare sizes of the cp axis, and recommend one.
+        global_batch: also compare the plan over all --ranks with fixed dp × cp grids, which give each replica documents
+            of its own.
+        hidden_dim: width inside the feed-forward layers, for the linear layers of --global. Default: 3.5 times --heads
+            times --head-dim.
         html: file for the report: drawings and all figures, one page.
         json: file for all figures.
     """
@@ -83,6 +95,8 @@ class PlanOptions:
     exchange: str = "auto"
     block_size: int = 128
     compare_ranks: str | None = dataclasses.field(default=None, metadata={"metavar": "2,4,8,…"})
+    global_batch: bool = dataclasses.field(default=False, metadata={"flag": "global"})
+    hidden_dim: int | None = None
     html: str | None = None
     json: str | None = None
 
@@ -95,7 +109,7 @@ def plan(options: PlanOptions) -> None:
     """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
     for name, largest in _LARGEST.items():
         value = getattr(options, name)
-        if not 1 <= value <= largest:
+        if value is not None and not 1 <= value <= largest:
             raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
     check_writable(options.html, options.json)
     hardware = load_hardware(options.hardware)
@@ -116,6 +130,8 @@ def plan(options: PlanOptions) -> None:
         comparison = compare(plan_for, degrees) if degrees else None
         ranks = options.ranks if options.ranks is not None else comparison.best if comparison else min(8, tokens)
         result = figures(plan_for(ranks), source, options.command(), comparison, describe_masks(options, masks))
+        if options.global_batch:
+            result = dataclasses.replace(result, grids=_grids(options, plan_for(ranks), cu_seqlens))
     plan_text.show(result)
     write_text(options.json, lambda: json_text(result.as_dict()))
     write_text(options.html, lambda: render(result))
@@ -157,6 +173,38 @@ def _make_plan(
         cu_seqlens=cu_seqlens,
         memory_budget=options.memory_budget,
     )
+
+
+def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[Grid, ...]:
+    """The plan over all ranks, and every grid of as many."""
+    if options.inner > 1:
+        raise ValueError(f"--global compares plans without --inner, got --inner {options.inner}; leave it out")
+    return compare_grids(
+        np.diff(cu_seqlens),
+        whole.num_ranks,
+        linear_flops=options.layers * _linear_flops(options),
+        mask=lambda offsets: build_masks(options, offsets)[0],
+        whole=whole,
+        weights=whole.weights,
+        balancer=options.balancer,
+        exchange=options.exchange,
+        block_size=options.block_size,
+        num_q_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        hardware=whole.hardware,
+    )
+
+
+def _linear_flops(options: PlanOptions) -> float:
+    """Operations of a token in one layer's linear layers: 2 a parameter in the forward, 4 in the backward.
+
+    A Llama layer: q, k, v and output projections, and a feed-forward of three matrices.
+    """
+    queries, keys = options.heads * options.head_dim, options.kv_heads * options.head_dim
+    hidden = options.hidden_dim if options.hidden_dim is not None else 3.5 * queries
+    return 6.0 * (2 * queries * queries + 2 * queries * keys + 3 * queries * hidden)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -176,14 +176,24 @@ class Packing:
         )
 
     def sequence_ids(self, side: Side = "q") -> Int64:
-        """Sequence of each storage row, -1 in padding: int64 ``[q_len]`` or ``[kv_len]``."""
+        """Sequence of each storage row, -1 in padding: int64 ``[q_len]`` or ``[kv_len]``.
+
+        Examples:
+            >>> Packing([0, 3, 5]).sequence_ids()
+            array([0, 0, 0, 1, 1])
+        """
         lens, offsets, length = self._of(side)
         ids = np.full(length, -1, np.int64)
         ids[_rows(lens, offsets)] = np.repeat(np.arange(len(lens)), lens)
         return ids
 
     def positions(self, side: Side = "q") -> Int64:
-        """Position of each storage row within its sequence, 0 in padding: int64 ``[q_len]`` or ``[kv_len]``."""
+        """Position of each storage row within its sequence, 0 in padding: int64 ``[q_len]`` or ``[kv_len]``.
+
+        Examples:
+            >>> Packing([0, 3, 5]).positions()
+            array([0, 1, 2, 0, 1])
+        """
         lens, offsets, length = self._of(side)
         rows = _rows(lens, offsets)
         positions = np.zeros(length, np.int64)

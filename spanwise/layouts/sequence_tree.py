@@ -25,6 +25,12 @@ class SequenceTree:
         tree: the `TokenTree`.
         ids: token ids in storage, int64 ``[tree.num_tokens]``.
         paths: for each sequence its tokens in storage, int64 ``[length]``: ``ids[paths[s]]`` is sequence ``s``.
+
+    Examples:
+        >>> from spanwise import tree_from_sequences
+        >>> found = tree_from_sequences([[5, 6, 7], [5, 6, 8]])
+        >>> found.ids, found.ids[found.paths[1]]
+        (array([5, 6, 7, 8]), array([5, 6, 8]))
     """
 
     tree: TokenTree

@@ -169,7 +169,12 @@ class TokenTree:
         )
 
     def path_lengths(self) -> Int64:
-        """Tokens of the path to each of the `leaves`, int64 ``[num_leaves]``."""
+        """Tokens of the path to each of the `leaves`, int64 ``[num_leaves]``.
+
+        Examples:
+            >>> TokenTree([-1, 0, 0], [3, 2, 1]).path_lengths()
+            array([5, 4])
+        """
         return trees.path_lengths(self.parents, self.lengths)[self.leaves]
 
     def __eq__(self, other: object) -> bool:

@@ -12,16 +12,17 @@ A folder imports only from folders above it:
 - `costs`: milliseconds of nodes, by a roofline or measured.
 - `explain`: reasons for exposed time, reports, traces.
 - `optimize`, `consensus` (ranks compare their schedules), `pytorch_pass` (PyTorch's pass for comparison); above them
-  `backend`, for ``torch.compile``.
+  `graph_pass`, for pipelines of passes, and `backend`, for ``torch.compile``.
 """
 
-# Import all names at once: the functions `backend`, `optimize` and `measure` hide modules of the same name, and a later
-# import of such a module would replace the function.
+# Import all names at once: the functions `backend`, `graph_pass`, `optimize` and `measure` hide modules of the same
+# name, and a later import of such a module would replace the function.
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
 from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.files import load_graphs, save_graphs
+from spanwise.overlap.graph_pass import graph_pass
 from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
@@ -38,6 +39,7 @@ __all__ = [
     "Timeline",
     "as_cost",
     "backend",
+    "graph_pass",
     "load_graphs",
     "lower_bound",
     "measure",

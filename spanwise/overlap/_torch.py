@@ -131,14 +131,27 @@ def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     return new
 
 
-def graph_module(root: torch.nn.Module, graph: torch.fx.Graph, class_name: str) -> torch.fx.GraphModule:
-    """Module of `graph` with the attributes of `root` that it names.
+def copy_module(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Copy a module with its graph and metadata; parameters and submodules that the graph names are shared.
 
     Its code is generated when it first runs or is read. A compiler does neither, and 17,000 nodes take seconds.
     """
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
-    return _LazyGraphModule(root, graph, class_name)
+    made = _LazyGraphModule(gm, copy_graph(gm.graph), type(gm).__name__)
+    made.meta = dict(gm.meta)
+    return made
+
+
+def propagate_fake(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Run a graph on fake tensors of flat inputs, real or fake; sets ``meta["val"]`` of all nodes."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = detect_fake_mode(list(inputs)) or fake_mode()
+    given = [x if is_fake(x) or not isinstance(x, torch.Tensor) else to_fake(mode, x) for x in inputs]
+    with mode:
+        FakeTensorProp(gm, mode).run(*given, enable_io_processing=False)
 
 
 def joint_graph(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -27,6 +26,7 @@ from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.fx.sizes import assumed
+from spanwise.overlap.graph_pass import describe, facts, traced
 from spanwise.overlap.optimize import Result, optimize
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
@@ -66,6 +66,7 @@ def backend(
         TypeError: an option that `optimize` lacks.
 
     Example:
+        >>> import torch
         >>> from spanwise.hardware import CPU_HOST
         >>> model = torch.compile(torch.nn.Linear(2, 2), backend=backend("aot_eager", cost=CPU_HOST))
     """
@@ -89,7 +90,8 @@ class Backend:
         on_result: Callable[[Result], None],
     ) -> None:
         self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
-        self._dynamic_size, self._costs = dynamic_size, _describe(cost)
+        self._dynamic_size, self._costs = dynamic_size, describe(cost)
+        self._facts = facts(cost, {"dynamic_size": dynamic_size, **options})
         self.__name__ = f"spanwise.overlap.backend({name!r})"  # in torch.compile's errors
 
     def __call__(
@@ -118,39 +120,24 @@ class Backend:
         if self._costs is None:
             return None
         groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
-        everything = [self._facts(), groups, _source()]
+        everything = [self._facts, groups, _source()]
         return hashlib.sha256(repr(everything).encode()).hexdigest()
-
-    def _facts(self) -> dict[str, str]:
-        facts = {"torch": str(torch.__version__), "costs": self._costs or "a function"}
-        facts["dynamic_size"] = str(self._dynamic_size)
-        return facts | {option: str(value) for option, value in self._options.items()}
 
     def _schedule(self, gm: fx.GraphModule, *, hold: bool) -> fx.GraphModule:
         """Put `gm` into its new order, in place; with `hold`, make Inductor keep it."""
         if not any(node.target in STARTS for node in gm.graph.nodes):
             return gm
-        try:
+        with consensus.failure_reported(gm):
             merge_waits(gm.graph)
             with assumed(gm, self._dynamic_size):
                 result = optimize(gm, self._cost, **self._options)
                 emit(bind(result.before.dag, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
             self._on_result(result)
-        except Exception as error:
-            consensus.give_up(gm.graph, f"{type(error).__name__}: {error}")
-            raise
-        first = consensus.insert(gm.graph, self._facts(), _traced(result))
+        first = consensus.insert(gm.graph, self._facts, traced(result))
         if hold and first is not None:
             _torch.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
         return gm
-
-
-def _traced(result: Result) -> list[list[int]]:
-    """For each start in issue order, the starts of the given graph that it replaces, by their numbers there."""
-    number = {start: k for k, start in enumerate(result.before.dag.starts)}
-    starts = set(result.timeline.dag.starts)
-    return [[number[i] for i in result.members[unit]] for unit in result.timeline.order.tolist() if unit in starts]
 
 
 def _implicit(graph: fx.Graph, tied: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -184,14 +171,6 @@ def _is_tied(node: fx.Node) -> bool:
 
 def _groups() -> list[dist.ProcessGroup]:
     return _torch.groups() if dist.is_initialized() else []
-
-
-def _describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
-    """A text that is equal for equal costs in every process; None if the costs have no ``uuid``."""
-    if isinstance(cost, Mapping):
-        return hashlib.sha256(repr(sorted(cost.items())).encode()).hexdigest()
-    uuid = getattr(as_cost(cost), "uuid", None)
-    return None if uuid is None else str(uuid())
 
 
 @functools.cache

@@ -86,16 +86,45 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
     return node
 
 
-def give_up(graph: fx.Graph, why: str) -> None:
-    """Tell the groups of `graph` that this rank has no schedule; the other ranks would wait for it in the comparison.
+def remove(graph: fx.Graph) -> None:
+    """Erase comparisons of an earlier schedule, in place."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.spanwise.agree.default):
+        graph.erase_node(node)
+
+
+def has_peers(graph: fx.Graph) -> bool:
+    """Whether a group of `graph` exists here, with other ranks that answer."""
+    if not dist.is_initialized():
+        return False
+    try:
+        return any(map(_is_real, _groups_of(graph)))
+    except (RuntimeError, ValueError, KeyError):  # a graph from elsewhere
+        return False
+
+
+@contextlib.contextmanager
+def failure_reported(gm: fx.GraphModule) -> Iterator[None]:
+    """Tell the groups of `gm` if this rank fails to schedule it; the others would wait for it in the comparison.
 
     Errors of the store are ignored; one is already being raised.
     """
-    with contextlib.suppress(Exception):
-        found = [_torch.find_group(group_of(node)) for node in graph.nodes if _communicates(node) is not None]
-        for group in dict.fromkeys(found):
-            if group.size() > 1 and not _torch.is_simulated(group):
-                _Comparison(group, "", "").fail(f"rank {dist.get_rank()} could not schedule its graph: {why}")
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            for group in filter(_is_real, _groups_of(gm.graph)):
+                why = f"rank {dist.get_rank()} could not schedule its graph: {type(error).__name__}: {error}"
+                _Comparison(group, "", "").fail(why)
+        raise
+
+
+def _groups_of(graph: fx.Graph) -> list[dist.ProcessGroup]:
+    names = dict.fromkeys(group_of(node) for node in graph.nodes if _communicates(node) is not None)
+    return [_torch.find_group(name) for name in names]
+
+
+def _is_real(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and not _torch.is_simulated(group)
 
 
 def _digest(value: Any) -> str:
@@ -126,7 +155,7 @@ def _agree(groups: str, digests: str, records: str) -> None:
     found = [_torch.find_group(name) for name in groups.split()]
     every = [_Comparison(*each) for each in zip(found, digests.split(), records.split(), strict=True)]
     new = [one for one in every if one.digest not in _agreed.get(one.group, ())]
-    _compare([one for one in new if one.group.size() > 1 and not _torch.is_simulated(one.group)], len(found))
+    _compare([one for one in new if _is_real(one.group)], len(found))
     for one in new:
         _agreed.setdefault(one.group, set()).add(one.digest)
 

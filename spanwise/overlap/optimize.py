@@ -22,9 +22,10 @@ from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
-from spanwise.overlap.fx.graph import NO_VALUE, Captured, bind, to_dag
+from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed
+from spanwise.overlap.fx.values import NO_VALUE
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
@@ -121,10 +122,8 @@ def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket
         keys, price = bucket_keys(captured), _bucket_price(captured, cost)
         merged, found = into_buckets(captured.dag, found, keys, price, **options)
 
-    graph = _torch.copy_graph(gm.graph)
-    emit(bind(captured.dag, graph), found.order, merged.members)
-    made = _torch.graph_module(gm, graph, type(gm).__name__)
-    made.meta = dict(gm.meta)
+    made = _torch.copy_module(gm)
+    emit(bind(captured.dag, made.graph), found.order, merged.members)
     doubts = _doubts(captured, cost)
     return Result(made, found.timeline, before, found.bounds, merged.members, found.budget, doubts)
 
@@ -218,10 +217,8 @@ def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm`; or where it has equal waits, a copy in which they are one."""
     if not isinstance(gm, fx.GraphModule) or not has_equal_waits(gm.graph):
         return gm
-    graph = _torch.copy_graph(gm.graph)
-    merge_waits(graph)
-    merged = _torch.graph_module(gm, graph, type(gm).__name__)
-    merged.meta = dict(gm.meta)
+    merged = _torch.copy_module(gm)
+    merge_waits(merged.graph)
     return merged
 
 
@@ -249,6 +246,6 @@ def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
             f'{NO_VALUE}. Saved graphs lose it, ShapeProp makes only "tensor_meta", and torch.export omits it for '
             "nodes that it adds. Make it with "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True))"
-            ".propagate(*inputs)"
+            ".propagate(*inputs), or give the inputs to overlap.graph_pass"
         )
         raise GraphError(error.node, text) from error

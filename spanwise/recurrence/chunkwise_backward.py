@@ -135,7 +135,9 @@ def _of_pairs(of: Terms, d_qk: Tensor, d_kk: Tensor | None) -> tuple[Tensor, Ten
             sent += d_kk.unsqueeze(-1) * of.k.unsqueeze(3)
         d_k += (sent * of.pairs).sum(2)
         d_log = sent * decayed
-    # Token l decays the pairs with j < l <= i.
-    below = torch.ones(d_log.shape[2:4], dtype=torch.bool, device=d_log.device).tril(-1).unsqueeze(-1)
-    later = d_log.flip(2).cumsum(2).flip(2)
-    return d_q, d_k, later.masked_fill(~below, 0).sum(3)
+    # Token l decays the pairs with j < l <= i; as in `between`, a row of all chunks at a time.
+    d_decay, below = torch.zeros_like(d_log[:, :, 0]), torch.zeros_like(d_log[:, :, 0])
+    for row in reversed(range(d_log.shape[2])):
+        below += d_log[:, :, row]
+        d_decay[:, :, row] = below[:, :, :row].sum(2)
+    return d_q, d_k, d_decay

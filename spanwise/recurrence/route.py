@@ -251,34 +251,34 @@ class _Builder:
         maps = segments.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
         if backward:  # numbers in the list backwards
             maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
-        known = of.closes if backward else of.opens
+        known, ends = (of.closes, of.opens) if backward else (of.opens, of.closes)
         # Own rows are the maps of known segments, then of those in the middle; behind them lie the received ones.
-        own = np.concatenate([np.flatnonzero(self.mine & of_kind) for of_kind in (known, ~of.opens & ~of.closes)])
-        row_of = np.empty(count, dtype=np.int64)
-        row_of[own] = np.arange(len(own))
-        row_of[maps.recv] = len(own) + np.arange(len(maps.recv))
-        number = np.empty(count, dtype=np.int64)  # among the known, then the carried
-        for both in ((known, ~known), (of.opens, ~of.opens)) if backward else ((known, ~known),):
-            ordered = np.concatenate([np.flatnonzero(self.mine & kind) for kind in both])
-            number[ordered] = np.arange(len(ordered))
-            if both[0] is known:
-                leaving = number[self.mine & (of.opens if backward else of.closes)]
-                carried_at = number[maps.reads] - np.count_nonzero(self.mine & known)
+        middle = ~of.opens & ~of.closes
+        row = self.numbered(known, middle)
+        row[maps.recv] = np.count_nonzero(self.mine & (known | middle)) + np.arange(len(maps.recv))
+        number, entry = self.numbered(known, ~known), self.numbered(of.opens, ~of.opens)
         return Passage(
             known=self.table(known),
             carried=self.table(~known),
-            inputs_known=self.index(number[self.mine & known]) if backward else None,
-            inputs_carried=self.index(number[self.mine & ~known]) if backward else None,
-            send=self.index(row_of[maps.send]),
+            inputs_known=self.index(entry[self.mine & known]) if backward else None,
+            inputs_carried=self.index(entry[self.mine & ~known]) if backward else None,
+            send=self.index(row[maps.send]),
             send_sizes=self.sizes(maps.send_counts),
             recv_sizes=self.sizes(maps.recv_counts),
-            chain=self.index(row_of[maps.chain]),
+            chain=self.index(row[maps.chain]),
             counts=self.host(maps.counts),
-            reads=self.index(carried_at),
+            reads=self.index(number[maps.reads] - np.count_nonzero(self.mine & known)),
             read_from=self.index(maps.read_from),
             read_counts=self.host(maps.read_counts),
-            leaving=self.index(leaving),
+            leaving=self.index(number[self.mine & ends]),
         )
+
+    def numbered(self, *kinds: Bool) -> Int64:
+        """For each segment of the rank its number among those of the first kind, then the second, …"""
+        ordered = np.concatenate([np.flatnonzero(self.mine & kind) for kind in kinds])
+        number = np.empty(len(self.mine), dtype=np.int64)
+        number[ordered] = np.arange(len(ordered))
+        return number
 
     def table(self, which: Bool) -> ChunkTable:
         chunks = segments.cut(self.everyone.of(self.mine & which), self.rows * self.length, _CHUNK)

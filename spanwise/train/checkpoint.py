@@ -50,6 +50,7 @@ class RunState:
     max_document: int
     data_digest: str
     data_text: str
+    global_batch: bool = False
     format: int = _FORMAT
 
 
@@ -137,7 +138,7 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
         raise ValueError(
             f"{path} is a checkpoint of another model: {'; '.join(different)}. Give the same sizes, or another --out"
         )
-    for name in ("dtype", "seed", "held_out", "max_document"):
+    for name in ("dtype", "seed", "held_out", "max_document", "global_batch"):
         if getattr(config, name) not in (None, getattr(state, name)):
             different.append(f"{name} is {getattr(state, name)!r} in the checkpoint and {getattr(config, name)!r} here")
     if state.data_digest != corpus.digest:

@@ -31,7 +31,10 @@ class TrainConfig:
         seq_len: tokens of a sequence; any number from 2.
         batch_size: sequences of a step over all ranks, a multiple of --dp; past dp they accumulate. Default: --dp, or
             as in the checkpoint.
-        max_document: tokens; longer documents become several. Default: --seq-len, or as in the checkpoint.
+        global_batch: plan all sequences of a step as one, over all ranks; a rank reads its own tokens only.
+        workers: processes of each rank that make the next plan of --global-batch while a step runs.
+        max_document: tokens; longer documents become several. Default: --seq-len (with --global-batch, the tokens of a
+            step), or as in the checkpoint.
         model: sizes of the decoder.
         learning_rate: rate of AdamW after the warm-up.
         warmup: steps of linear warm-up.
@@ -61,6 +64,8 @@ class TrainConfig:
     steps: int = 30
     seq_len: int = 8192
     batch_size: int | None = None
+    global_batch: bool = False
+    workers: int = 0
     max_document: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     learning_rate: float = 3e-3
@@ -95,9 +100,10 @@ class TrainConfig:
             value = getattr(self, name)
             text = f"{name} must be at least 2 tokens, so that one can predict the next, got {value}"
             yield value is None or value >= 2, text
-        yield self.seq_len <= SEQ_LIMIT, f"seq_len must be at most {SEQ_LIMIT:,} tokens, got {self.seq_len:,}"
+        step = "seq_len × batch_size with --global-batch" if self.global_batch else "seq_len"
+        yield self.plan_tokens <= SEQ_LIMIT, f"{step} must be at most {SEQ_LIMIT:,} tokens, got {self.plan_tokens:,}"
         yield self.seed < 2**64, f"seed must be below 2**64, got {self.seed}"
-        for name in ("warmup", "eval_every", "save_every", "prove", "seed"):
+        for name in ("warmup", "eval_every", "save_every", "prove", "seed", "workers"):
             value = getattr(self, name)
             yield value >= 0, f"{name} must not be negative, got {value}"
         text = f"ranks = dp × cp: ranks must be a multiple of dp, got {self.ranks} and {self.dp}"
@@ -117,13 +123,28 @@ class TrainConfig:
         yield self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}"
         yield self.dtype in ("float32", "float64"), f"dtype must be float32 or float64, got {self.dtype!r}"
         yield self.device in ("cpu", "cuda"), f"device must be cpu or cuda, got {self.device!r}"
-        text = f"--prove holds a dense mask of seq_len² entries on one device and takes at most {PROVE_LIMIT} tokens, "
-        text += f"got {self.seq_len}; prove a shorter --seq-len, or train without --prove"
-        yield self.prove == 0 or self.seq_len <= PROVE_LIMIT, text
+        yield from self._check_global_batch()
+        text = f"--prove holds a dense mask of ({step})² entries on one device and takes at most {PROVE_LIMIT} tokens, "
+        text += f"got {self.plan_tokens}; prove a shorter --seq-len, or train without --prove"
+        yield self.prove == 0 or self.plan_tokens <= PROVE_LIMIT, text
         writes = self.out is not None
         yield writes or not self.resume, "--resume continues the run in a folder: name it with --out"
         yield writes or self.save_every == 0, "--save-every writes into a folder: name it with --out"
         yield self.out != "", "--out is empty; name a folder"
+
+    def _check_global_batch(self) -> Iterator[tuple[bool, str]]:
+        text = f"--global-batch plans over all ranks, there are no replicas: leave --dp out, got {self.dp}"
+        yield not self.global_batch or self.dp == 1, text
+        text = f"--global-batch gives ranks equal shares: seq_len × batch_size must be a multiple of {self.ranks} ranks"
+        unknown = self.batch_size is None and self.resume  # the checkpoint's
+        fine = not self.global_batch or unknown or self.plan_tokens % self.ranks == 0
+        yield fine, f"{text}, got {self.plan_tokens:,} tokens"
+        yield self.global_batch or self.workers == 0, f"--workers {self.workers} are for --global-batch; add that"
+
+    @property
+    def plan_tokens(self) -> int:
+        """Tokens of one plan: of a sequence, or of a step under ``--global-batch``."""
+        return self.seq_len * (self.batch_size or self.dp) if self.global_batch else self.seq_len
 
     @property
     def cp(self) -> int:
@@ -137,11 +158,8 @@ class TrainConfig:
 
     def completed(self, batch_size: int | None = None, max_document: int | None = None) -> TrainConfig:
         """These options with both values filled in: their own, else the arguments (a checkpoint's), else defaults."""
-        return replace(
-            self,
-            batch_size=self.batch_size or batch_size or self.dp,
-            max_document=self.max_document or max_document or self.seq_len,
-        )
+        sized = replace(self, batch_size=self.batch_size or batch_size or self.dp)
+        return replace(sized, max_document=self.max_document or max_document or sized.plan_tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """All options, nested ones as dictionaries."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+import spanwise
 from spanwise.train.manifest import add_content
 
 BOS, EOS = 256, 257
@@ -43,6 +44,10 @@ class Document:
     def num_tokens(self) -> int:
         """Its bytes, BOS and EOS."""
         return self.num_bytes + 2
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """Tokens ``[start:stop]``, as `spanwise.GlobalBatchDataset` asks for them."""
+        return self.tokens(places.start, places.stop)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``[start, stop)`` of the document, int64; reads only these bytes.
@@ -255,22 +260,6 @@ def num_targets(cu_seqlens: np.ndarray) -> int:
     return int((lengths - 1).clip(min=0).sum())
 
 
-def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Pseudo-random uint64 for each index: SplitMix64 (Steele, Lea, Flood 2014).
-
-    numpy's shuffles may change from release to release, and a resumed run needs the same order.
-    """
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    salt = mix(mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    return mix(index + salt)
-
-
 #: Most documents of an epoch, counted after `max_document` cuts long ones: their offsets are kept in memory.
 PARTS_LIMIT = 2**25
 
@@ -307,37 +296,11 @@ class DocumentStream:
                 f"{max_document:,} tokens; at most {PARTS_LIMIT:,} can be shuffled: raise --max-document (or "
                 "--seq-len, its default), or leave the largest files out of --data"
             )
-        # Part i of p covers tokens n * i // p … n * (i + 1) // p of its document.
-        self._document = np.repeat(np.arange(len(tokens)), parts)
-        number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
-        whole, parts = tokens[self._document], parts[self._document]
-        quotient, remainder = whole // parts, whole % parts  # separate, because n * i may exceed int64
-        self._start = quotient * number + remainder * number // parts
-        self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # the last epoch in use
-
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
-        if self._epoch is None or self._epoch[0] != epoch:
-            index = np.arange(len(self._document), dtype=np.uint64)
-            order = np.argsort(_scramble(index, self.seed, epoch), kind="stable")
-            self._epoch = (epoch, order, np.concatenate(([0], np.cumsum(self._length[order]))))
-        return self._epoch[1], self._epoch[2]
+        self.order = spanwise.DocumentOrder(tokens, seed, max_document)
 
     def pieces(self, position: int, length: int) -> list[tuple[int, int, int]]:
         """(document, start, stop) of each document in ``[position, position + length)`` of the stream."""
-        result = []
-        end = position + length
-        while position < end:
-            epoch, inside = divmod(position, self.epoch_tokens)
-            order, offsets = self._order(epoch)
-            slot = int(np.searchsorted(offsets, inside, side="right")) - 1
-            part = order[slot]
-            count = min(end - position, int(offsets[slot + 1]) - inside)
-            start = int(self._start[part]) + inside - int(offsets[slot])
-            result.append((int(self._document[part]), start, start + count))
-            position += count
-        return result
+        return [(document, start, stop) for document, start, stop in self.order.pieces(position, length).tolist()]
 
     def cu_seqlens(self, position: int, length: int) -> np.ndarray:
         """int32 ``[num_docs + 1]`` of a sequence, without reading any file."""

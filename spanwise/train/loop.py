@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +31,7 @@ from spanwise.train.inputs import Inputs, read_inputs
 from spanwise.train.launch import Rank, StopRequest, cores, join_ranks
 from spanwise.train.metrics import Metrics
 from spanwise.train.model import Decoder, build_model
+from spanwise.train.plans import load_global_batches, plan_sequence
 from spanwise.train.prove import IGNORE, TOLERANCES, Reference, largest
 
 
@@ -45,23 +46,6 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Linear warm-up, then constant: the rate of a step does not depend on the length of the run."""
     return config.learning_rate * min(1.0, (step + 1) / (config.warmup + 1))
-
-
-def plan_sequence(config: TrainConfig, cu_seqlens: np.ndarray) -> spanwise.Plan:
-    """The plan by which the ranks of one dp coordinate share a packed sequence; the same on each of them."""
-    sizes = config.model
-    return spanwise.make_plan(
-        spanwise.SpanMask.documents(cu_seqlens),
-        num_ranks=config.cp_axes,
-        balancer=config.balancer,
-        exchange=config.exchange,
-        num_q_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        dtype=getattr(torch, config.dtype),
-        hardware=spanwise.CPU_HOST if config.device == "cpu" else spanwise.H100,
-        cu_seqlens=cu_seqlens,
-    )
 
 
 def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -105,6 +89,9 @@ class Trainer:
         self.reference: Reference | None = None
         if config.prove:
             self.reference = Reference(self.model, self.optimizer, self._build_reference, cores())
+        self.global_batches: Iterator[dict[str, Any]] | None = None
+        if config.global_batch:
+            self.global_batches = load_global_batches(config, self.stream, self.position, self.rank.rank)
         self._open_metrics()
 
     def _start_ranks(self) -> None:
@@ -184,6 +171,11 @@ class Trainer:
         )
         return batch, local_plan, plan
 
+    def _global_batch(self, batch: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any, Any]:
+        """The same of a global batch, of which this rank has read its own tokens."""
+        tensors = {name: batch[name].to(self.device) for name in ("input_ids", "labels", "position_ids")}
+        return tensors, batch["plan"].local(self.cp_mesh, self.device), batch["plan"]
+
     def _loss(self, batch: dict[str, torch.Tensor], local_plan: Any, targets: int) -> torch.Tensor:
         logits = self.model(batch["input_ids"], batch["position_ids"], local_plan)
         return spanwise.cross_entropy(logits, batch["labels"], self.all_ranks, num_valid=targets)
@@ -191,7 +183,8 @@ class Trainer:
     def train_step(self, stop: StopRequest) -> int:
         """One optimizer step over all ranks. Returns the signal by which some rank was asked to stop, or 0."""
         started = time.perf_counter()
-        length, count = self.config.seq_len, self.batch_size
+        length = self.config.plan_tokens
+        count = 1 if self.config.global_batch else self.batch_size
         starts = [self.position + index * length for index in range(count)]
         boundaries = [self.stream.cu_seqlens(start, length) for start in starts]
         loss, imbalance, received = self._backward(starts, max(sum(map(num_targets, boundaries)), 1))
@@ -228,7 +221,10 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, imbalance, received = 0.0, 1.0, 0
         for start in starts[self.dp_index :: self.config.dp]:
-            batch, local_plan, plan = self._local(self.stream.sequence(start, self.config.seq_len))
+            if self.global_batches is not None:
+                batch, local_plan, plan = self._global_batch(next(self.global_batches))
+            else:
+                batch, local_plan, plan = self._local(self.stream.sequence(start, self.config.seq_len))
             part = self._loss(batch, local_plan, targets)
             part.backward()
             loss += part.item()
@@ -239,7 +235,7 @@ class Trainer:
     def _prove(self, reference: Reference, starts: list[int], loss: float, rate: float) -> None:
         """Repeat the step on one device; rank 0 notes the differences."""
         config = self.config
-        sequences = [self.stream.sequence(s, config.seq_len) for s in starts] if self.rank.rank == 0 else []
+        sequences = [self.stream.sequence(s, config.plan_tokens) for s in starts] if self.rank.rank == 0 else []
         floor = TOLERANCES[config.dtype].floor
         found = reference.compare(sequences, self.model, rate, config.max_grad_norm, floor)
         if found is not None:
@@ -306,9 +302,10 @@ class Trainer:
             seed=config.seed,
             held_out=config.held_out,
             batch_size=self.batch_size,
-            max_document=config.max_document or config.seq_len,
+            max_document=config.max_document or config.plan_tokens,
             data_digest=self.corpus.digest,
             data_text=self.corpus.describe(),
+            global_batch=config.global_batch,
         )
         return checkpoint.save(config.out or "", state, self.model, self.optimizer, keep=config.keep)
 
@@ -347,6 +344,7 @@ class Trainer:
                     display.line(f"stopped after step {self.step}; nothing was saved, because there is no --out")
             finally:
                 self.metrics.save(force=True)
+                self.global_batches = None  # ends the workers
         display.summary(self.metrics.values, config.out)
         return 128 + asked if asked else int(self.proved is False)
 
@@ -360,9 +358,10 @@ class Trainer:
     def _headline(self) -> str:
         config = self.config
         parameters = sum(p.numel() for p in self.model.parameters())
+        together = "one plan for all" if config.global_batch else f"dp {config.dp} × cp {config.cp}"
         text = (
-            f"{self.corpus.describe()}; {parameters:,} parameters; {config.ranks} ranks "
-            f"(dp {config.dp} × cp {config.cp}); {config.batch_size} × {config.seq_len:,} tokens a step"
+            f"{self.corpus.describe()}; {parameters:,} parameters; {config.ranks} ranks ({together}); "
+            f"{config.batch_size} × {config.seq_len:,} tokens a step"
         )
         if self.corpus.skipped:
             text += f"; {self.corpus.skipped} empty files left out"

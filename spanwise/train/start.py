@@ -13,8 +13,9 @@ from spanwise.train.data import DocumentStream
 from spanwise.train.inputs import Inputs, read_inputs
 from spanwise.train.launch import Rank, launch
 from spanwise.train.lock import lock
-from spanwise.train.loop import plan_sequence, run_rank
+from spanwise.train.loop import run_rank
 from spanwise.train.metrics import read_metrics
+from spanwise.train.plans import plan_sequence
 
 #: Most repetitions of the training documents in a sequence, and most documents.
 EPOCHS_LIMIT = 1000
@@ -43,24 +44,26 @@ def check(config: TrainConfig, num_local: int) -> Inputs:
     if held_out:
         DocumentStream(held_out, 0, config.max_document)
     _bound(config, stream)
-    plan_sequence(config, stream.cu_seqlens(0, config.seq_len))
+    plan_sequence(config, stream.cu_seqlens(0, config.plan_tokens))
     return inputs
 
 
 def _bound(config: TrainConfig, stream: DocumentStream) -> None:
     """Refuse sequences that take minutes to pack: a mistyped length, or a great number of short documents."""
-    epochs, tokens = config.seq_len / stream.epoch_tokens, stream.epoch_tokens
+    length, epochs, tokens = config.plan_tokens, config.plan_tokens / stream.epoch_tokens, stream.epoch_tokens
+    name, sequences = ("seq_len × batch_size", length // config.seq_len) if config.global_batch else ("seq_len", 1)
     if epochs > EPOCHS_LIMIT:
         raise ValueError(
-            f"seq_len {config.seq_len:,} repeats the {tokens:,} training tokens {epochs:,.0f} times in one sequence, "
-            f"at most {EPOCHS_LIMIT:,} are possible; give a --seq-len up to {EPOCHS_LIMIT * tokens:,}, or more --data"
+            f"{name} {length:,} repeats the {tokens:,} training tokens {epochs:,.0f} times in one plan, at most "
+            f"{EPOCHS_LIMIT:,} are possible; give a --seq-len up to {EPOCHS_LIMIT * tokens // sequences:,}, or more "
+            "--data"
         )
     documents = epochs * stream.num_parts
     if documents > DOCUMENTS_LIMIT:
         raise ValueError(
-            f"seq_len {config.seq_len:,} packs about {documents:,.0f} documents into one sequence, at most "
-            f"{DOCUMENTS_LIMIT:,} are possible; give a --seq-len up to "
-            f"{int(config.seq_len * DOCUMENTS_LIMIT / documents):,}, or raise --max-document"
+            f"{name} {length:,} packs about {documents:,.0f} documents into one plan, at most {DOCUMENTS_LIMIT:,} are "
+            f"possible; give a --seq-len up to {int(config.seq_len * DOCUMENTS_LIMIT / documents):,}, or raise "
+            "--max-document"
         )
 
 

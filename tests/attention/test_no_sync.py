@@ -66,6 +66,7 @@ HOT = [
     "attention/_limits.py",
     "attention/compare.py",
     "attention/exchange/errors.py",
+    "attention/exchange/expectation.py",
     "attention/exchange/failure.py",
     "attention/exchange/needed.py",
     "attention/exchange/ring.py",
@@ -101,6 +102,7 @@ PLAN_TIME = {
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
     "attention/compare.py": {"digest.numpy()", "float(number)"},
+    "attention/rank_plan.py": {"self.digest.numpy()"},
     "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
     "recurrence/layers.py": {"float(scale)"},
     "recurrence/passing.py": {"float(scale)"},

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from spanwise.cli.lengths import read_lengths
 from spanwise.cli.plan import PlanOptions, build_masks, describe_masks, parse_ranks, parse_window
 from spanwise.cli.report import units
 from spanwise.cli.report.compare import Degree, _recommend, compare
+from spanwise.cli.report.grids import summary
 from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.grids import compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.train.data import DocumentStream, find_documents
 
@@ -294,6 +297,40 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     assert ways[2] == ways[4] == 2 and "Ranks compared" in said
     result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--ranks", "8", "--inner", "3"])
     assert result.exit_code == 2 and "--inner must divide the number of ranks, got --inner 3, 8 ranks" in result.stderr
+
+
+def test_one_plan_and_grids(tmp_path: Path) -> None:
+    """--global adds every grid of as many ranks to text, drawing and JSON, as `compare_grids` gives them."""
+    lengths = [9000, 300, 0, 500, 2200]
+    documents = write(tmp_path / "d.json", json.dumps(lengths))
+    out, page = tmp_path / "o.json", tmp_path / "o.html"
+    options = ["--documents", documents, "--ranks", "4", "--layers", "3", "--hidden-dim", "1024", "--global"]
+    result = invoke(*options, "--json", str(out), "--html", str(page))
+    assert result.exit_code == 0, (result.output, result.exception)
+    figures = json.loads(out.read_text())
+    flops = 3 * 6 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 1024)
+    grids = compare_grids(
+        lengths, 4, linear_flops=flops, weights={"default": 3}, num_q_heads=32, num_kv_heads=8, head_dim=128,
+        hardware=cost.H100,
+    )  # fmt: skip
+    assert figures["grids"] == [grid.as_dict() for grid in grids] and len(grids) == 5
+    one, *others = grids
+    assert figures["fingerprint"] and figures["tokens_per_rank"] == one.tokens.tolist()
+    gain = min(grid.seconds for grid in others) / one.seconds
+    said = " ".join(result.output.split())
+    assert f"one plan is {gain:.2f} times as fast" in said and "4 × 1 │ longest first" in said
+    assert "spanwise plan" in figures["command"] and figures["command"].endswith("--global --hidden-dim 1024")
+    drawing = re.findall(r'<svg role="img" aria-labelledby="grids.*?</svg>', page.read_text(), re.DOTALL)[0]
+    root = ElementTree.fromstring(drawing)
+    bars = [bar for bar in root if bar.tag.endswith("rect") and bar.get("class") == "local"]
+    tall = [float(bar.get("height", 0)) for bar in bars]
+    most = max(grid.seconds for grid in grids)
+    expected = [second / most * 40 for grid in grids for second in grid.attention if second]
+    np.testing.assert_allclose(tall, expected, atol=0.006)
+    assert f"one plan is {gain:.2f} times as fast" in page.read_text()
+    result = invoke("--seq-len", "4096", "--ranks", "4", "--inner", "2", "--global")
+    assert result.exit_code == 2 and "--global compares plans without --inner, got --inner 2" in result.stderr
+    assert summary((one,)) == "one rank has no grids"
 
 
 def test_counts_of_the_largest_options_fit_their_integers() -> None:

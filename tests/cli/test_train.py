@@ -36,6 +36,13 @@ def fails(*arguments: str) -> str:
         ("--max-document 1", "max_document must be at least 2 tokens.* got 1"),
         ("--seq-len 99999999999", "seq_len must be at most 67,108,864 tokens, got 99,999,999,999"),
         ("--data {tmp}/file --seq-len 3001", r"repeats the 3 training tokens 1,000 times .* a --seq-len up to 3,000"),
+        ("--global-batch --ranks 4 --dp 2", "--global-batch plans over all ranks, .* leave --dp out, got 2"),
+        (
+            "--global-batch --ranks 4 --seq-len 101 --batch-size 2",
+            "seq_len × batch_size must be a multiple of 4 ranks, got 202 tokens",
+        ),
+        ("--workers 1", "--workers 1 are for --global-batch; add that"),
+        ("--global-batch --batch-size 3 --prove 1", r"\(seq_len × batch_size .*\)² .* at most 16384 tokens, got 24576"),
         ("--seed 18446744073709551616", r"seed must be below 2\*\*64, got 18446744073709551616"),
         ("--prove 1 --seq-len 20000", "takes at most 16384 tokens, got 20000; prove a shorter --seq-len"),
         ("--heads 3", "dim must be a multiple of num_heads, got dim 128 and num_heads 3"),
@@ -158,7 +165,7 @@ def test_a_file_of_too_many_documents_is_refused_at_once(tmp_path: Path) -> None
 def test_a_sequence_of_too_many_documents_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 20_000)
     text = fails("--data", str(tmp_path / "text"), "--seq-len", "10000000", "--max-document", "2")
-    assert "packs about 5,000,000 documents into one sequence" in text and "up to 2,097,152, or raise" in text
+    assert "packs about 5,000,000 documents into one plan" in text and "up to 2,097,152, or raise" in text
 
 
 def test_verify_on_processes_is_planned_for_a_cpu(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from spanwise.attention.exchange.calls import Call, Expectation
+from spanwise.attention.exchange.expectation import Call, Expectation
 
 
 def test_equal_histories_expect_the_same_and_repeating_ones_expect_what_comes() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.exchange import calls, failure
-from spanwise.attention.exchange.calls import Call
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.rank_plan import mesh_ranks
 from tests.oracle import make_problem, relative_error
 from tests.ranks.gloo import GlooPool

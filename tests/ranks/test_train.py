@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from spanwise.cli.app import app
 from spanwise.train import launch
 from spanwise.train.data import DocumentStream, find_documents
-from spanwise.train.loop import plan_sequence
+from spanwise.train.plans import plan_sequence
 from spanwise.train.start import start
 from tests.ranks.train_runs import metrics, tiny, write_documents
 from tests.scripts import forked
@@ -96,6 +96,32 @@ def test_resumed_on_other_ranks_it_is_the_same_run(three_steps: Path, tmp_path: 
         assert max(values["max_grad_error"], values["max_loss_error"]) <= 1e-10
     assert len(one["reference_losses"]) == 5
     assert len(two["reference_losses"]) == 2  # the steps of the resumed run
+
+
+def test_global_batches_resume_as_the_same_run(tmp_path: Path, data: str) -> None:
+    """Four ranks, one plan a step: one device's losses and gradients; a resumed run repeats the rest bit by bit."""
+    options = SHARED | {"seq_len": 102, "ranks": 4, "global_batch": True, "steps": 4, "prove": 4, "save_every": 2}
+    config = tiny(data, out=str(tmp_path / "whole"), **options)
+    assert start(config, None) == 0
+    whole = metrics(tmp_path / "whole")
+    np.testing.assert_allclose(whole["losses"], whole["reference_losses"], rtol=1e-12)
+    assert 0 < whole["max_grad_error"] <= 1e-10 and whole["proved"] is True
+    stream = DocumentStream(find_documents([data]).split(0.4)[0], 0, 60)
+    plans = [plan_sequence(config, stream.cu_seqlens(n * 204, 204)) for n in range(4)]
+    assert whole["recv_tokens"] == [plan.recv_tokens().tolist() for plan in plans]
+    assert whole["imbalance"] == [plan.imbalance() for plan in plans]
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "whole", resumed)
+    (resumed / "checkpoints/latest").write_text("step-00000002\n")
+    options |= {"resume": True, "batch_size": None, "max_document": None}
+    assert start(tiny(data, out=str(resumed), **options), None) == 0
+    values = metrics(resumed)
+    assert values["runs"][-1]["first_step"] == 2 and len(values["losses"]) == 4
+    for name in ("losses", "grad_norms", "recv_tokens", "epochs"):
+        assert values[name] == whole[name]
+    with pytest.raises(ValueError, match="global_batch is True in the checkpoint and False here"):
+        start(tiny(data, out=str(resumed), **options | {"global_batch": False}), None)
 
 
 @pytest.mark.slow

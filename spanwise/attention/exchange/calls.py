@@ -24,13 +24,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spanwise import _torch
 from spanwise.attention.exchange.errors import ranks_in_words
+from spanwise.attention.exchange.expectation import Call, Expectation
 
 # Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
 # compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times; see
@@ -39,37 +40,9 @@ PERIOD = 50e-3
 POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
-CONTEXTS = (12, 4, 1)  # numbers of calls before a call, from which it is expected
-LONGEST_RUN = 1024  # calls of one name in a row that are counted, as of the layers of a model
 RECENT = 4  # calls of a rank in an error
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
-
-
-class Call(NamedTuple):
-    """A collective call in all that must be equal on all ranks.
-
-    Attributes:
-        plan: fingerprint of the plan.
-        name: of the function.
-        labels: of each of `values`; equal in all calls of a function.
-        values: hashable, with a `repr` that is equal in all processes.
-    """
-
-    plan: bytes
-    name: str
-    labels: tuple[str, ...]
-    values: tuple[Any, ...]
-
-    def facts(self) -> dict[str, str]:
-        """The parts of the call in words."""
-        return {"call": self.name, "plan": self.plan.hex()} | {
-            label: _in_words(value) for label, value in zip(self.labels, self.values, strict=True)
-        }
-
-
-def _in_words(value: Any) -> str:
-    return str(value).removeprefix("torch.")
 
 
 def in_words(facts: dict[str, str]) -> str:
@@ -102,48 +75,6 @@ class _Gather:
         self._handed.await_release()
         with _torch.without_modes():
             return [row.tolist() for row in self._handed.tensors[1:]]
-
-
-class Expectation:
-    """What the next call will be, from the calls so far: the plan of the last call, and what followed the last calls.
-
-    A model makes one call for each of its layers, then as many backwards. So the first context also has the lengths of
-    the last two runs of calls of one name.
-
-    Equal histories give equal expectations, which is all that correctness needs.
-
-    >>> expected, a, b = Expectation(), Call(b"1", "f", (), (0,)), Call(b"1", "f", (), (1,))
-    >>> [expected.meets(call) for call in (a, b, a, b, a, b)]
-    [False, False, False, True, True, True]
-    """
-
-    def __init__(self) -> None:
-        self._plan = b""
-        self._kinds: dict[tuple[Any, ...], int] = {}
-        self._after: dict[tuple[Any, ...], int] = {}
-        self._last: tuple[int, ...] = ()
-        self._runs: tuple[tuple[str, int], ...] = ()  # the last two: name, calls so far
-
-    def meets(self, call: Call) -> bool:
-        """Whether `call` is the expected one; it then belongs to the calls so far."""
-        if max(len(self._kinds), len(self._after)) > 4096:  # values that never come back
-            self._kinds.clear()
-            self._after.clear()
-            self._last = self._runs = ()
-        kind = self._kinds.setdefault((call.name, call.values), len(self._kinds))
-        last, runs = self._last, self._runs
-        contexts = [(runs, last), *[last[-length:] for length in CONTEXTS]]
-        # The first context that has been seen decides.
-        known = next((context for context in contexts if context in self._after), None)
-        met = known is not None and self._after[known] == kind and call.plan == self._plan
-        for context in contexts:  # only now: what is expected must not depend on this call
-            self._after[context] = kind
-        self._plan, self._last = call.plan, (*last, kind)[-CONTEXTS[0] :]
-        if runs and runs[-1][0] == call.name:
-            self._runs = (*runs[:-1], (call.name, min(runs[-1][1] + 1, LONGEST_RUN)))
-        else:
-            self._runs = (*runs, (call.name, 1))[-2:]
-        return met
 
 
 _alive: weakref.WeakSet[CallLog] = weakref.WeakSet()  # to end with the process, also after their group was destroyed
@@ -267,6 +198,9 @@ class CallLog:
         return _Gather(self.host, numbers, self.size)
 
     def _take(self, rows: list[list[int]]) -> None:
+        if rows.count(rows[0]) == self.size and not any(self._heard):
+            self.confirmed += rows[0][0]  # the usual case
+            return
         for heard, row in zip(self._heard, rows, strict=True):
             heard.extend(row[1 : 1 + row[0]])
         while all(self._heard):

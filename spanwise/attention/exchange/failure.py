@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.exchange import calls
-from spanwise.attention.exchange.calls import Call
 from spanwise.attention.exchange.errors import ExchangeError, MismatchError
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.exchange.findings import Report, close_connections, describe, investigate, lost_ranks, probe
 
 _GLOO = "gloo/transport"

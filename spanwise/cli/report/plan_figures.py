@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spanwise.cli.report.compare import Comparison
+from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
 
@@ -99,6 +100,7 @@ class Figures:
     predict: dict[str, float]
     candidates: tuple[dict[str, Any], ...]
     masks: tuple[MaskFigures, ...]
+    grids: tuple[Grid, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All figures for JSON, without the plan's arrays. Names hold the unit: seconds, bytes, tokens or pairs."""
@@ -117,6 +119,7 @@ class Figures:
             "candidates": list(self.candidates),
             "masks": [mask.as_dict() for mask in self.masks],
             "compare_ranks": self.comparison.as_dict() if self.comparison else None,
+            "grids": [grid.as_dict() for grid in self.grids],
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from spanwise.cli.report import document_chart, plan_charts, plan_text, units, wording
+from spanwise.cli.report import document_chart, grids, plan_charts, plan_text, units, wording
 from spanwise.cli.report.page import render_page
 from spanwise.cli.report.partition_chart import draw_partition
 from spanwise.cli.report.plan_figures import Figures, MaskFigures
@@ -24,6 +24,9 @@ def render(result: Figures) -> str:
         plan=plan,
         command=result.command,
         comparison=result.comparison,
+        grids=[(grid, grids.name(grid)) for grid in result.grids],
+        grids_summary=grids.summary(result.grids) if result.grids else "",
+        grids_drawing=_svg(grids.draw(result.grids)) if result.grids else None,
         heading=plan_text.heading(result),
         heads_line=plan_text.heads_line(plan) if plan.inner > 1 else None,
         colors=RANK_COLORS,

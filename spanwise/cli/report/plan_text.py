@@ -6,7 +6,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from spanwise.cli.report import units, wording
+from spanwise.cli.report import grids, units, wording
 from spanwise.cli.report.compare import Comparison
 from spanwise.cli.report.plan_figures import Figures, MaskFigures, sample_ranks
 from spanwise.cli.report.terminal import console, report_table
@@ -28,6 +28,9 @@ def show(result: Figures) -> None:
     if result.comparison:
         out.print()
         out.print(_comparison_table(result.comparison))
+    if result.grids:
+        out.print()
+        out.print(grids.table(result.grids))
     for mask in result.masks:
         out.print()
         if mask.note:

@@ -8,7 +8,7 @@ A node depends on more than its arguments:
   readers. Aliases are followed to their storage. They come from the schema, and from fake tensors in ``meta["val"]``
   that share a storage.
 - A collective reads and writes until its wait.
-- Random operators keep their order.
+- Random operators, and marks for the profiler, keep their order.
 - Nothing crosses a barrier: an operator that communicates in an unknown way or touches more than its tensor arguments,
   and a higher-order operator that is unknown or runs such a subgraph. A barrier depends on all nodes since the last
   barrier that nothing else depends on, and later nodes depend on it: the number of edges stays linear.
@@ -39,6 +39,7 @@ from spanwise.overlap.fx.operators import (
     tensors_of,
     traits,
 )
+from spanwise.overlap.fx.values import NO_VALUE, lacks_value
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
 
 
@@ -110,9 +111,6 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 
 _INPUTS = ("placeholder", "get_attr")
 
-#: Start of the error for a node without a value.
-NO_VALUE = 'it has no meta["val"], which gives sizes and aliases'
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Memory:
@@ -154,7 +152,7 @@ class _Builder:
         self.made: list[_Memory] = []
         self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
-        self.last_random = self.last_guard = -1
+        self.last_ordered = self.last_guard = -1
         self.barriers: list[int] = []
         self.outside_waits: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
@@ -213,9 +211,9 @@ class _Builder:
                 kind, reads = self._wait(i, start, reads, deps)
             else:  # a barrier like the node that it waits for
                 barrier = True
-        if known.random:
-            deps.add(self.last_random)
-            self.last_random = i
+        if known.ordered:
+            deps.add(self.last_ordered)
+            self.last_ordered = i
         if known.role in (Role.START, Role.GUARD):
             deps.add(self.last_guard)
         if known.role is Role.GUARD:
@@ -266,11 +264,8 @@ class _Builder:
         self.loose[i] = None
 
     def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
-        if "val" not in node.meta:
-            returns_nothing = known.names and not known.aliases
-            if not (returns_nothing or (known.role is Role.BARRIER and not node.users)):
-                raise GraphError(node.name, NO_VALUE)
-            return []
+        if lacks_value(node, known):
+            raise GraphError(node.name, NO_VALUE)
         values = tensors_of(node)
         for tensor in values:
             for size in tensor.shape:

@@ -61,8 +61,9 @@ COALESCED: Mapping[Any, Any] = MappingProxyType(
 )
 
 # All other operators of these namespaces communicate in other ways, by groups or by pointers.
+# "dc" is DeepSpeed's DeepCompile, whose gathers and reductions share state.
 _COMMUNICATION = frozenset(
-    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor"}
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor", "dc"}
 )
 
 _aten = torch.ops.aten
@@ -96,6 +97,13 @@ _UNTAGGED = frozenset({
     _aten._to_copy, _aten.clone, _aten.copy, _aten.copy_, _aten.fill, _aten.full, _aten.full_like, _aten.native_dropout,
     _aten.ones_like, _aten.where, _aten.zeros_like, torch.ops.prims.iota
 })  # fmt: skip
+
+# Begin and end of a range for the profiler. torch's optimizers put them around their steps, where nothing could cross
+# into the optimizer if they were barriers.
+_profiler = torch.ops.profiler
+_RANGES = frozenset(
+    {_profiler._record_function_enter, _profiler._record_function_enter_new, _profiler._record_function_exit}
+)
 
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
@@ -132,7 +140,7 @@ class Traits:
     """Traits of an operator.
 
     Attributes:
-        random: whether it draws from a generator.
+        ordered: whether it keeps its place among all such operators: it draws from a generator, or marks a range.
         communicates: whether it is a barrier because it communicates.
         names: arguments in the order of the schema; empty without a schema.
         writes: arguments that it writes.
@@ -142,7 +150,7 @@ class Traits:
     """
 
     role: Role
-    random: bool = False
+    ordered: bool = False
     communicates: bool = False
     names: tuple[str, ...] = ()
     writes: frozenset[str] = frozenset()
@@ -163,8 +171,8 @@ def traits(node: fx.Node) -> Traits:
         return Traits(Role.BARRIER)
     if isinstance(target, _torch.OpOverload):
         known = _of_operator(target)
-        if known.random and "dropout_p" in known.names and not dict(arguments(node, known)).get("dropout_p"):
-            return dataclasses.replace(known, random=False)
+        if known.ordered and "dropout_p" in known.names and not dict(arguments(node, known)).get("dropout_p"):
+            return dataclasses.replace(known, ordered=False)
         return known
     if isinstance(target, _torch.HigherOrderOperator):
         return _of_higher_order(node, target)
@@ -195,6 +203,8 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
         return known(Role.BARRIER, communicates=True)
     if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export puts one before every cast
         return known(Role.FREE)
+    if op.overloadpacket in _RANGES:
+        return known(Role.FREE, ordered=True)
     if op._schema.name == "spanwise::compare_call":
         return known(Role.GUARD)
     nothing = not returns and not writes
@@ -204,7 +214,7 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
     view = bool(aliases) and not writes and all(aliases) and not copies
     free = view or op.overloadpacket in _EMPTY
     pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED
-    return known(Role.FREE if free else Role.COMPUTE, random=random, pointwise=pointwise)
+    return known(Role.FREE if free else Role.COMPUTE, ordered=random, pointwise=pointwise)
 
 
 def _aliased(info: Any, arguments: Any) -> frozenset[str]:
@@ -235,7 +245,7 @@ def _of_higher_order(node: fx.Node, hop: _torch.HigherOrderOperator) -> Traits:
         return Traits(
             Role.BARRIER, communicates=any(t.communicates or t.role in (Role.START, Role.WAIT) for t in inside)
         )
-    return Traits(Role.COMPUTE, random=name in _RANDOM_HOPS or any(t.random for t in inside))
+    return Traits(Role.COMPUTE, ordered=name in _RANDOM_HOPS or any(t.ordered for t in inside))
 
 
 def operator_name(node: fx.Node) -> str:

@@ -25,6 +25,10 @@ class Bounds:
         compute: all work of the compute stream.
         path: the longest path through collectives, with all compute that lies between two of them.
         streams: of each stream ("compute", and each group), its work with the work that must come before and after.
+
+    Examples:
+        >>> Bounds(compute=5.0, path=3.0, streams={"compute": 5.0, "dp": 6.5}).makespan
+        6.5
     """
 
     compute: float

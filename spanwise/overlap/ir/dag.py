@@ -40,6 +40,10 @@ class GraphError(ValueError):
 
     Attributes:
         node: the node's name.
+
+    Examples:
+        >>> GraphError("wait_3", "waits for no collective").node
+        'wait_3'
     """
 
     def __init__(self, node: str, text: str) -> None:

@@ -1,0 +1,124 @@
+"""The order in which batches take documents: end to end, epoch after epoch.
+
+`GlobalBatches` and the loader of ``spanwise train`` read it. A place in it is one number, the tokens before it. That
+does not depend on ranks or on batch sizes: resuming is arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_lengths, check_positive
+
+
+class DocumentOrder:
+    """Documents end to end, epoch after epoch, each epoch in another order.
+
+    Empty documents are left out. Epochs follow one another without a gap, so that only the very end is incomplete.
+
+    Args:
+        lengths: tokens of each document, int ``[num_documents]``.
+        seed: of the order of each epoch; None keeps the order of `lengths`.
+        max_document: tokens; a longer document becomes several of nearly equal lengths, which are shuffled separately.
+            None: documents stay whole.
+
+    Attributes:
+        epoch_tokens: tokens of all documents.
+        num_parts: documents of an epoch after long ones were cut and empty ones left out.
+        longest: tokens of the longest of them.
+        digest: hex digest of the arguments: equal orders have equal ones.
+
+    Raises:
+        ValueError: no document with a token, or a limit below 1.
+
+    >>> import spanwise
+    >>> order = spanwise.DocumentOrder([5, 0, 3])
+    >>> order.epoch_tokens, order.pieces(position=3, length=7).tolist()  # document, start, stop
+    (8, [[0, 3, 5], [2, 0, 3], [0, 0, 2]])
+    """
+
+    def __init__(self, lengths: Any, seed: int | None = None, max_document: int | None = None) -> None:
+        tokens = check_lengths(lengths, "lengths")
+        self.seed = seed
+        self.epoch_tokens = int(tokens.sum())
+        if self.epoch_tokens == 0:
+            raise ValueError(f"an order needs a document with a token, got {len(tokens)} documents, all empty")
+        limit = int(tokens.max()) if max_document is None else check_positive(max_document, "max_document")
+        parts = -(-tokens // min(limit, 2**62))
+        # Part i of p covers tokens n * i // p … n * (i + 1) // p of its document.
+        self._document = np.repeat(np.arange(len(tokens)), parts)
+        number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
+        whole, parts = tokens[self._document], parts[self._document]
+        quotient, remainder = whole // parts, whole % parts  # separate, because n * i may exceed int64
+        self._start = quotient * number + remainder * number // parts
+        self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
+        self.num_parts, self.longest = len(self._length), int(self._length.max())
+        self._epoch: tuple[int, Int64, Int64] | None = None  # the last epoch in use
+        arguments = f"{seed} {max_document}\n".encode()
+        self.digest = hashlib.blake2b(arguments + tokens.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+    def longest_document(self) -> int:
+        """Index of the document that holds the longest part."""
+        return int(self._document[np.argmax(self._length)])
+
+    def _order(self, epoch: int) -> tuple[Int64, Int64]:
+        """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            index = np.arange(self.num_parts)
+            if self.seed is not None:
+                index = np.argsort(_scramble(index.astype(np.uint64), self.seed, epoch), kind="stable")
+            self._epoch = (epoch, index, np.concatenate(([0], np.cumsum(self._length[index]))))
+        return self._epoch[1], self._epoch[2]
+
+    def pieces(self, position: int, length: int) -> Int64:
+        """Documents in ``[position, position + length)``; those at its ends may be cut.
+
+        Returns:
+            int64 ``[n, 3]`` of (document, start, stop), in order; none is empty.
+        """
+        found = [np.empty((0, 3), np.int64)]
+        end = position + length
+        while position < end:
+            epoch, inside = divmod(position, self.epoch_tokens)
+            order, offsets = self._order(epoch)
+            stop = min(inside + end - position, self.epoch_tokens)
+            first = int(np.searchsorted(offsets, inside, side="right")) - 1
+            last = int(np.searchsorted(offsets, stop, side="left"))
+            parts, at = order[first:last], offsets[first : last + 1]
+            start = self._start[parts] - at[:-1]
+            begin, finish = np.maximum(at[:-1], inside), np.minimum(at[1:], stop)
+            found.append(np.column_stack([self._document[parts], start + begin, start + finish]))
+            position += stop - inside
+        return np.concatenate(found)
+
+    def last_end(self, position: int) -> int:
+        """The last place up to `position` at which a document ends, or the first one of an epoch begins.
+
+        >>> import spanwise
+        >>> order = spanwise.DocumentOrder([5, 3])
+        >>> [order.last_end(position) for position in (4, 5, 7, 15)]
+        [0, 5, 5, 13]
+        """
+        epoch, inside = divmod(position, self.epoch_tokens)
+        offsets = self._order(epoch)[1]
+        return epoch * self.epoch_tokens + int(offsets[np.searchsorted(offsets, inside, side="right") - 1])
+
+
+def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Pseudo-random uint64 for each index: SplitMix64 (Steele, Lea, Flood 2014).
+
+    numpy's shuffles may change from release to release, and a resumed run needs the same order.
+    """
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    salt = mix(mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
+    return mix(index + salt)

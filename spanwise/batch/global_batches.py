@@ -1,0 +1,263 @@
+"""GlobalBatches: documents to steps, one plan for all ranks each; and the data set that a loader iterates.
+
+    lengths -> DocumentOrder -> GlobalBatches.at(position) -> GlobalBatch -> GlobalBatchDataset -> DataLoader -> step
+
+Pure arithmetic on lengths, the same on every rank; nothing is sent. The state is one number, the tokens before a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from spanwise.batch.document_order import DocumentOrder
+from spanwise.batch.global_batch import DocumentSource, GlobalBatch
+from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_positive
+from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.make_plan import make_plan
+from spanwise.planning.plan import Plan
+
+
+class GlobalBatches:
+    """Global batches of documents, each with one plan over all dp × cp ranks.
+
+    A fixed dp × cp grid gives each replica documents of its own, and one long document stalls all replicas. One plan
+    over all ranks keeps short documents whole on a rank, spreads long ones, and gives every rank the same number of
+    tokens and the same attention work.
+
+    Args:
+        lengths: tokens of each document, int ``[num_documents]``; empty documents are left out.
+        num_ranks: all ranks, dp × cp; or the two axes of a cp mesh with Ulysses inside, as `make_plan` takes it.
+        tokens_per_rank: a batch has at most ``num_ranks * tokens_per_rank`` tokens. Without `pad`, a rank may hold up
+            to one block more.
+        seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
+        max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
+        cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
+            filled to its last token; the document that lies there is cut, and goes on in the next batch. A part is a
+            document of its own: it does not read the part before it, and its last token has no label.
+        pad: fill each batch to ``num_ranks * tokens_per_rank`` tokens, so that all ranks always hold `tokens_per_rank`
+            tokens, as compiled models want. Padding reads nothing and has no labels.
+        epochs: passes over the documents; None: no end. Epochs follow one another without a gap.
+        drop_last: leave out the batch in which the documents end, unless it is full.
+        mask: from offsets ``[n + 1]`` to a mask, or to masks by name; default: causal documents. A module's
+            function, so that it can be pickled for a worker. Called without padding.
+        options: for `make_plan`: ``num_q_heads``, ``hardware``, ``exchange``, ``weights`` and so on. `Hardware` says
+            how many ranks share a host.
+
+    Attributes:
+        order: the `DocumentOrder`.
+        size: number of ranks.
+        batch_tokens: tokens of a full batch.
+
+    Raises:
+        ValueError: no document with a token; a document longer than a batch; ranks that the last batch would leave
+            without a token; padding that does not fill whole blocks.
+
+    >>> import spanwise
+    >>> batches = spanwise.GlobalBatches([400, 9000, 20, 700, 3000], num_ranks=4, tokens_per_rank=2560)
+    >>> for batch in batches:
+    ...     print(batch.pieces[:, 0].tolist(), batch.num_tokens, batch.plan.layout.tokens_per_rank.tolist())
+    [0, 1, 2, 3] 10120 [2440, 2560, 2560, 2560]
+    [4] 3000 [750, 750, 750, 750]
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        num_ranks: int | tuple[int, int],
+        tokens_per_rank: int,
+        *,
+        seed: int | None = None,
+        max_document: int | None = None,
+        cut: bool = False,
+        pad: bool = False,
+        epochs: int | None = 1,
+        drop_last: bool = False,
+        mask: Callable[[Int64], Any] = SpanMask.documents,
+        **options: Any,
+    ) -> None:
+        self.order = DocumentOrder(lengths, seed, max_document)
+        self.num_ranks, self.options, self.mask = num_ranks, options, mask
+        self.size = ranks = check_positive(int(np.prod(num_ranks)), "num_ranks")
+        self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")
+        self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
+        self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
+        longest = self.order.longest
+        if longest > self.batch_tokens and not cut:
+            raise ValueError(
+                f"document {self.order.longest_document()} has {longest:,} tokens, and a global batch at most "
+                f"{ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long documents "
+                f"with max_document={self.batch_tokens}, or fill batches with cut=True"
+            )
+        block_size = options.get("block_size", 128)
+        if pad and tokens_per_rank % block_size:
+            raise ValueError(
+                f"pad=True gives each rank whole blocks: tokens_per_rank must be a multiple of block_size "
+                f"{block_size}, got {tokens_per_rank}"
+            )
+        self._check_last()
+
+    def _check_last(self) -> None:
+        """``ValueError`` now, not at the end of an epoch, if a batch has fewer tokens than ranks."""
+        if self.end is None or self.pad:
+            return
+        position = (self.end - 1) // self.batch_tokens * self.batch_tokens if self.cut else 0
+        while (after := self.next_position(position)) is not None:
+            self._check_tokens(position, after)
+            position = after
+
+    def _check_tokens(self, position: int, after: int) -> None:
+        if after - position < self.size and not self.pad:
+            raise ValueError(
+                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks, and a rank "
+                f"would hold none: pad=True fills every batch, drop_last=True leaves out the last one, cut=True fills "
+                f"the others"
+            )
+
+    @property
+    def config(self) -> str:
+        """Hex digest of everything that decides which documents a batch holds: equal for runs that may be resumed.
+
+        The number of ranks is part of it only in ``num_ranks * tokens_per_rank``.
+        """
+        text = f"{self.order.digest} {self.batch_tokens} {self.cut}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def next_position(self, position: int) -> int | None:
+        """Where the batch that begins at `position` ends; None if there is none."""
+        after = position + self.batch_tokens
+        if not self.cut:
+            after = self.order.last_end(after)
+            if after <= position:
+                raise ValueError(f"no document ends in the {self.batch_tokens:,} tokens from {position:,} on")
+        if self.end is None:
+            return after
+        after = min(after, self.end)
+        incomplete = after == self.end and after - position < self.batch_tokens
+        return None if position >= self.end or (self.drop_last and incomplete) else after
+
+    def at(self, position: int = 0) -> GlobalBatch:
+        """The batch that begins `position` tokens after the start; pure, and the same on every rank.
+
+        Raises:
+            ValueError: there is none.
+        """
+        position = operator.index(position)
+        if position < 0 or (after := self.next_position(position)) is None:
+            raise ValueError(f"no batch begins at token {position}; the documents end at {self.end}")
+        self._check_tokens(position, after)
+        pieces = self.order.pieces(position, after - position)
+        pieces.setflags(write=False)
+        return GlobalBatch(pieces, self._plan(pieces), after)
+
+    def _plan(self, pieces: Int64) -> Plan:
+        cu_seqlens = np.concatenate(([0], np.cumsum(pieces[:, 2] - pieces[:, 1])))
+        masks, padding = self.mask(cu_seqlens), self.batch_tokens - int(cu_seqlens[-1])
+        if self.pad and padding:
+            masks = _padded(masks, padding)
+            cu_seqlens = np.append(cu_seqlens, self.batch_tokens)
+        return make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **self.options)
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        position: int | None = 0
+        while position is not None and self.next_position(position) is not None:
+            batch = self.at(position)
+            yield batch
+            position = batch.next_position
+
+    def __len__(self) -> int:
+        if self.end is None:
+            raise TypeError("batches with epochs=None have no length")
+        count, position = 0, 0
+        while (after := self.next_position(position)) is not None:
+            count, position = count + 1, after
+        return count
+
+
+def _padded(masks: Any, padding: int) -> Any:
+    """The masks with rows behind them that read nothing, and that nothing reads."""
+    if isinstance(masks, Mapping):
+        return {name: _padded(mask, padding) for name, mask in masks.items()}
+    if not isinstance(masks, SpanMask):
+        raise ValueError(f"pad=True extends masks: mask must return a SpanMask, or several by name, got {masks!r}")
+    start, end = (np.pad(x, ((0, 0), (0, 0), (0, padding))) for x in (masks.start, masks.end))
+    return SpanMask(start, end, masks.kv_len + padding)
+
+
+class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
+    """One rank's batches, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
+
+    Each is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them; ``"plan"``;
+    ``"num_valid"``, the labels of all ranks; ``"state"``, what `load_state_dict` takes to go on behind this batch.
+
+    Workers make the next batches, plans included, while a step runs. With several workers, each makes every n-th batch,
+    and the loader brings them in order. `state_dict` is for loaders that keep it, such as torchdata's
+    ``StatefulDataLoader``; with another loader, save the ``"state"`` of the last batch that was trained on.
+
+    Args:
+        batches: the same on every rank.
+        source: ``source[document][start:stop]`` are tokens; picklable if workers read it.
+        rank: the rank whose tokens are read: its place in the cp mesh of the plans.
+
+    An iteration begins at the state that was loaded last; without one, at the first batch.
+
+    >>> import numpy as np, spanwise
+    >>> from torch.utils.data import DataLoader
+    >>> lengths = [6, 3, 5, 9, 2]
+    >>> source = [np.arange(n) for n in lengths]
+    >>> batches = spanwise.GlobalBatches(lengths, num_ranks=1, tokens_per_rank=10)
+    >>> loader = DataLoader(spanwise.GlobalBatchDataset(batches, source, rank=0), batch_size=None)
+    >>> [(batch["input_ids"].numel(), batch["num_valid"], batch["state"]["position"]) for batch in loader]
+    [(9, 7, 9), (5, 4, 14), (9, 8, 23), (2, 1, 25)]
+    """
+
+    def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
+        self.batches, self.source, self.rank = batches, source, operator.index(rank)
+        if not 0 <= self.rank < batches.size:
+            raise ValueError(f"rank must be in [0, {batches.size}), the ranks of the batches, got {rank}")
+        self._start = self._position = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        self._position = self._start
+        while True:
+            # A round holds a batch for each worker. The state of a worker is where its next round begins.
+            mine, position = None, self._position
+            for number in range(workers):
+                after = self.batches.next_position(position)
+                if after is None:
+                    break
+                mine, position = (position if number == worker else mine), after
+            if mine is None:
+                return
+            batch = self.batches.at(mine)
+            self._position = position
+            yield batch.load(self.source, self.rank) | {
+                "plan": batch.plan,
+                "num_valid": batch.num_valid,
+                "state": {"position": batch.next_position, "config": self.batches.config},
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches that this object has yielded end, in tokens, and a digest of what decides the batches."""
+        return {"position": self._position, "config": self.batches.config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin where `state` says.
+
+        Raises:
+            ValueError: `state` is of other documents, another order, or another number of tokens a batch.
+        """
+        if state["config"] != self.batches.config:
+            raise ValueError(
+                f"the state is of other batches (config {state['config']}, here {self.batches.config}): give the "
+                f"lengths, seed, max_document, cut and num_ranks * tokens_per_rank that it was saved with"
+            )
+        self._start = self._position = operator.index(state["position"])

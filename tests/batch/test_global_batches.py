@@ -1,0 +1,277 @@
+"""Global batches: every token once, labels at every end, nothing read that a rank does not hold, resumed anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import spanwise
+from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches
+from tests.scripts import forked
+
+PLAN: dict[str, Any] = {"block_size": 4, "exchange": "needed", "stages": 1}
+
+
+class Source:
+    """Documents whose tokens tell where they are: ``1000 * document + place``. Notes what is read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.reads = lengths, []
+
+    def __getitem__(self, document: int) -> Any:
+        def read(places: slice) -> np.ndarray:
+            self.reads.append((document, places.start, places.stop))
+            return 1000 * document + np.arange(self.lengths[document])[places]
+
+        return type("Lazy", (), {"__getitem__": lambda _, places: read(places)})()
+
+
+lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
+options = st.fixed_dictionaries(
+    {
+        "seed": st.sampled_from([None, 0, 7]),
+        "max_document": st.sampled_from([None, 5, 30]),
+        "cut": st.booleans(),
+        "pad": st.booleans(),
+        "epochs": st.integers(1, 2),
+        "balancer": st.sampled_from(["head_tail", "lpt", "local", "per_document_head_tail"]),
+    }
+)
+
+
+def made(lengths: list[int], ranks: int, tokens: int, **options: Any) -> GlobalBatches | None:
+    try:
+        return GlobalBatches(lengths, ranks, tokens, **PLAN | options)
+    except ValueError as error:
+        assert "has" in str(error) and ("would hold none" in str(error) or "a global batch at most" in str(error))
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 4), st.integers(1, 12), options)
+def test_ranks_together_read_and_hold_every_token_once(
+    lengths: list[int], ranks: int, blocks: int, options: dict[str, Any]
+) -> None:
+    batches = made(lengths, ranks, 4 * blocks, **options)
+    if batches is None:
+        return
+    held: list[int] = []
+    for batch in batches:
+        _check_batch(batch, lengths, ranks, held)
+        tokens = batch.plan.layout.tokens_per_rank
+        assert batch.num_tokens <= batches.batch_tokens and tokens.min() > 0
+        if batches.pad:
+            assert tokens.tolist() == [4 * blocks] * ranks
+        if batches.cut and batch.next_position != batches.end:
+            assert batch.num_tokens == batches.batch_tokens
+    every = [1000 * d + i for d, n in enumerate(lengths) for i in range(n)] * options["epochs"]
+    assert sorted(held) == sorted(every)
+
+
+def _check_batch(batch: GlobalBatch, lengths: list[int], ranks: int, held: list[int]) -> None:
+    """Every rank's tensors, worked out token by token from the pieces; adds the tokens of all ranks to `held`."""
+    table = [
+        (1000 * d + i, 1000 * d + i + 1 if i + 1 < stop else -100, i - start)
+        for d, start, stop in batch.pieces.tolist()
+        for i in range(start, stop)
+    ]
+    table += [(0, -100, 0)] * (batch.plan.seq_len - len(table))
+    labels = 0
+    for rank in range(ranks):
+        source = Source(lengths)
+        mine = batch.load(source, rank)
+        expected = np.array([table[t] for t in batch.plan.layout.indices(rank)]).reshape(-1, 3).T
+        for name, want in zip(("input_ids", "labels", "position_ids"), expected, strict=True):
+            assert mine[name].dtype == torch.int64
+            np.testing.assert_array_equal(mine[name][0], want)
+        assert source.reads == [tuple(row) for row in batch.reads(rank).tolist()]
+        read = [1000 * d + i for d, start, stop in source.reads for i in range(start, stop)]
+        own = [
+            int(t)
+            for t, place in zip(expected[0], batch.plan.layout.indices(rank), strict=True)
+            if place < batch.num_tokens
+        ]
+        assert set(own) <= set(read) <= set(own) | set(expected[1].tolist())  # and the labels, no more
+        held += own
+        labels += int((mine["labels"] != -100).sum())
+    assert labels == batch.num_valid
+
+
+def test_a_batch_is_what_shard_batch_makes_of_whole_tensors() -> None:
+    lengths = [70, 3, 200, 1, 90]
+    (batch,) = GlobalBatches(lengths, 3, 128, seed=1, balancer="local", **PLAN)
+    whole = torch.tensor([1000 * d + i for d, start, stop in batch.pieces.tolist() for i in range(start, stop)])[None]
+    for rank in range(3):
+        mesh = mock.Mock(ndim=1, shape=(3,), size=lambda: 3, get_local_rank=lambda _, rank=rank: rank)
+        expected = spanwise.shard_batch({"input_ids": whole, "labels": whole}, batch.plan, mesh)
+        found = batch.load(Source(lengths), rank)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def as_values(batch: dict[str, Any]) -> tuple[Any, ...]:
+    tensors = (batch[name].tolist() for name in ("input_ids", "labels", "position_ids"))
+    return (*tensors, batch["plan"].fingerprint, batch["num_valid"], tuple(batch["state"].items()))
+
+
+def dataset(rank: int = 1, **options: Any) -> GlobalBatchDataset:
+    lengths = np.random.default_rng(0).integers(0, 60, 40).tolist()
+    batches = GlobalBatches(lengths, 2, 64, **PLAN | {"seed": 3, "balancer": "lpt"} | options)
+    return GlobalBatchDataset(batches, [1000 * d + np.arange(n) for d, n in enumerate(lengths)], rank)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_resumed_behind_any_batch_it_goes_on_there(cut: bool) -> None:
+    whole = [as_values(batch) for batch in dataset(cut=cut)]
+    assert len(whole) == len(dataset(cut=cut).batches) > 5
+    first = dataset(cut=cut)
+    for count, batch in enumerate(first, 1):
+        assert first.state_dict() == batch["state"]  # without workers
+        resumed = dataset(cut=cut)
+        resumed.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+        assert [as_values(later) for later in resumed] == whole[count:]
+    assert [as_values(batch) for batch in first] == whole  # an iteration begins where the last loaded state says
+
+
+def worker_batches(data: GlobalBatchDataset, worker: int, workers: int) -> Any:
+    """The iteration of a worker of a loader."""
+    info = SimpleNamespace(id=worker, num_workers=workers)
+    each = iter(data)
+    while True:
+        with mock.patch("spanwise.batch.global_batches.get_worker_info", return_value=info):
+            batch = next(each, None)
+        if batch is None:
+            return
+        yield batch
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_workers_take_turns_and_each_resumes_by_its_own_state(workers: int) -> None:
+    whole = [as_values(batch) for batch in dataset()]
+
+    def loader(states: list[dict[str, Any] | None]) -> Any:
+        """Batches in the order of a `DataLoader`, and the state of each worker, as torchdata's loader keeps them."""
+        copies = [pickle.loads(pickle.dumps(dataset())) for _ in range(workers)]
+        for copy, state in zip(copies, states, strict=True):
+            if state is not None:
+                copy.load_state_dict(state)
+        return copies, [worker_batches(copy, index, workers) for index, copy in enumerate(copies)]
+
+    copies, iterators = loader([None] * workers)
+    found, states = [], [copy.state_dict() for copy in copies]
+    snapshots = []
+    for turn in itertools.cycle(range(workers)):
+        batch = next(iterators[turn], None)
+        if batch is None:
+            break
+        found.append(as_values(batch))
+        states[turn] = copies[turn].state_dict()
+        snapshots.append((turn, list(states)))
+    assert found == whole
+    for count, (turn, states) in enumerate(snapshots, 1):
+        iterators, rest = loader(states)[1], []
+        for other in itertools.islice(itertools.cycle(range(workers)), turn + 1, None):
+            batch = next(iterators[other], None)
+            if batch is None:
+                break
+            rest.append(as_values(batch))
+        assert rest == whole[count:]
+
+
+def check_loader(context: Any, workers: int) -> None:
+    whole = [as_values(batch) for batch in dataset()]
+    loader = DataLoader(dataset(), batch_size=None, num_workers=workers, multiprocessing_context=context)
+    batches = list(loader)
+    assert [as_values(batch) for batch in batches] == whole
+    resumed = dataset()
+    resumed.load_state_dict(batches[2]["state"])
+    loader = DataLoader(resumed, batch_size=None, num_workers=workers, multiprocessing_context=context)
+    assert [as_values(batch) for batch in loader] == whole[3:]
+
+
+def test_a_loader_of_workers_brings_the_same_batches() -> None:
+    check_loader(forked(), 2)
+
+
+@pytest.mark.slow
+def test_a_loader_of_spawned_workers_brings_the_same_batches() -> None:
+    check_loader("spawn", 1)
+
+
+def test_only_plans_depend_on_the_number_of_ranks() -> None:
+    one, other = (GlobalBatches([50, 20, 90, 40], n, 120 // n, seed=0, **PLAN) for n in (1, 4))
+    assert one.config == other.config
+    assert [batch.pieces.tolist() for batch in one] == [batch.pieces.tolist() for batch in other]
+    for changed in ({"seed": 1}, {"cut": True}, {"max_document": 60}):
+        assert GlobalBatches([50, 20, 90, 40], 4, 30, **{"seed": 0} | changed, **PLAN).config != one.config
+    data = GlobalBatchDataset(one, [], 0)
+    with pytest.raises(ValueError, match="the state is of other batches .* give the lengths, seed, max_document"):
+        data.load_state_dict({"position": 0, "config": "of another run"})
+
+
+def test_masks_of_the_caller() -> None:
+    batches = GlobalBatches([30, 25], 2, 32, mask=windows, weights={"near": 3, "whole": 1}, pad=True, **PLAN)
+    (batch,) = batches
+    assert batch.plan.weights == {"near": 3, "whole": 1}
+    area = batch.plan.mask("near").area()[0]
+    assert area[:55].max() == 5 and not area[55:].any() and batch.plan.seq_len == 64
+    pickle.loads(pickle.dumps(batches))
+
+
+def windows(cu_seqlens: np.ndarray) -> dict[str, spanwise.SpanMask]:
+    whole = spanwise.SpanMask.documents(cu_seqlens)
+    return {"near": spanwise.SpanMask.documents(cu_seqlens, window=(4, 0)), "whole": whole}
+
+
+def test_the_end_of_the_documents() -> None:
+    def sizes(**options: Any) -> list[int]:
+        return [batch.num_tokens for batch in GlobalBatches([30, 30, 30, 10], 2, 32, **PLAN | options)]
+
+    assert sizes() == [60, 40]
+    assert sizes(drop_last=True) == [60]
+    assert sizes(cut=True) == [64, 36] and sizes(cut=True, drop_last=True) == [64]
+    assert sizes(epochs=2) == [60, 40, 60, 40] and sizes(epochs=2, drop_last=True) == [60, 40, 60]
+    endless = iter(GlobalBatches([30, 30, 30, 10], 2, 32, epochs=None, cut=True, **PLAN))
+    assert [next(endless).num_tokens for _ in range(7)] == [64] * 7
+    with pytest.raises(TypeError, match="no length"):
+        len(GlobalBatches([3], 1, 4, epochs=None))
+    batches = GlobalBatches([30], 2, 32, **PLAN)
+    with pytest.raises(ValueError, match="no batch begins at token 30; the documents end at 30"):
+        batches.at(30)
+
+
+def test_bad_input_is_named_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"document 1 has 65 tokens, .* 2 \* 32 = 64: raise .*max_document=64.*cut=Tr"):
+        GlobalBatches([3, 65], 2, 32)
+    with pytest.raises(ValueError, match="needs a document with a token, got 2 documents, all empty"):
+        GlobalBatches([0, 0], 2, 32)
+    with pytest.raises(ValueError, match="has 3 tokens for 4 ranks, and a rank would hold none: pad=True"):
+        GlobalBatches([16, 3], 4, 4)
+    assert len(GlobalBatches([16, 3], 4, 4, drop_last=True)) == 1
+    with pytest.raises(ValueError, match="tokens_per_rank must be a multiple of block_size 128, got 32"):
+        GlobalBatches([16, 3], 4, 32, pad=True)
+    with pytest.raises(ValueError, match="tokens_per_rank must be at least 1, got 0"):
+        GlobalBatches([16, 3], 4, 0)
+    batches = GlobalBatches([16, 3], 1, 32)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 1\), .*got 1"):
+        GlobalBatchDataset(batches, [], 1)
+    with pytest.raises(ValueError, match=r"source\[1\]\[0:3\] must hold 3 tokens, got shape \(2,\)"):
+        batches.at().load([np.arange(16), np.arange(2)], 0)
+    with pytest.raises(ValueError, match="pad=True extends masks: mask must return a SpanMask"):
+        GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at()
+
+
+def test_an_order_is_written_down() -> None:
+    """A resumed run finds its place with any release of numpy."""
+    assert DocumentOrder([3] * 50, seed=0).pieces(0, 18)[:, 0].tolist() == [18, 4, 31, 39, 42, 8]
+    assert DocumentOrder([3] * 50).pieces(0, 9)[:, 0].tolist() == [0, 1, 2]
