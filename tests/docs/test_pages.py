@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import spanwise
-from spanwise import SpanMask, overlap
+from spanwise import SpanMask, overlap, recurrence
 from tests.scripts import torchrun
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -125,6 +125,8 @@ def test_reference_lists_every_public_name() -> None:
     listed = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in DOCS.glob("reference/*.md")), re.MULTILINE)
     public = {f"spanwise.{name}" for name in spanwise.__all__}
     public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
+    public |= {f"spanwise.recurrence.{name}" for name in recurrence.__all__}
+    public.add("spanwise.integrations.linear_attention")
     hf = pytest.importorskip("spanwise.integrations.transformers", reason="transformers is not installed")
     public |= {f"spanwise.integrations.transformers.{name}" for name in hf.__all__}
     # Three functions hide the modules that define them, and are listed by their place in these.
