@@ -16,7 +16,8 @@ from pages import DOCS, filled
 RESULTS = DOCS.parent / "benchmarks" / "results" / "huggingface-models.json"
 # Beginnings of what refusals say, after the model's name.
 _REASONS = {
-    "layers of type": "layers that are not attention over spans",
+    "carries a state along the sequence": "a state that is not known here",
+    "layers of type": "layers of another kind",
     "does not take its attention from AttentionInterface": "no `AttentionInterface`",
     "takes no position_ids": "no `position_ids`",
     "is not causal": "not causal",

@@ -43,6 +43,7 @@ from spanwise.integrations.transformers.planned import (
 )
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
+_OWN_MASKS = ("DogeAttention", "GitModel")  # classes that change masks, and fail on those of planned batches
 _LAYER_DROP = ("layerdrop", "decoder_layerdrop")
 _MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend on the largest position
@@ -125,6 +126,12 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
     if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
         decoder = model.base_model
     check_known(decoder)
+    masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
+    if masked:
+        raise ValueError(
+            f"{masked[0]} makes a mask or a bias of its own, so that its attention is not given by a plan of full, "
+            f"sliding and chunked masks"
+        )
     for module in {id(m): m for m in (model, decoder)}.values():
         parameters = inspect.signature(type(module).forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

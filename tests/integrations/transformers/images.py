@@ -67,11 +67,26 @@ def _qwen3_vl() -> PreTrainedModel:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_5() -> PreTrainedModel:
+    vision = _QWEN_VISION | dict(
+        depth=1, hidden_size=32, out_hidden_size=64, intermediate_size=32, num_position_embeddings=16
+    )
+    delta = dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    rotary = _QWEN_TEXT["rope_parameters"] | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    text = _QWEN_TEXT | delta | dict(rope_parameters=rotary)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **_QWEN_IDS)
+    return tiny.randomized(transformers.Qwen3_5ForConditionalGeneration(config))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llava": _llava,
     "gemma3": _gemma3,
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
 }
 
 

@@ -71,3 +71,20 @@ def test_compiled_model(gloo_pool: GlooPool, name: str) -> None:
     _compare(name, results)
     for _, graphs in results:
         assert graphs[0] == 1 and graphs[2] == graphs[3] == 2
+
+
+def _relaid(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
+    torch._dynamo.reset()  # processes are reused
+    model = hf.context_parallel(tiny.model_of(name), mesh)
+    for layer in model.base_model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    results = []
+    for batch in batches:
+        model.zero_grad()
+        plan = hf.make_plan(batch, model.config, mesh.size(), balancer="head_tail", block_size=4)
+        results.append(tiny.step(model, hf.prepare(batch, model, plan.replace(relayout=True))))
+    return results, []
+
+
+def test_compiled_layers_with_a_layout_of_their_own(gloo_pool: GlooPool) -> None:
+    _compare("qwen3_next", gloo_pool.run(2, _relaid, "qwen3_next", [tiny.packed(d) for d in PACKINGS], timeout=280))

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 import spanwise
@@ -50,17 +51,21 @@ class PlannedForward:
                     f"keyword arguments on to it; such models cannot be compiled under context parallelism"
                 )
             return type(self.module).forward(self.module, *args, **kwargs)
+        kwargs["attention_mask"] = None  # there is no padding
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if planned.there is not None:
+            assert planned.route is not None
+            args, kwargs = _relaid(planned.there, planned.route.tokens.shape[0], args, kwargs)
         self._current = planned
         try:
-            args, kwargs = _relaid(planned.there, args, kwargs | {"attention_mask": None})  # there is no padding
             output = self._planned(self.module, *args, **kwargs)
         finally:
             self._current = None
         if planned.back is None:
             return output
         if isinstance(output, tuple):
-            return (spanwise.relayout(output[0], planned.back), *output[1:])
-        return spanwise.relayout(output, planned.back)
+            return (_moved(output[0], planned.back, hidden.shape[1]), *output[1:])
+        return _moved(output, planned.back, hidden.shape[1])
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
@@ -77,14 +82,19 @@ class PlannedForward:
         self._planned = calls[WHOLE] if WHOLE in calls else with_globals(type(self.module).forward, calls)
 
 
-def _relaid(way: spanwise.RelayoutRoute | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _relaid(way: spanwise.RelayoutRoute, tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Arguments whose tokens are in the layout of the mixer: the first, or hidden states by name, and positions."""
-    if way is None:
-        return args, kwargs
     if args:
-        args = (spanwise.relayout(args[0], way), *args[1:])
+        args = (_moved(args[0], way, tokens), *args[1:])
     given = {n: kwargs[n] for n in ("hidden_states", "position_ids") if kwargs.get(n) is not None}
-    return args, kwargs | {n: spanwise.relayout(x, way) for n, x in given.items()}
+    return args, kwargs | {n: _moved(x, way, tokens) for n, x in given.items()}
+
+
+def _moved(x: torch.Tensor, way: spanwise.RelayoutRoute, tokens: int) -> torch.Tensor:
+    """`x` ``[1, T, …]`` in the other layout, of which compiled code then knows that it has `tokens` tokens."""
+    x = spanwise.relayout(x, way)
+    torch._check(x.shape[1] == tokens)
+    return x
 
 
 def pass_as_mask(layer: nn.Module) -> None:

@@ -107,10 +107,12 @@ def _check(decoder: nn.Module, config: Any, found: Mapping[str, nn.Module]) -> N
             )
     types, layers = layer_types(config), {int(n) for name in found for n in re.findall(r"^layers\.(\d+)\.", name)}
     unknown = {kind for index, kind in enumerate(types) if kind in MIXED and index not in layers}
-    convolutions = [
+    convolutions = [  # beside the layers are encoders of images and sound
         name
         for name, module in decoder.named_modules()
-        if isinstance(module, nn.Conv1d) and not any(name.startswith(f"{one}.") for one in found)
+        if isinstance(module, nn.Conv1d)
+        and name.startswith("layers.")
+        and not name.startswith(tuple(f"{one}." for one in found))
     ]
     if unknown or convolutions:
         what = f"layers of type {sorted(unknown)}" if unknown else f"a convolution, {convolutions[0]}"
