@@ -26,8 +26,9 @@ from spanwise.overlap.costs.roofline import as_cost, node_flops
 from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
-from spanwise.overlap.fx.sizes import assumed
+from spanwise.overlap.fx.sizes import assumed, has_symbols
 from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.split.choose import apply
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
 _GENERATED = frozenset({"aten", "prims"})
@@ -132,9 +133,14 @@ class Backend:
             return gm
         try:
             merge_waits(gm.graph)
+            options = dict(self._options)
+            is_static = not has_symbols(gm)
             with assumed(gm, self._dynamic_size):
-                result = optimize(gm, self._cost, **self._options)
-                emit(bind(result.before.dag, gm.graph), result.timeline.order.tolist(), result.members)
+                result = optimize(gm, self._cost, **{**options, "split": is_static and options.get("split", False)})
+                split = result.split
+                if split is not None and split.is_cut:
+                    apply(gm.graph, split.cuts, split.tokens, split.pieces)
+                emit(bind(result.given, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
             self._on_result(result)
         except Exception as error:
@@ -148,7 +154,7 @@ class Backend:
 
 def _traced(result: Result) -> list[list[int]]:
     """For each start in issue order, the starts of the given graph that it replaces, by their numbers there."""
-    number = {start: k for k, start in enumerate(result.before.dag.starts)}
+    number = {start: k for k, start in enumerate(result.given.starts)}
     starts = set(result.timeline.dag.starts)
     return [[number[i] for i in result.members[unit]] for unit in result.timeline.order.tolist() if unit in starts]
 
