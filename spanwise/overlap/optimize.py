@@ -128,7 +128,7 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
         effort = min(QUICK, QUICK if options["effort"] is None else options["effort"])
         return _optimized(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
 
-    trial = find_split(gm, cost, run, unsplit)
+    trial = find_split(gm, cost, run, whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(

@@ -231,8 +231,8 @@ def _split_text(found: Figures) -> dict[str, str]:
         "split": f"{cut} of {split['group']} and {split['products']:,} matrix products in "
         f"{split['pieces']} pieces; {milliseconds(gain)} ({gain / split['unsplit']:.1%}) shorter than "
         f"{milliseconds(split['unsplit'])}, the best without, whose bound is {milliseconds(split['unsplit_bound'])}",
-        "pieces": f"copies take {milliseconds(split['copies'])}; products of M rows run at M / (M + {split['half_rate']}) of "
-        f"the rate, and else it would be {others}",
+        "pieces": f"copies take {milliseconds(split['copies'])}; products of M rows run at "
+        f"M / (M + {split['half_rate']}) of the rate; this order takes {others}",
     }
 
 

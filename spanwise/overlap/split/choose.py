@@ -14,9 +14,10 @@ from typing import Any
 from torch import fx
 
 from spanwise.overlap import _torch
+from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.ir.dag import Dag, GraphError, Node
-from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.split.cut import Cut
 from spanwise.overlap.split.price import SENSITIVITY, PieceCost, slower
 from spanwise.overlap.split.record import Split
@@ -60,21 +61,32 @@ class Trial:
         return float(self.result.timeline.makespan)
 
 
-def find_split(gm: fx.GraphModule, cost: Cost, run: Run, makespan: float) -> Trial | None:
+def find_split(gm: fx.GraphModule, cost: Cost, run: Run, whole: Timeline) -> Trial | None:
     """The best cut graph found; None if none is shorter than the given one by more than `WORTH`.
 
     Args:
         run: schedules a graph, with the limits that hold for `gm`.
-        makespan: milliseconds of the schedule of `gm`.
+        whole: of the best schedule of `gm`.
     """
-    search = _Search(gm, cost, run, WORTH * makespan)
+    search = _Search(gm, cost, run, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
-        search.region(region)
+        if _floor(whole.dag, region.group) < search.makespan:
+            search.region(region)
     best = search.best
     if best is None:
         return None
     result = run(best.module, best.cost, False)
     return dataclasses.replace(best, result=result) if result.timeline.makespan <= best.makespan else best
+
+
+def _floor(dag: Dag, group: str) -> float:
+    """Milliseconds of compute or of another group's collectives, whichever is more: no cut makes these less."""
+    streams = [
+        sum(dag.nodes[i].ms for i in dag.starts if dag.nodes[i].group == other)
+        for other in dag.groups
+        if other != group
+    ]
+    return max(dag.compute_ms, *streams, 0.0)
 
 
 class _Search:
@@ -86,16 +98,20 @@ class _Search:
         self.best: Trial | None = None
 
     def region(self, region: Region) -> None:
-        """Try more and more pieces while that helps, then the best without each kind of segment."""
+        """Try more and more pieces while that helps, then without each kind of segment; if all is in vain, one kind."""
         kinds, last, pieces = frozenset(region.segments), math.inf, PIECES[0]
         for number in PIECES:
             trial = self.trial(region, kinds, number) if number <= region.tokens else None
             if trial is None or trial.makespan >= last:
                 break
             last, pieces = trial.makespan, number
+        before = self.best
         for kind in sorted(kinds):
             if len(kinds) > 1 and self.trial(region, kinds - {kind}, pieces) is self.best is not None:
-                kinds, last = kinds - {kind}, self.best.makespan
+                kinds -= {kind}
+        if self.best is before and len(kinds) > 2:
+            for kind in sorted(kinds):
+                self.trial(region, frozenset({kind}), pieces)
 
     def trial(self, region: Region, kinds: frozenset[str], pieces: int) -> Trial | None:
         """The cut graph; None if it cannot be made, does not fit the budget."""
@@ -110,6 +126,8 @@ class _Search:
         module = _torch.graph_module(self.gm, graph, type(self.gm).__name__)
         module.meta = dict(self.gm.meta)
         cost = PieceCost(self.cost, made.rows, self.names)
+        if to_dag(module, cost).dag.compute_ms >= self.makespan:
+            return None
         try:
             result = self.run(module, cost, True)
         except GraphError:

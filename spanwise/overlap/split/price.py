@@ -27,12 +27,18 @@ class PieceCost:
 
     def __init__(self, cost: Cost, rows: Mapping[str, int], given: frozenset[str]) -> None:
         self._cost, self._rows, self._given = cost, rows, given
+        self._known: dict[fx.Node, float] = {}  # two walks over a graph ask for each cost
         if hasattr(cost, "merged"):
             self.merged = self._merged
         self.half_rate = getattr(cost, "half_rate", HALF_RATE)
         self.is_guess = getattr(cost, "is_guess", lambda node: False)
 
     def __call__(self, node: fx.Node) -> float:
+        if node not in self._known:
+            self._known[node] = self._priced(node)
+        return self._known[node]
+
+    def _priced(self, node: fx.Node) -> float:
         try:
             ms = self._cost(node)
         except Exception as error:
