@@ -203,7 +203,7 @@ def _region(
             break
     growth.backward()
     cuts: dict[fx.Node, Cut] = {}
-    for node in graph.nodes:  # an item is cut with its tuple
+    for node in graph.nodes:  # an item is cut with its tuple, and a tuple with all of its items
         if node in growth.cuts and not (node.target is operator.getitem and node.args[0] not in growth.cuts):
             cuts[node] = growth.cuts[node]
     if not any(node.target in COLLECTIVES for node in cuts):
@@ -283,4 +283,7 @@ def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:
         if any(user in before for user in node.users):
             before.add(node)
     all_of_them = found | starts | waits | (after & before)
+    for node in region.cuts:  # a tuple is cut with all of its items
+        if node.target is operator.getitem and node.args[0] in all_of_them:
+            all_of_them.add(node)
     return {node: cut for node, cut in region.cuts.items() if node in all_of_them}
