@@ -169,7 +169,8 @@ class _Growth:
     def backward(self) -> None:
         """Add nodes that only the region reads."""
         for node in reversed(self.graph.nodes):
-            if node in self.cuts or not self.allows(node) or node.target in COLLECTIVES or not node.users:
+            waits = node.target in COLLECTIVES or node.target is WAIT
+            if node in self.cuts or not self.allows(node) or waits or not node.users:
                 continue
             cuts = set()
             for user in node.users:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spanwise.overlap.fx.operators import is_free, nodes_in, tensors_of
+from spanwise.overlap.fx.operators import WAIT, is_free, nodes_in, tensors_of
 from spanwise.overlap.split.cut import Cut, bounds
 from spanwise.overlap.split.tokenwise import COLLECTIVES, Legal, is_product_of_rows, legal
 from spanwise.overlap.split.values import CannotSplit, add_call
@@ -80,6 +80,11 @@ class _Rewrite:
         known = legal(node, self.cuts[node], self.tokens)
         if known is None:
             raise CannotSplit(f"{node.name!r} cannot be cut at {self.cuts[node]}")
+        # A piece of a collective that has not ended must not be read, nor waited for.
+        if node.target in COLLECTIVES and not all(user in self.cuts for user in node.users):
+            raise CannotSplit(f"{node.name!r} would be cut without its wait")
+        if node.target is WAIT and not all(arg in self.cuts for arg in node.all_input_nodes):
+            raise CannotSplit(f"{node.name!r} would be cut without its collective")
         with self.graph.inserting_before(node):
             self.pieces[node] = [self._piece(node, known, i) for i in range(len(self.bounds))]
 

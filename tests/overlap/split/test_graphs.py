@@ -152,6 +152,24 @@ def test_gathers_of_parameters_are_not_cut() -> None:
     stopped(lambda g, x: (scatter((x.t() @ g).t().float().double()),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
 
 
+def test_a_gather_that_only_the_region_reads_is_waited_for_whole() -> None:
+    """Rows of a table over another group are added to activations: the table's gather stays one collective."""
+
+    def function(x: torch.Tensor, table: torch.Tensor, w: torch.Tensor) -> Any:
+        rows = OPS.wait_tensor(OPS.all_reduce(table, "sum", "dp"))
+        return (scatter((gather(x) + rows) @ w),)
+
+    gm = traced(function, drawn(TOKENS, DIM), drawn(2 * TOKENS, DIM, seed=4), W)
+    axes = [{**AXIS[rank], "dp": Axis("dp", (0, 1), rank)} for rank in range(RANKS)]
+    feed = [[drawn(TOKENS, DIM, seed=rank), drawn(2 * TOKENS, DIM, seed=4), W] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, axes).run(feed)
+    region = next(region for region in find_regions(gm.graph) if region.group == "tp" and region.tokens == TOKENS)
+    found = cut(gm, 3, region)
+    assert sum(n.target == OPS.all_reduce.default for n in found.graph.nodes) == 1
+    for late in (False, True):
+        assert error(Lockstep([found] * RANKS, axes, late=late).run(feed), expected) < 1e-12
+
+
 def test_what_is_written_is_not_cut() -> None:
     def in_place(x: torch.Tensor, w: torch.Tensor) -> Any:
         h = gather(x)
