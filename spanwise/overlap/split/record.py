@@ -27,6 +27,10 @@ class Split:
         sensitivity: makespan of the order if a product of M rows runs at M / (M + n) of the rate, by n.
         dag: the cut graph in its own order; `Result.members` refers to it.
         heavy: names of the given graph's nodes that count as compute which hides.
+
+    Example:
+        >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut, Split(why="no cut makes it shorter").is_cut
+        (True, False)
     """
 
     pieces: int = 1
@@ -46,4 +50,5 @@ class Split:
 
     @property
     def is_cut(self) -> bool:
+        """Whether anything was cut."""
         return bool(self.cuts)
