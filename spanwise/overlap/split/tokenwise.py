@@ -56,6 +56,8 @@ def legal(node: fx.Node, cut: Cut, tokens: int) -> Legal | None:
     results = tensors_of(node)
     if rule is None or not results:
         return None
+    if any(arg.op == "get_attr" and not tensors_of(arg) for arg in node.all_input_nodes):
+        return None  # its shape is not known
     known = traits(node)
     if known.random or known.writes or known.role not in (Role.COMPUTE, Role.FREE, Role.START, Role.WAIT):
         return None
@@ -138,7 +140,7 @@ def _pointwise(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal
 
 def _view(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """`view`, `reshape`: the new sizes are those of the whole with the piece's at the tokens' dim."""
-    source, new = node.args[0], _shape(node)
+    source, new = given["self"], _shape(node)
     before = through_view(new, _shape(source), cut, tokens)
     if before is None or through_view(_shape(source), new, before, tokens) != cut:
         return None
@@ -150,44 +152,44 @@ def _resized(shape: list[int], cut: Cut, tokens: int) -> list[int]:
 
 
 def _expand(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    source, new = node.args[0], _shape(node)
+    source, new = given["self"], _shape(node)
     dim = cut.dim - len(new) + len(_shape(source))
-    if dim < 0 or _shape(source)[dim] != new[cut.dim] or node.kwargs:
+    if dim < 0 or _shape(source)[dim] != new[cut.dim] or given.get("implicit"):
         return None
     before = dataclasses.replace(cut, dim=dim)
     return _together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
 
 
 def _permute(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    source, dims = node.args[0], [dim % len(_shape(node)) for dim in node.args[1]]
+    source, dims = given["self"], [dim % len(_shape(node)) for dim in given["dims"]]
     return _together((source, dataclasses.replace(cut, dim=dims[cut.dim])))
 
 
 def _transpose(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     ndim = len(_shape(node))
-    pair = [dim % ndim for dim in node.args[1:3]] if len(node.args) > 2 else [0, ndim - 1]
     if ndim < 2:
-        return _together((node.args[0], cut))
+        return _together((given["self"], cut))
+    pair = [given.get("dim0", 0) % ndim, given.get("dim1", 1) % ndim]
     dim = pair[1 - pair.index(cut.dim)] if cut.dim in pair else cut.dim
-    return _together((node.args[0], dataclasses.replace(cut, dim=dim)))
+    return _together((given["self"], dataclasses.replace(cut, dim=dim)))
 
 
 def _unsqueeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    at = node.args[1] % len(_shape(node))
+    at = given["dim"] % len(_shape(node))
     if at == cut.dim:
         return None
-    return _together((node.args[0], dataclasses.replace(cut, dim=cut.dim - (at < cut.dim))))
+    return _together((given["self"], dataclasses.replace(cut, dim=cut.dim - (at < cut.dim))))
 
 
 def _squeeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Only dims that are named, and not the tokens'."""
-    shape = _shape(node.args[0])
-    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    shape, dims = _shape(given["self"]), given["dim"]
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
     gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
     left = [dim for dim in range(len(shape)) if dim not in gone]
     if shape[left[cut.dim]] == 1:
         return None
-    return _together((node.args[0], dataclasses.replace(cut, dim=left[cut.dim])))
+    return _together((given["self"], dataclasses.replace(cut, dim=left[cut.dim])))
 
 
 def _reduction(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -331,13 +333,13 @@ def _select(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | 
 
 def _same(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Items of tuples, waits, all-reduces: the one tensor argument has the cut of the result."""
-    return _together((node.args[0], cut))
+    return _together((node.all_input_nodes[0], cut))
 
 
 def _complex(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Views between complex numbers and pairs in the last dim."""
-    pair = len(_shape(node)) if len(_shape(node)) > len(_shape(node.args[0])) else -1
-    return None if cut.dim == pair - 1 else _together((node.args[0], cut))
+    pair = len(_shape(node)) if len(_shape(node)) > len(_shape(given["self"])) else -1
+    return None if cut.dim == pair - 1 else _together((given["self"], cut))
 
 
 def _gather(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:

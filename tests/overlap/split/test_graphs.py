@@ -91,7 +91,7 @@ def test_gather_then_product_and_product_then_reduce_scatter() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_layouts_of_tokens(batch: int) -> None:
-    """[tokens, batch, dim], [batch, tokens, dim] as DTensor gathers it, flat ones, and tokens that pieces do not divide."""
+    """[tokens, batch, dim], [batch, tokens, dim] as DTensor gathers it, flat ones; 7 tokens in 2, 3, 5 pieces."""
 
     def sequence_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
         h = gather(F.layer_norm(x, (DIM,))) @ w
