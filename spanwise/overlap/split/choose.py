@@ -70,7 +70,8 @@ def find_split(gm: fx.GraphModule, cost: Cost, run: Run, whole: Timeline) -> Tri
     """
     search = _Search(gm, cost, run, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
-        if _floor(whole.dag, region.group) < search.makespan:
+        part = search.best is not None and set(region.collectives) < set(search.best.region.collectives)
+        if not part and _floor(whole.dag, region.group) < search.makespan:
             search.region(region)
     best = search.best
     if best is None:
