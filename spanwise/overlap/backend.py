@@ -27,7 +27,7 @@ from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.fx.sizes import assumed, has_symbols
-from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.optimize import Result, not_split, optimize
 from spanwise.overlap.split.choose import apply
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
@@ -133,13 +133,13 @@ class Backend:
             return gm
         try:
             merge_waits(gm.graph)
-            options = dict(self._options)
+            cut = self._options.get("split", False)
             is_static = not has_symbols(gm)
             with assumed(gm, self._dynamic_size):
-                result = optimize(gm, self._cost, **{**options, "split": is_static and options.get("split", False)})
-                split = result.split
-                if split is not None and split.is_cut:
-                    apply(gm.graph, split.cuts, split.tokens, split.pieces)
+                result = optimize(gm, self._cost, **{**self._options, "split": cut and is_static})
+                result = result if is_static or not cut else not_split(result)
+                if result.split is not None and result.split.is_cut:
+                    apply(gm.graph, result.split.cuts, result.split.tokens, result.split.pieces)
                 emit(bind(result.given, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
             self._on_result(result)

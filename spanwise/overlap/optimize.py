@@ -25,7 +25,7 @@ from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import NO_VALUE, Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
-from spanwise.overlap.fx.sizes import Sizes, assumed
+from spanwise.overlap.fx.sizes import Sizes, assumed, has_symbols
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
@@ -113,11 +113,18 @@ def optimize(
     if sizes is None:
         result = _optimized(gm, cost, memory_budget, bucket, options)
         return _split(gm, cost, result, bucket, options) if split else result
+    is_static = not has_symbols(gm)
     with assumed(gm, sizes) as restore:
         result = _optimized(gm, cost, memory_budget, bucket, options)
+        if split:
+            result = _split(gm, cost, result, bucket, options) if is_static else not_split(result)
         restore(result.graph_module)
-    why = "its sizes are symbolic, and pieces need numbers" if split else ""
-    return dataclasses.replace(result, sizes=sizes, split=Split(why=why) if split else None)
+    return dataclasses.replace(result, sizes=sizes)
+
+
+def not_split(result: Result) -> Result:
+    """The result of a graph with symbolic sizes, for which cuts were asked."""
+    return dataclasses.replace(result, split=Split(why="its sizes are symbolic, and pieces need numbers"))
 
 
 def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: Any) -> Result:

@@ -41,7 +41,7 @@ class BySize:
 
     def __call__(self, node: fx.Node) -> float:
         if node.target in operators.STARTS:
-            return 1e-2 + 1e-4 * sum(t.nbytes for n in node.all_input_nodes for t in operators.tensors_of(n))
+            return 1e-2 + 1e-3 * sum(t.nbytes for n in node.all_input_nodes for t in operators.tensors_of(n))
         return 1e-4 + 2e-6 * node_flops(node)
 
 
@@ -106,7 +106,6 @@ def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: 
             got = step(run, module, x.to(dtype), grad.to(dtype))
         found[split] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)]
         found["cut"] += [dict(r.split.collectives) for r in results if r.split is not None]
-        found["shorter"] = [r.timeline.makespan / r.before.makespan for r in results]
     return found
 
 
@@ -127,8 +126,8 @@ def test_a_step_in_pieces_is_the_eager_one(
     answers = gloo_pool.run(num_ranks, errors, name, num, batch, dtype, mesh_dim_names=("tp",), timeout=590.0)
     rounding = 4 * torch.finfo(dtype).eps
     for answer in answers:
-        forward, *_ = answer["cut"]
-        assert forward.get("all_gather_into_tensor", 0) >= num, answer
-        assert forward.get("reduce_scatter_tensor", 0) >= num, answer
-        for cut, whole in zip(answer[True], answer[False], strict=True):
-            assert cut <= max(1.5 * whole, rounding)
+        assert len(answer["cut"]) == 2, answer  # forward and backward
+        for cut in answer["cut"]:
+            assert cut.get("all_gather_into_tensor", 0) >= num and cut.get("reduce_scatter_tensor", 0) >= num, answer
+        for in_pieces, whole in zip(answer[True], answer[False], strict=True):
+            assert in_pieces <= max(1.5 * whole, rounding)

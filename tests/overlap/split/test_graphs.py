@@ -237,7 +237,7 @@ POINTWISE: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 9), st.integers(4, 13), st.integers(2, 4))
 def test_random_chains(seed: int, length: int, tokens: int, pieces: int) -> None:
     random_ = random.Random(seed)
