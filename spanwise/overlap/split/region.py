@@ -19,11 +19,9 @@ from torch import fx
 
 from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, tensors_of, traits
 from spanwise.overlap.split.cut import Cut
+from spanwise.overlap.split.rules import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from spanwise.overlap.split.tokenwise import (
-    ALL_GATHER,
-    ALL_REDUCE,
     COLLECTIVES,
-    REDUCE_SCATTER,
     candidates,
     is_product_of_rows,
     legal,

@@ -17,7 +17,8 @@ from torch import fx
 
 from spanwise.overlap.fx.operators import WAIT, is_free, nodes_in, tensors_of
 from spanwise.overlap.split.cut import Cut, bounds
-from spanwise.overlap.split.tokenwise import COLLECTIVES, Legal, is_product_of_rows, legal
+from spanwise.overlap.split.rules import Legal
+from spanwise.overlap.split.tokenwise import COLLECTIVES, is_product_of_rows, legal
 from spanwise.overlap.split.values import CannotSplit, add_call
 
 _aten = torch.ops.aten

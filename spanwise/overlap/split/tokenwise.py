@@ -2,48 +2,34 @@
 
     node, cut of its result ─► `legal` ─► cuts of its arguments, and its arguments as a piece | None: it stops the cut
 
-The table is by `OpOverload`; an operator that is not in it stops the cut. So do random operators, operators that write
-or communicate, and a node that needs one argument both whole and in pieces.
+The table is by `OpOverload` (`rules`); an operator that is not in it stops the cut. So do random operators, operators
+that write or communicate, and a node that needs one argument both whole and in pieces.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import WAIT, Role, arguments, tensors_of, traits
+from spanwise.overlap.fx.operators import Role, arguments, tensors_of, traits
 from spanwise.overlap.split.cut import Cut, through_view
+from spanwise.overlap.split.rules import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ROW_PRODUCTS,
+    TABLE,
+    VIEW_RULES,
+    Legal,
+    Rule,
+    pointwise,
+)
 
-_aten, _ops = torch.ops.aten, _torch.functional_collectives
-
-ALL_GATHER = _ops.all_gather_into_tensor.default
-REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
-ALL_REDUCE = _ops.all_reduce.default
 COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Legal:
-    """How a node gives a piece of its result.
-
-    Attributes:
-        cuts: of arguments that must be pieces; all others are whole.
-        resized: arguments of the node for a piece of a given number of tokens; None if they stay.
-    """
-
-    cuts: Mapping[fx.Node, Cut]
-    resized: Callable[[int], Arguments] | None = None
-
-
-Rule = Callable[[Any, dict[str, Any], Cut, int], Legal | None]
 
 
 def legal(node: fx.Node, cut: Cut, tokens: int) -> Legal | None:
@@ -74,7 +60,7 @@ def candidates(node: fx.Node, arg: fx.Node, cut: Cut, tokens: int) -> Iterable[C
     results, given = tensors_of(node), tensors_of(arg)
     if not results or not given:
         return
-    if node.target in _VIEWS:
+    if TABLE.get(node.target) in VIEW_RULES:
         found = through_view(list(given[0].shape), list(results[0].shape), cut, tokens)
         if found is not None:
             yield found
@@ -88,313 +74,18 @@ def candidates(node: fx.Node, arg: fx.Node, cut: Cut, tokens: int) -> Iterable[C
 
 def is_product_of_rows(node: fx.Node) -> bool:
     """Whether a node multiplies rows with a matrix: the heavy compute between collectives of activations."""
-    return node.target in _ROW_PRODUCTS
+    return node.target in ROW_PRODUCTS
 
 
 def makes_rows(node: fx.Node) -> bool:
     """Whether a node computes rows of activations from others, or looks them up in a table."""
-    return is_product_of_rows(node) or node.target is _aten.embedding.default
+    return is_product_of_rows(node) or node.target is torch.ops.aten.embedding.default
 
 
 def _rule(node: fx.Node) -> Rule | None:
     if node.op != "call_function":
         return None
-    found = _TABLE.get(node.target)
+    found = TABLE.get(node.target)
     if found is None and isinstance(node.target, _torch.OpOverload) and traits(node).pointwise:
-        return _pointwise
+        return pointwise
     return found
-
-
-def _together(*pairs: tuple[Any, Cut | None], resized: Callable[[int], Arguments] | None = None) -> Legal | None:
-    """`Legal` of arguments with cuts, None for whole ones; None if a node is there with two cuts."""
-    found: dict[fx.Node, Cut | None] = {}
-    for arg, cut in pairs:
-        if isinstance(arg, fx.Node) and found.setdefault(arg, cut) != cut:
-            return None
-    return Legal({arg: cut for arg, cut in found.items() if cut is not None}, resized)
-
-
-def _shape(node: Any) -> list[int]:
-    return list(tensors_of(node)[0].shape)
-
-
-def _all_nodes(node: fx.Node) -> list[fx.Node]:
-    """Tensor arguments."""
-    return [arg for arg in node.all_input_nodes if tensors_of(arg)]
-
-
-def _pointwise(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Operands are aligned at the right; one of size 1 at the tokens' dim is whole."""
-    ndim, pairs = len(_shape(node)), []
-    for arg in _all_nodes(node):
-        if len(tensors_of(arg)) != 1:
-            return None
-        shape = _shape(arg)
-        dim = cut.dim - ndim + len(shape)
-        whole = dim < 0 or (shape[dim] == 1 != cut.size(tokens))
-        if not whole and shape[dim] != cut.size(tokens):
-            return None
-        pairs.append((arg, None if whole else dataclasses.replace(cut, dim=dim)))
-    return _together(*pairs) if any(of for _, of in pairs) else None
-
-
-def _view(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """`view`, `reshape`: the new sizes are those of the whole with the piece's at the tokens' dim."""
-    source, new = given["self"], _shape(node)
-    before = through_view(new, _shape(source), cut, tokens)
-    if before is None or through_view(_shape(source), new, before, tokens) != cut:
-        return None
-    return _together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
-
-
-def _resized(shape: list[int], cut: Cut, tokens: int) -> list[int]:
-    return [cut.size(tokens) if dim == cut.dim else size for dim, size in enumerate(shape)]
-
-
-def _expand(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    source, new = given["self"], _shape(node)
-    dim = cut.dim - len(new) + len(_shape(source))
-    if dim < 0 or _shape(source)[dim] != new[cut.dim] or given.get("implicit"):
-        return None
-    before = dataclasses.replace(cut, dim=dim)
-    return _together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
-
-
-def _permute(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    source, dims = given["self"], [dim % len(_shape(node)) for dim in given["dims"]]
-    return _together((source, dataclasses.replace(cut, dim=dims[cut.dim])))
-
-
-def _transpose(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    ndim = len(_shape(node))
-    if ndim < 2:
-        return _together((given["self"], cut))
-    pair = [given.get("dim0", 0) % ndim, given.get("dim1", 1) % ndim]
-    dim = pair[1 - pair.index(cut.dim)] if cut.dim in pair else cut.dim
-    return _together((given["self"], dataclasses.replace(cut, dim=dim)))
-
-
-def _unsqueeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    at = given["dim"] % len(_shape(node))
-    if at == cut.dim:
-        return None
-    return _together((given["self"], dataclasses.replace(cut, dim=cut.dim - (at < cut.dim))))
-
-
-def _squeeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Only dims that are named, and not the tokens'."""
-    shape, dims = _shape(given["self"]), given["dim"]
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
-    left = [dim for dim in range(len(shape)) if dim not in gone]
-    if shape[left[cut.dim]] == 1:
-        return None
-    return _together((given["self"], dataclasses.replace(cut, dim=left[cut.dim])))
-
-
-def _reduction(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Sums, means, maxima over named dims without the tokens'."""
-    source = given["self"]
-    dims, ndim = given.get("dim"), len(_shape(source))
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or ndim == 0:
-        return None
-    gone = {dim % ndim for dim in dims}
-    left = [dim for dim in range(ndim) if given.get("keepdim") or dim not in gone]
-    dim = left[cut.dim]
-    return None if dim in gone else _together((source, dataclasses.replace(cut, dim=dim)))
-
-
-def _along(*names: str) -> Rule:
-    """Operators along one dim, ``dim``, whose tensors `names` and result have the same dims."""
-
-    def rule(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-        tensors = [given[name] for name in names if isinstance(given.get(name), fx.Node)]
-        along = given.get("dim", -1)
-        ndim = len(_shape(node))
-        if not isinstance(along, int) or along % ndim == cut.dim:
-            return None
-        whole = _shape(node)[cut.dim]
-        if any(len(_shape(x)) != ndim or _shape(x)[cut.dim] != whole for x in tensors):
-            return None
-        return _together(*((x, cut) for x in tensors)) if len(tensors) == len(_all_nodes(node)) else None
-
-    return rule
-
-
-def _norm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Layer and RMS norm, whose dims are the last ones."""
-    first = given.get("input", given.get("self"))
-    if cut.dim >= len(_shape(first)) - len(given["normalized_shape"]):
-        return None
-    others = [arg for arg in _all_nodes(node) if arg is not first]
-    return _together((first, cut), *((arg, None) for arg in others))
-
-
-def _is_transposed(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target in _TRANSPOSED
-
-
-def _mm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Rows of the left operand; a transposed one has features there, as for the gradient of a weight."""
-    bias, left, right = given.get("self"), given.get("mat1"), given.get("mat2")
-    if left is None:
-        bias, left = None, given["self"]
-    if cut.dim != 0 or _is_transposed(left):
-        return None
-    rows = None
-    if isinstance(bias, fx.Node) and len(_shape(bias)) == 2 and _shape(bias)[0] != 1:
-        rows = cut
-    return _together((left, cut), (right, None), (bias, rows))
-
-
-def _bmm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    left, right = given["self"], given["mat2"]
-    if cut.dim == 2:
-        return None
-    return _together((left, cut), (right, cut if cut.dim == 0 else None))
-
-
-def _linear(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """`linear`, and `matmul` with a matrix at the right."""
-    left = given.get("input", given.get("self"))
-    right = given.get("weight", given.get("other"))
-    if cut.dim >= len(_shape(node)) - 1 or len(_shape(right)) != 2 or _is_transposed(left):
-        return None
-    if len(_shape(left)) != len(_shape(node)):
-        return None
-    return _together((left, cut), (right, None), (given.get("bias"), None))
-
-
-def _embedding(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    if cut.dim >= len(_shape(given["indices"])):
-        return None
-    return _together((given["indices"], cut), (given["weight"], None))
-
-
-def _cat(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    tensors = list(given["tensors"])
-    along = given.get("dim", 0) % len(_shape(node))
-    if any(len(_shape(x)) != len(_shape(node)) for x in tensors):
-        return None
-    if along != cut.dim:
-        return _together(*((x, cut) for x in tensors))
-    sizes = {_shape(x)[along] for x in tensors}
-    if len(sizes) > 1 or cut.blocks % len(tensors):
-        return None
-    return _together(*((x, dataclasses.replace(cut, blocks=cut.blocks // len(tensors))) for x in tensors))
-
-
-def _split(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """`split` into equal parts along the tokens' dim, or into any parts along another."""
-    source, results = given["self"], tensors_of(node)
-    along = given.get("dim", 0) % results[0].ndim
-    if along != cut.dim:
-        return _together((source, cut))
-    size: Any = given.get("split_size", given.get("split_sizes"))
-    several = isinstance(size, (list, tuple))
-
-    def parts(n: int) -> Any:
-        return [cut.size(n)] * len(results) if several else cut.size(n)
-
-    same = (list(size) if several else size) == parts(tokens)
-    before = dataclasses.replace(cut, blocks=cut.blocks * len(results))
-    if not same or _shape(source)[along] != before.size(tokens):
-        return None
-    return _together((source, before), resized=lambda n: ((source, parts(n), along), {}))
-
-
-def _slice(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Along another dim, or whole blocks of the tokens' dim."""
-    source = given["self"]
-    along = given.get("dim", 0) % len(_shape(node))
-    if along != cut.dim:
-        return _together((source, cut))
-    size, block = _shape(source)[along], tokens * cut.unit
-    first, end = given.get("start") or 0, given.get("end")
-    first = first + size if first < 0 else first
-    end = size if end is None or end > size else end + size if end < 0 else end
-    if given.get("step", 1) != 1 or size % block or first % block or end - first != cut.size(tokens):
-        return None
-    before = Cut(along, size // block, cut.unit)
-    at = first // block
-
-    def args(n: int) -> Arguments:
-        return (source, along, at * n * cut.unit, (at + cut.blocks) * n * cut.unit), {}
-
-    return _together((source, before), resized=args)
-
-
-def _select(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    source = given["self"]
-    at = given["dim"] % len(_shape(source))
-    return _together((source, dataclasses.replace(cut, dim=cut.dim + (at <= cut.dim))))
-
-
-def _same(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Items of tuples, waits, all-reduces: the one tensor argument has the cut of the result."""
-    return _together((node.all_input_nodes[0], cut))
-
-
-def _complex(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """Views between complex numbers and pairs in the last dim."""
-    pair = len(_shape(node)) if len(_shape(node)) > len(_shape(given["self"])) else -1
-    return None if cut.dim == pair - 1 else _together((given["self"], cut))
-
-
-def _gather(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    """All-gather along dim 0 of another axis, or of the tokens'."""
-    size = given["group_size"]
-    if cut.dim != 0:
-        return _together((given["input"], cut))
-    if cut.blocks % size:
-        return None
-    return _together((given["input"], dataclasses.replace(cut, blocks=cut.blocks // size)))
-
-
-def _scatter(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
-    if cut.dim != 0:
-        return _together((given["input"], cut))
-    return _together((given["input"], dataclasses.replace(cut, blocks=cut.blocks * given["group_size"])))
-
-
-_VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
-_TRANSPOSED = frozenset({_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.numpy_T.default})
-_ROW_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten.matmul.default})
-
-_TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(_VIEWS, _view),
-    _aten.expand.default: _expand,
-    _aten.permute.default: _permute,
-    _aten.t.default: _transpose,
-    _aten.transpose.int: _transpose,
-    _aten.unsqueeze.default: _unsqueeze,
-    _aten.squeeze.dim: _squeeze,
-    _aten.squeeze.dims: _squeeze,
-    **dict.fromkeys((_aten.detach.default, _aten.alias.default, _aten.empty_like.default), _same),
-    **dict.fromkeys((_aten.view_as_complex.default, _aten.view_as_real.default), _complex),
-    **dict.fromkeys(
-        (_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.amin.default, _aten.logsumexp.default),
-        _reduction,
-    ),
-    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _along("self")),
-    _aten._softmax_backward_data.default: _along("grad_output", "output"),
-    _aten._log_softmax_backward_data.default: _along("grad_output", "output"),
-    _aten.gather.default: _along("self", "index"),
-    _aten.scatter_add.default: _along("self", "index", "src"),
-    _aten.native_layer_norm.default: _norm,
-    _aten._fused_rms_norm.default: _norm,
-    **dict.fromkeys((_aten.mm.default, _aten.addmm.default), _mm),
-    _aten.bmm.default: _bmm,
-    **dict.fromkeys((_aten.linear.default, _aten.matmul.default), _linear),
-    _aten.embedding.default: _embedding,
-    _aten.cat.default: _cat,
-    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _split),
-    _aten.slice.Tensor: _slice,
-    _aten.select.int: _select,
-    operator.getitem: _same,
-    WAIT: _same,
-    ALL_REDUCE: _same,
-    ALL_GATHER: _gather,
-    REDUCE_SCATTER: _scatter,
-}

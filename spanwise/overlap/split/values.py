@@ -9,7 +9,8 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import WAIT, arguments, tensors_in, traits
-from spanwise.overlap.split.tokenwise import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER
+from spanwise.overlap.split.rules import ALL_GATHER, REDUCE_SCATTER
+from spanwise.overlap.split.tokenwise import COLLECTIVES
 
 # Metadata that tells of one tensor: a new node's is another.
 _OF_VALUE = ("val", "tensor_meta", "example_value", "eager_input_vals", "known")

@@ -218,6 +218,29 @@ def test_cumulative_sums_and_softmax_over_tokens_stop_a_cut() -> None:
         same_in_pieces(mixed(mix), drawn(TOKENS, DIM), W, V)
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_operators_of_torch_export(pre_dispatch: bool) -> None:
+    """Composite operators, as graphs have them that were not decomposed."""
+
+    def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        h = gather(F.rms_norm(F.layer_norm(x, (DIM,)), (DIM,)))
+        q = F.linear(h, w.t(), b).unflatten(-1, (2, 4)).softmax(-1).permute(1, 0, 2).unsqueeze(0)
+        o = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(0).permute(1, 0, 2).flatten(1)
+        a, c = (F.gelu(o) + 1).chunk(2, -1)
+        o = torch.cat([a * c.contiguous(), c.log_softmax(-1)], -1).to(torch.float32).to(torch.float64)
+        return (x + scatter(o @ v),)
+
+    inputs = drawn(7, DIM), W, V, drawn(8, seed=6)
+    gm = make_fx(block, tracing_mode="fake", pre_dispatch=pre_dispatch)(*inputs)
+    feed = [[x + 0.1 * rank for x in inputs] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
+    (region,) = find_regions(gm.graph)
+    assert len(region.collectives) == 2 and len(region.cuts) > 15
+    for pieces in (2, 3):
+        found = Lockstep([cut(gm, pieces, region)] * RANKS, AXIS, late=True).run(feed)
+        assert error(found, expected) < 1e-6  # products of other sizes, rounded to float32
+
+
 POINTWISE: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, side: h.tanh(),
     lambda h, side: F.silu(h) * side,
