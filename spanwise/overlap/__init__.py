@@ -10,6 +10,7 @@ A folder imports only from folders above it:
 - `bucketing`: collectives that become one launch.
 - `fx`: fx graph to dag and back; captured and saved graphs.
 - `costs`: milliseconds of nodes, by a roofline or measured.
+- `split`: token-wise compute and its collectives in pieces.
 - `explain`: reasons for exposed time, reports, traces.
 - `optimize`, `consensus` (ranks compare their schedules), `pytorch_pass` (PyTorch's pass for comparison); above them
   `graph_pass`, for pipelines of passes, and `backend`, for ``torch.compile``.
@@ -27,6 +28,7 @@ from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.optimize import lower_bound, optimize, simulate
+from spanwise.overlap.split.record import Split
 
 __all__ = [
     "TENSOR_CORES",
@@ -36,6 +38,7 @@ __all__ = [
     "GraphError",
     "Measured",
     "Result",
+    "Split",
     "Timeline",
     "as_cost",
     "backend",

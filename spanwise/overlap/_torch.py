@@ -93,6 +93,11 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_mode_of(x: torch.Tensor) -> Any:
+    """The mode of a fake tensor; None for other tensors."""
+    return getattr(x, "fake_mode", None)
+
+
 def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
     """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
     return mode.from_tensor(x, static_shapes=True)

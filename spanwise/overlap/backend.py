@@ -25,9 +25,10 @@ from spanwise.overlap.costs.roofline import as_cost, node_flops
 from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
-from spanwise.overlap.fx.sizes import assumed
+from spanwise.overlap.fx.sizes import assumed, has_symbols
 from spanwise.overlap.graph_pass import describe, facts, traced
-from spanwise.overlap.optimize import Result, optimize
+from spanwise.overlap.optimize import Result, not_split, optimize
+from spanwise.overlap.split.choose import apply
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
 _GENERATED = frozenset({"aten", "prims"})
@@ -129,9 +130,14 @@ class Backend:
             return gm
         with consensus.failure_reported(gm):
             merge_waits(gm.graph)
+            cut = self._options.get("split", False)
+            is_static = not has_symbols(gm)
             with assumed(gm, self._dynamic_size):
-                result = optimize(gm, self._cost, **self._options)
-                emit(bind(result.before.dag, gm.graph), result.timeline.order.tolist(), result.members)
+                result = optimize(gm, self._cost, **{**self._options, "split": cut and is_static})
+                result = result if is_static or not cut else not_split(result)
+                if result.split is not None and result.split.is_cut:
+                    apply(gm.graph, result.split.cuts, result.split.tokens, result.split.pieces)
+                emit(bind(result.given, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
             self._on_result(result)
         first = consensus.insert(gm.graph, self._facts, traced(result))

@@ -116,6 +116,6 @@ def describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:
 
 def traced(result: Result) -> list[list[int]]:
     """For each start in issue order, the starts of the given graph that it replaces, by their numbers there."""
-    number = {start: k for k, start in enumerate(result.before.dag.starts)}
+    number = {start: k for k, start in enumerate(result.given.starts)}
     starts = set(result.timeline.dag.starts)
     return [[number[i] for i in result.members[unit]] for unit in result.timeline.order.tolist() if unit in starts]

@@ -20,17 +20,20 @@ from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
 from spanwise.overlap.bucketing.merge import without_buckets
 from spanwise.overlap.costs.roofline import as_cost
+from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
-from spanwise.overlap.fx.sizes import Sizes, assumed
+from spanwise.overlap.fx.sizes import Sizes, assumed, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
 from spanwise.overlap.search.schedule import schedule
+from spanwise.overlap.split.choose import QUICK, described, find_split
+from spanwise.overlap.split.record import Split
 
 
 @contextlib.contextmanager
@@ -55,6 +58,7 @@ def optimize(
     *,
     memory_budget: int | None = None,
     bucket: bool = True,
+    split: bool = False,
     multiplier: float = 1.0,
     in_flight: int | None = None,
     in_flight_bytes: int | None = None,
@@ -72,6 +76,9 @@ def optimize(
             the graph's own order exceeds it, the result fits but may take longer than that order.
         bucket: whether collectives may be merged where that costs no time. A method ``merged(nodes)`` of `cost`, as of
             `CostModel`, prices a bucket; without it a bucket costs the sum of its members.
+        split: whether collectives of activations may be cut into pieces along the tokens, together with the token-wise
+            compute next to them, where that makes the step shorter. Results may round differently. `cost` must price
+            nodes that are not in `gm`, as a `CostModel` does. Graphs with symbolic sizes are not cut.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
         in_flight: for each process group, most collectives that have started and were not yet waited for.
         in_flight_bytes: the same in bytes that these make, read and write; see `schedule.schedule`.
@@ -105,11 +112,37 @@ def optimize(
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     gm = _with_merged_waits(gm)
     if sizes is None:
-        return _optimized(gm, cost, memory_budget, bucket, options)
+        result = _optimized(gm, cost, memory_budget, bucket, options)
+        return _split(gm, cost, result, bucket, options) if split else result
+    is_static = not has_symbols(gm)
     with assumed(gm, sizes) as restore:
         result = _optimized(gm, cost, memory_budget, bucket, options)
+        if split:
+            result = _split(gm, cost, result, bucket, options) if is_static else not_split(result)
         restore(result.graph_module)
     return dataclasses.replace(result, sizes=sizes)
+
+
+def not_split(result: Result) -> Result:
+    """The result of a graph with symbolic sizes, for which cuts were asked."""
+    return dataclasses.replace(result, split=Split(why="its sizes are symbolic, and pieces need numbers"))
+
+
+def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: Any) -> Result:
+    """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
+    unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
+
+    def run(cut: fx.GraphModule, of: Cost, quick: bool) -> Result:
+        effort = min(QUICK, QUICK if options["effort"] is None else options["effort"])
+        return _optimized(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
+
+    trial = find_split(gm, cost, run, whole.timeline)
+    if trial is None:
+        return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
+    found = dataclasses.replace(
+        described(gm, trial), unsplit=unsplit, unsplit_bound=bound, heavy=frozenset(arithmetic(gm))
+    )
+    return dataclasses.replace(trial.result, before=whole.before, split=found)
 
 
 def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:

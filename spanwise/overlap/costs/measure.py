@@ -20,7 +20,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ class Measured:
     fuse: bool = True
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     timed: int = 0
+    half_rate: ClassVar[int] = 0  # products of few rows were timed, or `fallback` prices them: `optimize(split=True)`
 
     def __call__(self, node: fx.Node) -> float:
         if not _runs(node):

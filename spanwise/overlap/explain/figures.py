@@ -122,6 +122,7 @@ class Figures:
         collectives: collectives of the new graph, in the order in which they are issued.
         budget: byte limit of the new order.
         barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
+        split: what was cut into pieces, as in `record.Split`; None if nothing should be.
     """
 
     before: OrderFigures
@@ -130,6 +131,7 @@ class Figures:
     budget: int
     barriers: dict[str, int] = dataclasses.field(default_factory=dict)
     guesses: dict[str, int] = dataclasses.field(default_factory=dict)
+    split: dict[str, Any] | None = None
 
     @property
     def most_exposed(self) -> list[Collective]:
@@ -145,6 +147,7 @@ class Figures:
             "budget_bytes": self.budget,
             "barriers": self.barriers,
             "guesses": self.guesses,
+            **({} if self.split is None else {"split": self.split}),
             "collectives": [one.as_dict() for one in self.collectives],
         }
 

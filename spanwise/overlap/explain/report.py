@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -21,8 +22,9 @@ from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.ir.bounds import Bounds
-from spanwise.overlap.ir.dag import Kind
+from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.split.record import Split
 
 #: Most rows of the table of collectives in a text.
 MOST = 10
@@ -51,10 +53,11 @@ class Result:
             as one.
         before: timeline of the given graph in its own order.
         bounds: lower bounds of all orders of the new graph's nodes, memory aside.
-        members: for each node of `timeline.dag`, the nodes of `before.dag` that it replaces.
+        members: for each node of `timeline.dag`, the nodes of `given` that it replaces.
         budget: byte limit of the new order.
         doubts: barriers, and costs that are guesses.
         sizes: numbers that symbolic sizes stood for; None if the graph has none.
+        split: what was cut into pieces, or why nothing was; None without ``split=True``.
     """
 
     graph_module: fx.GraphModule
@@ -65,6 +68,12 @@ class Result:
     budget: int
     doubts: Doubts = Doubts()
     sizes: Sizes | None = None
+    split: Split | None = None
+
+    @property
+    def given(self) -> Dag:
+        """The nodes that were scheduled, in their own order: of the given graph, or of that graph in pieces."""
+        return self.before.dag if self.split is None or self.split.dag is None else self.split.dag
 
     def report(self, groups: Mapping[str, str] | None = None) -> str:
         """Text of about twenty lines: the gain, the rest, and the most exposed collectives with reasons.
@@ -98,13 +107,20 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             return figures(dataclasses.replace(result, sizes=None), groups)
     names = groups or {}
     timeline, heavy = result.timeline, arithmetic(result.graph_module)
+    cut = result.split is not None and result.split.is_cut
     starts = [node for node in result.graph_module.graph.nodes if node.target in operators.STARTS]
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
     spread = _spread(result)
-    given_counts = hidden_counts(timeline, hideable_by(result.before.dag, heavy), result.members)
+    given_counts = hidden_counts(timeline, hideable_by(result.given, heavy), result.members)
     return Figures(
-        before=order_figures("as given", result.before, heavy, names=names, budget=result.budget),
+        before=order_figures(
+            "as given",
+            result.before,
+            result.split.heavy if cut and result.split else heavy,
+            names=names,
+            budget=result.budget,
+        ),
         after=order_figures(
             "spanwise", timeline, heavy, names=names, bounds=result.bounds, why=why, given_counts=given_counts
         ),
@@ -115,12 +131,33 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         budget=result.budget,
         barriers=dict(Counter(result.doubts.barriers)),
         guesses=dict(Counter(result.doubts.guesses)),
+        split=_split_facts(result, names),
     )
+
+
+def _split_facts(result: Result, names: Mapping[str, str]) -> dict[str, Any] | None:
+    """What was cut and what it gains, in milliseconds; None without ``split=True``."""
+    split = result.split
+    if split is None:
+        return None
+    if not split.is_cut:
+        return {"pieces": 1, "why": split.why}
+    return {
+        "pieces": split.pieces,
+        "group": names.get(split.group, split.group),
+        "collectives": dict(split.collectives),
+        "products": split.products,
+        "unsplit": split.unsplit,
+        "unsplit_bound": split.unsplit_bound,
+        "copies": split.copies,
+        "half_rate": split.half_rate,
+        "sensitivity": dict(split.sensitivity),
+    }
 
 
 def _spread(result: Result) -> dict[int, float]:
     """`Collective.spread` of buckets, by their starts."""
-    timeline, given = result.timeline, result.before.dag
+    timeline, given = result.timeline, result.given
     became = {i: unit for unit, members in enumerate(result.members) for i in members}
     # A node that depends on a start needs it issued; others must have ended.
     there = np.where(timeline.dag.kinds == Kind.START, timeline.issued, timeline.end)
@@ -170,6 +207,7 @@ def summary(found: Figures) -> dict[str, str]:
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
+    facts |= _split_text(found)
     if found.barriers:
         count = sum(found.barriers.values())
         facts["barriers"] = f"{count:,}, which nothing crosses; the bound holds given them: {_named(found.barriers)}"
@@ -178,6 +216,24 @@ def summary(found: Figures) -> dict[str, str]:
     if after.why:
         facts["exposed for"] = ", ".join(f"{why} {milliseconds(ms)}" for why, ms in after.why.items())
     return facts
+
+
+def _split_text(found: Figures) -> dict[str, str]:
+    """What was cut, what it gained, the bound before and the makespan at other rates; nothing without `split`."""
+    split, after = found.split, found.after
+    if split is None:
+        return {}
+    if split["pieces"] == 1:
+        return {"split": f"nothing: {split['why']}"}
+    gain, cut = split["unsplit"] - after.makespan, _named(split["collectives"])
+    others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split["sensitivity"].items())
+    return {
+        "split": f"{cut} of {split['group']} and {split['products']:,} matrix products in "
+        f"{split['pieces']} pieces; {milliseconds(gain)} ({gain / split['unsplit']:.1%}) shorter than "
+        f"{milliseconds(split['unsplit'])}, the best without, whose bound is {milliseconds(split['unsplit_bound'])}",
+        "pieces": f"copies take {milliseconds(split['copies'])}; products of M rows run at "
+        f"M / (M + {split['half_rate']}) of the rate; this order takes {others}",
+    }
 
 
 def _counted(order: OrderFigures) -> str:

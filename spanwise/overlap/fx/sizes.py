@@ -72,6 +72,11 @@ def assumed(gm: fx.GraphModule, size: Sizes) -> Iterator[Callable[[fx.GraphModul
         restore(gm)
 
 
+def has_symbols(gm: fx.GraphModule) -> bool:
+    """Whether a tensor of the graph has a size without a number."""
+    return not all(_is_static(tensor) for node in gm.graph.nodes for tensor in tensors_of(node))
+
+
 def _check_sizes(tensors: list[torch.Tensor], size: Sizes) -> None:
     if not isinstance(size, Mapping):
         return

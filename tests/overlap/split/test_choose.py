@@ -1,0 +1,118 @@
+"""``optimize(split=True)``: shorter where nothing could hide collectives, never longer; it says what it did."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import fx
+
+from spanwise import CPU_HOST, H100, overlap
+from spanwise.hardware import Link
+from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
+from spanwise.overlap.ir.dag import GraphError
+from tests.lockstep import Lockstep
+from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, step
+from tests.overlap.test_optimize import state
+
+LLAMA = CaptureConfig(
+    layers=1, dim=2048, heads=16, kv_heads=8, ffn=8192, seq_len=8192, dp=8, tp=8, vocab=32_000, device="cuda"
+)
+SLOW = dataclasses.replace(CPU_HOST, matmul_flops=1e9, memory_bandwidth=1e9, links=(Link(2e6, 0.0),))
+
+
+def slow_network(graphs: Graphs, half_rate: int = 0) -> CostModel:
+    """Costs with which tensor-parallel collectives of `SMALL` take longer than the compute between them."""
+    cost = CostModel(SLOW, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+    cost.half_rate = half_rate
+    return cost
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_llama_forward_beats_the_bound_of_the_whole_graph(batch: int) -> None:
+    graphs = capture(dataclasses.replace(LLAMA, batch=batch))
+    cost = CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+    before = state(graphs.forward)
+    whole = overlap.optimize(graphs.forward, cost)
+    found = overlap.optimize(graphs.forward, cost, split=True)
+    assert state(graphs.forward) == before
+    split = found.split
+    assert split is not None and split.is_cut and split.pieces in (2, 4, 8)
+    assert found.timeline.makespan < 0.95 * whole.timeline.makespan
+    assert found.timeline.makespan < whole.bounds.makespan
+    assert found.bounds.makespan <= found.timeline.makespan * (1 + 1e-9)
+    assert found.timeline.peak_bytes <= found.budget == whole.budget
+    assert found.before.makespan == whole.before.makespan
+    assert math.isclose(split.unsplit, whole.timeline.makespan)
+    assert split.sensitivity[128] <= found.timeline.makespan <= split.sensitivity[512]
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(split.collectives)
+    text = found.report({axis.name: name for name, axis in graphs.axes.items()})
+    assert "of tp and" in text and "shorter than" in text and "M / (M + 512)" in text
+    found.graph_module.graph.lint()
+    assert all("val" in node.meta for node in found.graph_module.graph.nodes if node.op.startswith("call_"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_ranks_cut_alike_and_compute_the_same(which: str) -> None:
+    graphs = graphs_of(SMALL)
+    results = [overlap.optimize(getattr(g, which), slow_network(g), split=True, effort=1) for g in graphs]
+    assert len({str(r.split and (sorted(r.split.cuts.items()), r.split.pieces)) for r in results}) == 1
+    assert len({tuple(r.timeline.order.tolist()) for r in results}) == 1
+    for result in results:
+        assert result.split is not None
+        assert result.split.is_cut or which == "backward"
+        assert result.timeline.makespan <= result.split.unsplit
+    feed, expected = step(graphs)[which]
+    for late in (False, True):
+        found = Lockstep([r.graph_module for r in results], [g.axes for g in graphs], late=late).run(feed)
+        assert error(found, expected) < 1e-12
+
+
+def test_nothing_is_cut_where_that_gains_nothing() -> None:
+    graphs = capture(dataclasses.replace(LLAMA, layers=1, vocab=None))
+    fast = dataclasses.replace(H100, links=(Link(1e15, 0.0),))
+    cost = CostModel(fast, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+    result = overlap.optimize(graphs.forward, cost, split=True)
+    assert result.split is not None and not result.split.is_cut
+    assert "split" in result.report() and "nothing: no cut makes it shorter" in result.report()
+    assert [n.name for n in result.graph_module.graph.nodes if "piece" in n.name] == []
+    assert overlap.optimize(graphs.forward, cost).split is None
+
+
+def test_costs_must_know_pieces() -> None:
+    graphs = graphs_of(SMALL)[0]
+    cost = slow_network(graphs)
+    table = {n.name: cost(n) for n in graphs.forward.graph.nodes if n.op == "call_function"}
+    with pytest.raises(GraphError, match="split=True made it, and cost must give its milliseconds"):
+        overlap.optimize(graphs.forward, table, split=True)
+    assert overlap.optimize(graphs.forward, table).split is None
+
+
+@pytest.mark.slow
+def test_few_rows_are_slower() -> None:
+    """A product of M rows runs at M / (M + 256): with 14 rows a piece nothing is worth it."""
+    graphs = graphs_of(SMALL)[0]
+    slower = dataclasses.replace(SLOW, matmul_flops=2e7)
+    cost = CostModel(slower, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+    result = overlap.optimize(graphs.forward, cost, split=True, effort=1)
+    assert result.split is not None and not result.split.is_cut
+
+
+def test_symbolic_sizes_are_not_cut() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    ops = torch.ops._c10d_functional
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "tp")) @ w
+
+    gm: fx.GraphModule = make_fx(block, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(4, 8))
+    sizes = {"s0": 64, "s1": 4, "s2": 8, "s77": 64, "s27": 4, "s94": 8, "s53": 4}
+    symbols = {str(s) for n in gm.graph.nodes for s in getattr(n.meta.get("val"), "shape", ()) if type(s) is not int}
+    sizes |= dict.fromkeys(symbols, 64)
+    result = overlap.optimize(gm, lambda node: 1.0, split=True, sizes=sizes)
+    assert result.split is not None and "symbolic" in result.split.why

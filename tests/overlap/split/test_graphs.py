@@ -1,0 +1,285 @@
+"""Graphs made by hand: what may be cut and what must stop a cut, and random chains of token-wise operators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from spanwise.overlap import _torch
+from spanwise.overlap.fx.decoder import Axis
+from spanwise.overlap.split.region import Region, chosen, find_regions
+from spanwise.overlap.split.rewrite import rewrite
+from tests.lockstep import Lockstep
+from tests.overlap.split.test_rewrite import error
+
+OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+RANKS, TOKENS, DIM = 2, 12, 6
+AXIS = [{"tp": Axis("tp", (0, 1), rank)} for rank in range(RANKS)]
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    return OPS.wait_tensor(OPS.all_gather_into_tensor(x, RANKS, "tp"))
+
+
+def scatter(x: torch.Tensor) -> torch.Tensor:
+    return OPS.wait_tensor(OPS.reduce_scatter_tensor(x, "sum", RANKS, "tp"))
+
+
+def reduce(x: torch.Tensor) -> torch.Tensor:
+    return OPS.wait_tensor(OPS.all_reduce(x, "sum", "tp"))
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def cut(gm: fx.GraphModule, pieces: int, region: Region | None = None) -> fx.GraphModule:
+    region = region or find_regions(gm.graph)[0]
+    cuts = {node.name: of for node, of in chosen(region, frozenset(region.segments)).items()}
+    graph = _torch.copy_graph(gm.graph)
+    rewrite(graph, {node: cuts[node.name] for node in graph.nodes if node.name in cuts}, region.tokens, pieces)
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+def same_in_pieces(function: Callable[..., Any], *inputs: torch.Tensor, least: int = 1) -> fx.GraphModule:
+    """Cut every region of the function's graph into 2, 3 and 5 pieces; return the first cut graph."""
+    gm = traced(function, *inputs)
+    feed = [[x + 0.1 * rank if x.is_floating_point() else x for x in inputs] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
+    regions, found = find_regions(gm.graph), []
+    assert len(regions) >= least
+    for region in regions:
+        for pieces in (2, 3, 5):
+            if pieces > region.tokens:
+                continue
+            found.append(cut(gm, pieces, region))
+            for late in (False, True):
+                assert error(Lockstep([found[-1]] * RANKS, AXIS, late=late).run(feed), expected) < 1e-12
+    return found[0] if found else gm
+
+
+def starts(gm: fx.GraphModule) -> list[str]:
+    return [n.name for n in gm.graph.nodes if str(n.target).startswith("_c10d") and n.target != OPS.wait_tensor.default]
+
+
+W, V = drawn(DIM, 8, seed=1), drawn(8, DIM, seed=2)
+
+
+def test_gather_then_product_and_product_then_reduce_scatter() -> None:
+    found = same_in_pieces(lambda x, w: (gather(x) @ w,), drawn(TOKENS, DIM), W)
+    assert len(starts(found)) == 2 and sum(n.target == ATEN.mm.default for n in found.graph.nodes) == 2
+    found = same_in_pieces(lambda h, v: (scatter(h @ v),), drawn(2 * TOKENS, 8), V)
+    assert len(starts(found)) == 2
+    found = same_in_pieces(lambda x, w, v: (x + scatter(F.silu(gather(x) @ w) @ v),), drawn(TOKENS, DIM), W, V)
+    assert len(starts(found)) == 4
+    assert not any(n.target == ATEN.cat.default and n.meta["val"].shape[0] > TOKENS for n in found.graph.nodes)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layouts_of_tokens(batch: int) -> None:
+    """[tokens, batch, dim], [batch, tokens, dim] as DTensor gathers it, flat ones; 7 tokens in 2, 3, 5 pieces."""
+
+    def sequence_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        h = gather(F.layer_norm(x, (DIM,))) @ w
+        return x + scatter((h.tanh() * 2.0) @ v), h
+
+    same_in_pieces(sequence_first, drawn(7, batch, DIM), W, V)
+
+    def batch_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        whole = torch.cat(gather(x).chunk(RANKS, 0), 1)
+        h = F.gelu(whole @ w) @ v
+        return (x + scatter(torch.cat(h.chunk(RANKS, 1), 0)),)
+
+    same_in_pieces(batch_first, drawn(batch, 7, DIM), W, V)
+
+    def flat(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        h = gather(x).flatten(0, 1) @ w
+        h = torch.addmm(h.new_ones(DIM), h.relu(), v).view(RANKS * 7, batch, DIM)
+        return scatter(h), h.unflatten(-1, (2, 3)).permute(1, 2, 0, 3).contiguous()
+
+    same_in_pieces(flat, drawn(7, batch, DIM), W, V)
+
+
+def test_all_reduce_of_a_row_parallel_product() -> None:
+    same_in_pieces(lambda x, w, v: (x + reduce(F.relu(x @ w) @ v),), drawn(TOKENS, DIM), W, V)
+    same_in_pieces(lambda x, w, v: (x + reduce(F.relu(x @ w) @ v),), drawn(2, TOKENS, DIM), W, V)
+
+
+def test_attention_needs_whole_keys_and_a_mask_is_taken_apart() -> None:
+    mask = torch.ones(2 * TOKENS, 2 * TOKENS, dtype=torch.float64).tril()
+
+    def attend(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> Any:
+        h = gather(x) @ w
+        scores = h @ h.t() + mask
+        return (scatter((scores.softmax(-1) @ h) @ w.t()),)
+
+    found = same_in_pieces(attend, drawn(TOKENS, DIM), W, mask)
+    assert len(starts(found)) >= 3
+
+
+def test_weight_gradients_and_sums_over_tokens_read_whole_tensors() -> None:
+    def backward(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        grad_whole = gather(grad)
+        return scatter(grad_whole @ w.t()), x.t() @ grad_whole, grad_whole.sum(0), grad_whole.t() @ x
+
+    same_in_pieces(backward, drawn(TOKENS, 8), drawn(2 * TOKENS, DIM, seed=3), W)
+
+
+def stopped(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
+    assert find_regions(traced(function, *inputs).graph) == []
+
+
+def test_gathers_of_parameters_are_not_cut() -> None:
+    stopped(lambda x, w: (x @ gather(w),), drawn(TOKENS, 2 * DIM), drawn(DIM, 8))
+    stopped(lambda x, w: (F.linear(x, gather(w)),), drawn(TOKENS, DIM), drawn(4, DIM))
+    stopped(lambda x, b, w: ((x * gather(b)).relu() @ w,), drawn(TOKENS, DIM), drawn(DIM // 2), W)
+    # The gradient of a weight.
+    stopped(lambda g, x: (scatter(g.t() @ x),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
+    stopped(lambda g, x: (scatter((x.t() @ g).t().float().double()),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
+
+
+def test_a_gather_that_only_the_region_reads_is_waited_for_whole() -> None:
+    """Rows of a table over another group are added to activations: the table's gather stays one collective."""
+
+    def function(x: torch.Tensor, table: torch.Tensor, w: torch.Tensor) -> Any:
+        rows = OPS.wait_tensor(OPS.all_reduce(table, "sum", "dp"))
+        return (scatter((gather(x) + rows) @ w),)
+
+    gm = traced(function, drawn(TOKENS, DIM), drawn(2 * TOKENS, DIM, seed=4), W)
+    axes = [{**AXIS[rank], "dp": Axis("dp", (0, 1), rank)} for rank in range(RANKS)]
+    feed = [[drawn(TOKENS, DIM, seed=rank), drawn(2 * TOKENS, DIM, seed=4), W] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, axes).run(feed)
+    region = next(region for region in find_regions(gm.graph) if region.group == "tp" and region.tokens == TOKENS)
+    found = cut(gm, 3, region)
+    assert sum(n.target == OPS.all_reduce.default for n in found.graph.nodes) == 1
+    for late in (False, True):
+        assert error(Lockstep([found] * RANKS, axes, late=late).run(feed), expected) < 1e-12
+
+
+def test_what_is_written_is_not_cut() -> None:
+    def in_place(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = gather(x)
+        h.mul_(2.0)
+        return (h @ w,)
+
+    stopped(in_place, drawn(TOKENS, DIM), W)
+
+    def alias(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = gather(x) @ w
+        h.view(-1)[0].zero_()
+        return (h.sin(),)
+
+    gm = traced(alias, drawn(TOKENS, DIM), W)
+    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
+    assert not names & {"mm", "sin"}
+
+    def input_updated(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
+        h = gather(x) @ w + y
+        y.add_(1.0)
+        return (scatter((h + y) @ w.t()),)
+
+    gm = traced(input_updated, drawn(TOKENS, DIM), drawn(2 * TOKENS, 8), W)
+    feed = [[drawn(TOKENS, DIM, seed=rank), drawn(2 * TOKENS, 8, seed=2), W] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, AXIS).run([[x.clone() for x in xs] for xs in feed])
+    for region in find_regions(gm.graph):
+        found = Lockstep([cut(gm, 2, region)] * RANKS, AXIS).run([[x.clone() for x in xs] for xs in feed])
+        assert error(found, expected) < 1e-12
+
+
+def test_random_operators_stop_a_cut() -> None:
+    gm = traced(lambda x, w, v: (scatter(F.dropout(gather(x) @ w, 0.5) @ v),), drawn(TOKENS, DIM), W, V)
+    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
+    assert not any("dropout" in name or "bernoulli" in name or "rand" in name for name in names)
+    for region in find_regions(gm.graph):
+        found = cut(gm, 2, region)
+        drawn_numbers = [n for n in found.graph.nodes if "dropout" in n.name or "bernoulli" in n.name]
+        assert not any("piece" in n.name for n in drawn_numbers)
+
+
+def test_cumulative_sums_and_softmax_over_tokens_stop_a_cut() -> None:
+    def mixed(mix: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+        return lambda x, w, v: (scatter(mix(gather(x) @ w) @ v),)
+
+    for mix in (lambda h: h.cumsum(0), lambda h: h.softmax(0), lambda h: h.flip(0), lambda h: h - h.mean(0)):
+        same_in_pieces(mixed(mix), drawn(TOKENS, DIM), W, V)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_operators_of_torch_export(pre_dispatch: bool) -> None:
+    """Composite operators, as graphs have them that were not decomposed."""
+
+    def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        h = gather(F.rms_norm(F.layer_norm(x, (DIM,)), (DIM,)))
+        q = F.linear(h, w.t(), b).unflatten(-1, (2, 4)).softmax(-1).permute(1, 0, 2).unsqueeze(0)
+        o = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(0).permute(1, 0, 2).flatten(1)
+        a, c = (F.gelu(o) + 1).chunk(2, -1)
+        o = torch.cat([a * c.contiguous(), c.log_softmax(-1)], -1).to(torch.float32).to(torch.float64)
+        return (x + scatter(o @ v),)
+
+    inputs = drawn(7, DIM), W, V, drawn(8, seed=6)
+    gm = make_fx(block, tracing_mode="fake", pre_dispatch=pre_dispatch)(*inputs)
+    feed = [[x + 0.1 * rank for x in inputs] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
+    (region,) = find_regions(gm.graph)
+    assert len(region.collectives) == 2 and len(region.cuts) > 15
+    for pieces in (2, 3):
+        found = Lockstep([cut(gm, pieces, region)] * RANKS, AXIS, late=True).run(feed)
+        assert error(found, expected) < 1e-6  # products of other sizes, rounded to float32
+
+
+POINTWISE: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda h, side: h.tanh(),
+    lambda h, side: F.silu(h) * side,
+    lambda h, side: h + side[:, :1],
+    lambda h, side: F.layer_norm(h, (h.shape[-1],)),
+    lambda h, side: h * h.square().mean(-1, keepdim=True).add(1e-5).rsqrt(),
+    lambda h, side: torch.cat([h[:, 4:], -h[:, :4]], -1),
+    lambda h, side: h.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8),
+    lambda h, side: h.float().double(),
+    lambda h, side: h.softmax(-1),
+    lambda h, side: torch.where(side > 0, h, 0.5 * h),
+    lambda h, side: h.split(4, -1)[1].repeat_interleave(2, -1),
+    lambda h, side: h.unsqueeze(1).expand(-1, 3, -1).sum(1),
+    lambda h, side: (h.clone() @ side[:8].t()) @ side[:8],
+    lambda h, side: h.cumsum(0) * 0.1,
+    lambda h, side: h - h.sum(0, keepdim=True) * 0.01,
+]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(4, 13), st.integers(2, 4))
+def test_random_chains(seed: int, length: int, tokens: int, pieces: int) -> None:
+    random_ = random.Random(seed)
+    chain = [random_.choice(POINTWISE) for _ in range(length)]
+    keep = random_.randrange(length)
+
+    def function(x: torch.Tensor, side: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        h, saved = gather(F.relu(x)) @ w, []
+        for at, operator in enumerate(chain):
+            h = operator(h, side)
+            if at == keep:
+                saved.append(h)
+        return (x + scatter(h @ v), *saved)
+
+    inputs = drawn(tokens, DIM), drawn(2 * tokens, 8, seed=5), W, V
+    gm = traced(function, *inputs)
+    feed = [[x + 0.1 * rank for x in inputs] for rank in range(RANKS)]
+    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
+    for region in find_regions(gm.graph):
+        for late in (False, True):
+            found = Lockstep([cut(gm, min(pieces, region.tokens), region)] * RANKS, AXIS, late=late).run(feed)
+            assert error(found, expected) < 1e-10
