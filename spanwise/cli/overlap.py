@@ -76,6 +76,7 @@ class OverlapOptions:
         measurements: file of the times of --costs measured, read first and added to.
         budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.
         bucket: merge collectives where that gains.
+        split: cut collectives of activations, and the compute beside them, into pieces where that gains; slow.
         multiplier: schedule as if collectives took so many times as long; costs are guesses.
         in_flight: most collectives of a group that are started and not yet waited for.
         effort: number of orders to try; more find better ones, as a rule.
@@ -108,6 +109,7 @@ class OverlapOptions:
     measurements: str | None = None
     budget: int | None = dataclasses.field(default=None, metadata={"metavar": "BYTES"})
     bucket: bool = True
+    split: bool = False
     multiplier: float = 1.0
     in_flight: int | None = None
     effort: int | None = None
@@ -333,6 +335,7 @@ def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bu
         cost,
         memory_budget=options.budget,
         bucket=bucket,
+        split=options.split,
         multiplier=options.multiplier,
         in_flight=options.in_flight,
         effort=options.effort,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from spanwise import overlap
+from spanwise import H100, overlap
 from spanwise.overlap import _torch
-from spanwise.overlap.costs.roofline import node_flops
+from spanwise.overlap.costs.roofline import CostModel, node_flops
 from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.capture import capture
 from spanwise.overlap.fx.operators import operator_name
+from tests.overlap.split.test_choose import LLAMA
 
 ATEN, OPS = torch.ops.aten, _torch.functional_collectives
 RANKS = 2
@@ -280,3 +283,15 @@ def test_fake_ranks_do_not_compare() -> None:
         assert len(new(*inputs())) == 3
     finally:
         dist.destroy_process_group()
+
+
+def test_collectives_may_be_cut(results: list[overlap.Result]) -> None:
+    graphs = capture(dataclasses.replace(LLAMA, vocab=None))
+    cost = CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
+    made = overlap.graph_pass(cost=cost, split=True, effort=1, on_result=results.append)(graphs.forward, ())
+    made.graph.lint()
+    assert results[0].split is not None and results[0].split.is_cut
+    starts = sum(node.target in operators.STARTS for node in made.graph.nodes)
+    assert starts == len(results[0].timeline.dag.starts)
+    assert len(results[0].given.starts) > len(results[0].before.dag.starts)
+    assert results[0].timeline.makespan < results[0].split.unsplit

@@ -27,7 +27,7 @@ def show(page: Page) -> None:
         if one.note:
             out.print(one.note, highlight=False)
         facts = summary(one.figures)
-        for name in ("bound", "hideable", "peak memory", "exposed for"):
+        for name in ("split", "bound", "hideable", "peak memory", "exposed for"):
             if name in facts:
                 out.print(f"{name}: {facts[name]}", highlight=False)
         if one.figures.collectives:
