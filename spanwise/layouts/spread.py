@@ -31,6 +31,7 @@ class Spread:
         pair_seconds: of one (query, key) pair, forward and backward.
         token_seconds: of one token in all linear layers, forward and backward.
         max_tokens: most tokens of a rank.
+        host_size: ranks of a host, which a long document then crosses only if it needs more; None: all links are alike.
 
     Raises:
         ValueError: seconds that are negative or both 0, or a limit below 1.
@@ -39,6 +40,7 @@ class Spread:
     pair_seconds: float
     token_seconds: float
     max_tokens: int
+    host_size: int | None = None
 
     def __post_init__(self) -> None:
         seconds = (self.pair_seconds, self.token_seconds)
@@ -46,6 +48,10 @@ class Spread:
             raise ValueError(f"pair_seconds and token_seconds must be at least 0 and not both 0, got {seconds}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.host_size is not None and self.host_size < 1:
+            raise ValueError(
+                f"host_size must be at least 1, or None for links that are all alike, got {self.host_size}"
+            )
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
         if problem.cu_seqlens_rows is None or problem.batch_size > 1:
@@ -58,7 +64,7 @@ class Spread:
             )
         offsets = np.unique(problem.cu_seqlens_rows[0])
         seconds = problem.area[0] * self.pair_seconds + self.token_seconds
-        filling = _Filling(offsets, np.append(0.0, np.cumsum(seconds)), num_ranks, self.max_tokens)
+        filling = _Filling(offsets, np.append(0.0, np.cumsum(seconds)), num_ranks, self)
         return Layout([_no_rank_empty(filling.best(), num_ranks)], num_ranks, problem.seq_len)
 
 
@@ -69,8 +75,9 @@ class _Filling:
         offsets: of documents, none empty; ``below[i]``: seconds of the first ``i`` tokens.
     """
 
-    def __init__(self, offsets: Int64, below: Float64, num_ranks: int, max_tokens: int) -> None:
-        self.offsets, self.below, self.num_ranks, self.max_tokens = offsets, below, num_ranks, max_tokens
+    def __init__(self, offsets: Int64, below: Float64, num_ranks: int, given: Spread) -> None:
+        self.offsets, self.below, self.num_ranks, self.max_tokens = offsets, below, num_ranks, given.max_tokens
+        self.host_size = min(given.host_size or num_ranks, num_ranks)
         self.lengths = np.diff(offsets)
         self.seconds = np.diff(below[offsets])
         self.by_seconds = np.argsort(-self.seconds, kind="stable")
@@ -106,30 +113,45 @@ class _Filling:
         room = np.full(self.num_ranks, bound * (1 + 1e-9))
         space = np.full(self.num_ranks, self.max_tokens)
         pieces: list[Int64] = []
-        first, is_short = 0, np.ones(len(self.lengths), dtype=bool)
+        used, is_short = [0] * -(-self.num_ranks // self.host_size), np.ones(len(self.lengths), dtype=bool)
         for document in self.by_seconds.tolist():
             if self.seconds[document] * wider <= bound and self.lengths[document] <= self.max_tokens:
                 break
             is_short[document] = False
-            ranks, chunks = self._chunks(document, bound, wider, first)
+            ranks, chunks = self._chunks(document, bound, wider, used)
             np.subtract.at(room, ranks, self.below[chunks[:, 1]] - self.below[chunks[:, 0]])
             np.subtract.at(space, ranks, chunks[:, 1] - chunks[:, 0])
             pieces.append(np.column_stack([ranks, chunks]))
-            first = (first + len(ranks) // 2) % self.num_ranks
         if room.min() < 0 or space.min() < 0:
             return None
         rest = self._fill_short(self.by_seconds[is_short[self.by_seconds]], room, space)
         return None if rest is None else np.concatenate([*pieces, rest])
 
-    def _chunks(self, document: int, bound: float, wider: float, first: int) -> tuple[Int64, Int64]:
-        """Head and tail chunks of a long document, and their ranks, from `first` on."""
+    def _chunks(self, document: int, bound: float, wider: float, used: list[int]) -> tuple[Int64, Int64]:
+        """Head and tail chunks of a long document, and their ranks; adds these to `used`, ranks of each host."""
         start, length = int(self.offsets[document]), int(self.lengths[document])
         needed = max(wider * float(self.seconds[document]) / bound, length / self.max_tokens)
         count = min(self.num_ranks, max(1, math.ceil(needed)), length)
         cuts = start + np.arange(2 * count + 1) * length // (2 * count)
         place = np.arange(2 * count)
-        ranks = (first + np.minimum(place, 2 * count - 1 - place)) % self.num_ranks
+        ranks = (self._first_rank(count, used) + np.minimum(place, 2 * count - 1 - place)) % self.num_ranks
         return ranks, np.column_stack([cuts[:-1], cuts[1:]])
+
+    def _first_rank(self, count: int, used: list[int]) -> int:
+        """Where `count` ranks begin: inside one host if it has so many left (the fullest such), else on empty hosts."""
+        size, hosts = self.host_size, len(used)
+        inside = [host for host in range(hosts) if size - used[host] >= count]
+        if inside:
+            host = max(inside, key=lambda one: (used[one], -one))
+            used[host] += count
+            return host * size + used[host] - count
+        wide = -(-count // size)
+        empty = (host for host in range(hosts - wide + 1) if not any(used[host : host + wide]))
+        # Otherwise behind all others, around the ranks: long documents then share some.
+        first = next((host * size for host in empty), sum(used) % self.num_ranks)
+        for rank in range(first, first + count):
+            used[rank % self.num_ranks // size] += 1
+        return first
 
     def _fill_short(self, documents: Int64, room: Float64, space: Int64) -> Int64 | None:
         """The documents, end to end, over what is left on each rank in turn; None if they do not fit.

@@ -162,7 +162,9 @@ def spread(plan: Plan, linear_flops: float, max_tokens: int) -> Spread:
         attention_flops(1.0, heads, qk_dim, v_dim, backward=backward) / rate
         for backward, rate in zip((False, True), rates, strict=True)
     )
-    return Spread(pair, linear_flops / plan.hardware.matmul_flops, max_tokens)
+    size = plan.hardware.links[0].ranks
+    host_size = max(size // plan.inner, 1) if size else None
+    return Spread(pair, linear_flops / plan.hardware.matmul_flops, max_tokens, host_size)
 
 
 def in_order(documents: Int64, dp: int) -> Int64:

@@ -58,7 +58,7 @@ def made(lengths: list[int], ranks: int, tokens: int, **options: Any) -> GlobalB
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths, st.integers(1, 4), st.integers(1, 12), options)
 def test_ranks_together_read_and_hold_every_token_once(
     lengths: list[int], ranks: int, blocks: int, options: dict[str, Any]
@@ -249,6 +249,7 @@ def check_loader(context: Any, workers: int) -> None:
     assert [as_values(batch) for batch in loader] == whole[3:]
 
 
+@pytest.mark.slow
 def test_a_loader_of_workers_brings_the_same_batches() -> None:
     check_loader(forked(), 2)
 
