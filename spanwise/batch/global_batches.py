@@ -307,6 +307,8 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
 def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
     """What a data set yields: a rank's tensors, plan, number of labels, and the state behind the batch."""
     state = {"position": position, "config": config}
+    batch.plan.count()  # in the worker: what the plan has computed travels with it
+    _ = batch.plan.fingerprint
     return batch.load(source, rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
 
 
