@@ -7,6 +7,7 @@ does not depend on ranks or on batch sizes: resuming is arithmetic.
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class DocumentOrder:
         digest: hex digest of the arguments: equal orders have equal ones.
 
     Raises:
-        ValueError: no document with a token, or a limit below 1.
+        ValueError: no document with a token, a limit below 1, or a seed that does not fit 64 bits.
 
     >>> import spanwise
     >>> order = spanwise.DocumentOrder([5, 0, 3])
@@ -43,7 +44,9 @@ class DocumentOrder:
 
     def __init__(self, lengths: Any, seed: int | None = None, max_document: int | None = None) -> None:
         tokens = check_lengths(lengths, "lengths")
-        self.seed = seed
+        self.seed = seed = None if seed is None else operator.index(seed)
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, or None for the order of lengths, got {seed}")
         self.epoch_tokens = int(tokens.sum())
         if self.epoch_tokens == 0:
             raise ValueError(f"an order needs a document with a token, got {len(tokens)} documents, all empty")

@@ -89,7 +89,7 @@ class GlobalBatch:
             start. Padding has input 0, label −100 and position 0.
 
         Raises:
-            ValueError: the source has fewer tokens of a document than its length.
+            ValueError: the source has fewer tokens of a document than its length, or tokens that are no integers.
         """
         parts = self._parts(rank)
         ids, labels, positions = np.zeros((3, self.plan.layout.num_tokens(rank)), dtype=np.int64)
@@ -102,6 +102,8 @@ class GlobalBatch:
                     f"source[{document}][{start}:{stop + more}] must hold {stop + more - start} tokens, got shape "
                     f"{tokens.shape}; lengths and source must be of the same documents"
                 )
+            if tokens.dtype.kind not in "iu":
+                raise ValueError(f"tokens must be integers, got {tokens.dtype} from source[{document}]")
             end = at + stop - start
             ids[at:end] = tokens[: stop - start]
             labels[at : at + len(tokens) - 1] = tokens[1:]

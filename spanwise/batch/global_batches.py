@@ -181,11 +181,16 @@ class GlobalBatches:
         """The batch that begins `position` tokens after the start; pure, and the same on every rank.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or it would begin inside a document that must stay whole.
         """
         position = operator.index(position)
         if position < 0 or (after := self.next_position(position)) is None:
             raise ValueError(f"no batch begins at token {position}; the documents end at {self.end}")
+        if not self.cut and (begin := self.order.last_end(position)) != position:
+            raise ValueError(
+                f"no batch begins at token {position}, inside a document that begins at {begin}; give "
+                f"next_position of the batch before, or cut=True"
+            )
         self._check_tokens(position, after)
         pieces = self.order.pieces(position, after - position)
         pieces.setflags(write=False)
@@ -302,11 +307,15 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
 def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
     """What a data set yields: a rank's tensors, plan, number of labels, and the state behind the batch."""
     state = {"position": position, "config": config}
+    batch.plan.count()  # in the worker: what the plan has computed travels with it
+    _ = batch.plan.fingerprint
     return batch.load(source, rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
 
 
 def check_state(state: dict[str, Any], config: str, names: str) -> int:
     """The position of a state; ``ValueError`` if it belongs to batches with another digest."""
+    if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
+        raise ValueError(f'a state has "position" and "config", as batch["state"] and state_dict() do; got {state!r}')
     if state["config"] != config:
         raise ValueError(
             f"the state is of other batches (config {state['config']}, here {config}): give the {names} that it was "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,18 @@ class GlobalBatchStream(IterableDataset[dict[str, Any]]):
     those of `GlobalBatchDataset`, and workers take turns alike. The state counts documents of the stream.
 
     Args:
-        documents: an iterable of arrays or tensors of tokens, ``[tokens]``; iterated anew for each iteration, and with
-            the same documents on every rank. To resume, it is skipped by its method ``skip(n)``, if it has one (as
-            streams of Hugging Face's datasets have), else document by document.
+        documents: an iterable of arrays or tensors of tokens, ``[tokens]``, or of mappings that hold them as
+            ``"input_ids"``, such as a stream of Hugging Face's datasets. Iterated anew for each iteration, with the
+            same documents on every rank and in every worker. To resume, ``documents.skip(n)`` is called if there is
+            such a method; otherwise n documents are read and dropped.
         num_ranks, tokens_per_rank: as `GlobalBatches` takes them.
         rank: the rank whose tensors are made.
         drop_last: leave out the batch in which the documents end, unless it is full.
         options: other arguments of `GlobalBatches` that concern one batch (``pad``, ``mask``, …) and of `make_plan`.
+
+    Raises:
+        ValueError: an option that needs all lengths, a `rank` that is none of the ranks; while iterating, a document
+            longer than a batch, or several workers that a torch `IterableDataset` would share its documents among.
 
     >>> import numpy as np, spanwise
     >>> documents = [np.arange(n) for n in (6, 3, 5, 9, 2)]
@@ -75,6 +80,11 @@ class GlobalBatchStream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if workers > 1 and isinstance(self.documents, IterableDataset):
+            raise ValueError(
+                f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of {workers} workers "
+                f"other documents, and some would be lost: use num_workers=1, or give an iterable that does not share"
+            )
         self._position = self._start
         groups = self._groups(self._start)
         while turn := list(itertools.islice(groups, workers)):
@@ -89,7 +99,8 @@ class GlobalBatchStream(IterableDataset[dict[str, Any]]):
         """The documents of each batch, and the number of documents of the stream up to its end."""
         group: list[Any] = []
         tokens, number = 0, skip
-        for document in self._from(skip):
+        for given in self._from(skip):
+            document = given["input_ids"] if isinstance(given, Mapping) else given
             length = len(document)
             if length > self.batch_tokens:
                 raise ValueError(
@@ -99,7 +110,8 @@ class GlobalBatchStream(IterableDataset[dict[str, Any]]):
             if tokens + length > self.batch_tokens:
                 yield group, number
                 group, tokens = [], 0
-            group, tokens, number = [*group, document], tokens + length, number + 1
+            group.append(document)
+            tokens, number = tokens + length, number + 1
         if tokens and not (self.drop_last and tokens < self.batch_tokens):
             yield group, number
 

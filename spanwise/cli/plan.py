@@ -37,6 +37,7 @@ _LARGEST = {
     "head_dim": 4096,
     "block_size": SEQ_LIMIT,
     "hidden_dim": 2**22,
+    "max_tokens": SEQ_LIMIT,
 }
 
 
@@ -66,11 +67,12 @@ class PlanOptions:
         exchange: as `make_plan` takes it.
         block_size: tokens that are assigned together.
         compare_ranks: also compare sizes of the cp axis, and recommend one.
-        global_batch: also compare the plan over all --ranks with fixed dp × cp grids, which give each replica documents
-            of its own.
+        global_batch: also compare the plan over all --ranks with fixed dp × cp grids, where each replica has other
+            documents.
         hidden_dim: width inside the feed-forward layers, for the linear layers of --global. Default: 3.5 times --heads
             times --head-dim.
-        max_tokens: most tokens of a rank: --global then also plans unequal ones, balanced by the seconds of a step.
+        max_tokens: most tokens of a rank: --global then also compares a plan in which ranks hold unequal numbers of
+            tokens and take equal seconds.
         html: file for the report: drawings and all figures, one page.
         json: file for all figures.
     """
@@ -113,6 +115,7 @@ def plan(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= largest:
             raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
+    _check_global(options)
     check_writable(options.html, options.json)
     hardware = load_hardware(options.hardware)
     degrees = parse_ranks(options.compare_ranks) if options.compare_ranks is not None else ()
@@ -137,6 +140,20 @@ def plan(options: PlanOptions) -> None:
     plan_text.show(result)
     write_text(options.json, lambda: json_text(result.as_dict()))
     write_text(options.html, lambda: render(result))
+
+
+def _check_global(options: PlanOptions) -> None:
+    """``ValueError`` for options that --global does not take, and for those of --global without it."""
+    if options.global_batch and options.inner > 1:
+        raise ValueError(f"--global compares plans without --inner, got --inner {options.inner}; leave it out")
+    if options.global_batch and options.memory_budget is not None:
+        raise ValueError(
+            f"--global compares plans without --memory-budget, got {options.memory_budget:,}; leave it out and read "
+            f'the column "held"'
+        )
+    for name in ("hidden_dim", "max_tokens"):
+        if not options.global_batch and (value := getattr(options, name)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value:,} is for --global; add that")
 
 
 def _check_ranks(flag: str, numbers: Iterable[int], tokens: int) -> None:
@@ -184,8 +201,6 @@ def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[G
             f"{whole.seq_len:,} tokens do not fit on {whole.num_ranks} ranks of --max-tokens {options.max_tokens:,}; "
             f"give at least {-(-whole.seq_len // whole.num_ranks):,}"
         )
-    if options.inner > 1:
-        raise ValueError(f"--global compares plans without --inner, got --inner {options.inner}; leave it out")
     return compare_grids(
         np.diff(cu_seqlens),
         whole.num_ranks,

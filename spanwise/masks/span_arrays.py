@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from spanwise.masks import slices
+from spanwise.masks import slices, steps
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.checks import check_unbatched
 
@@ -146,7 +146,12 @@ class SpanArrays:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._trusted, (self.start, self.end, self.kv_len, self.cu_seqlens)
+        arrays = steps.packed(self.start), steps.packed(self.end)
+        return type(self)._unpickled, (*arrays, self.kv_len, self.cu_seqlens)
+
+    @classmethod
+    def _unpickled(cls: type[_Mask], start: Any, end: Any, kv_len: int, cu_seqlens: Any) -> _Mask:
+        return cls._trusted(steps.unpacked(start), steps.unpacked(end), kv_len, cu_seqlens)
 
     def __repr__(self) -> str:
         cells = self.batch_size * self.q_len * self.kv_len

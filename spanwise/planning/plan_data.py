@@ -29,6 +29,9 @@ from spanwise.planning.recurrence import Recurrence
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
+# Cached values that follow from masks, layouts and ranks alone.
+_COMPUTED = ("groups", "kv_groups", "_work", "_needs", "_local_work", "_needed_traffic", "causal")
+
 
 class KVExchange(Protocol):
     """Members of an exchange that planning uses; `attention.exchange.base.Exchange` documents each."""
@@ -341,7 +344,7 @@ class PlanData:
         """The plan with other fields; areas and traffic are kept unless masks, layout or ranks change."""
         other = dataclasses.replace(self, **changes)
         if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
-            for name in ("groups", "kv_groups", "_work", "_needs", "_local_work", "_needed_traffic", "causal"):
+            for name in _COMPUTED:
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
         return other
@@ -349,9 +352,8 @@ class PlanData:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hex digest of everything that must agree across ranks."""
-        digest = hashlib.blake2b(digest_size=16)
         header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
-        digest.update(json.dumps(header, sort_keys=True).encode())
+        digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
         if dataclasses.fields(self.kv_exchange):  # type: ignore[arg-type]  # parameters of the caller's exchange
             digest.update(repr(self.kv_exchange).encode())
         digest.update(self.layout.digest())
@@ -387,8 +389,9 @@ class PlanData:
         return header
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without cached values: they can be recomputed, and rank plans hold tensors of this process's device.
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # With what a loader's worker has computed; without rank plans, which hold tensors of this process's device.
+        names = [*(f.name for f in dataclasses.fields(self)), *_COMPUTED, "fingerprint"]
+        return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     @functools.cached_property
     def built(self) -> dict[Any, Any]:

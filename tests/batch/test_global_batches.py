@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import spanwise
 from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches, GlobalBatchStream
@@ -215,12 +215,28 @@ def test_a_stream_gives_the_batches_of_its_lengths() -> None:
         ValueError, match=r"document 4 of the stream has 64 tokens, .* at most 60: raise tokens_per_rank"
     ):
         list(GlobalBatchStream(documents, 2, 30, 1, **options))
+    as_rows = GlobalBatchStream([{"input_ids": tokens} for tokens in documents], 2, 32, 1, **options)
+    assert [as_values(batch) for batch in as_rows] == [as_values(batch) for batch in found]
     with pytest.raises(ValueError, match="leave cut, seed out"):
         GlobalBatchStream(documents, 2, 32, 1, cut=True, seed=1)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\)"):
         GlobalBatchStream(documents, 2, 32, 2)
     with pytest.raises(ValueError, match=r"the state is of other batches .* num_ranks \* tokens_per_rank that"):
         GlobalBatchStream(documents, 2, 30, 1).load_state_dict(found[0]["state"])
+
+
+def test_a_stream_that_workers_would_share_is_refused() -> None:
+    """Streams of Hugging Face's datasets give each worker some of the documents: batches would lack the others."""
+
+    class Shares(IterableDataset[list[int]]):
+        def __iter__(self) -> Any:
+            return iter([[1, 2, 3], [4, 5, 6]])
+
+    stream = GlobalBatchStream(Shares(), 1, 3, 0, **PLAN)
+    assert [batch["input_ids"].tolist() for batch in stream] == [[[1, 2, 3]], [[4, 5, 6]]]
+    assert len(list(worker_batches(stream, 0, 1))) == 2
+    with pytest.raises(ValueError, match="Shares is a torch IterableDataset, .* 2 workers .* use num_workers=1"):
+        list(worker_batches(stream, 0, 2))
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # torchdata 0.11 with torch 2.13
@@ -350,6 +366,16 @@ def test_bad_input_is_named_with_a_remedy() -> None:
         GlobalBatchDataset(batches, [], 1)
     with pytest.raises(ValueError, match=r"source\[1\]\[0:3\] must hold 3 tokens, got shape \(2,\)"):
         batches.at().load([np.arange(16), np.arange(2)], 0)
+    with pytest.raises(ValueError, match=r"tokens must be integers, got float64 from source\[0\]"):
+        batches.at().load([np.zeros(16), np.zeros(3)], 0)
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"seed must be between 0 and 2\*\*64 - 1, or None .* got {seed}"):
+            GlobalBatches([16, 3], 1, 32, seed=seed)
+    with pytest.raises(ValueError, match="no batch begins at token 4, inside a document that begins at 0; .* cut=True"):
+        batches.at(4)
+    assert GlobalBatches([16, 3], 1, 32, cut=True).at(4).pieces.tolist() == [[0, 4, 16], [1, 0, 3]]
+    with pytest.raises(ValueError, match='a state has "position" and "config", .* got {}'):
+        GlobalBatchDataset(batches, [], 0).load_state_dict({})
     with pytest.raises(ValueError, match="pad=True extends masks: mask must return a SpanMask"):
         GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at()
 

@@ -340,6 +340,14 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "do not fit on 4 ranks of --max-tokens 2,000; give at least 3,000" in result.stderr
     result = invoke("--seq-len", "4096", "--ranks", "4", "--inner", "2", "--global")
     assert result.exit_code == 2 and "--global compares plans without --inner, got --inner 2" in result.stderr
+    for given, message in (
+        (("--global", "--memory-budget", "5"), "--global compares plans without --memory-budget, got 5; leave it out"),
+        (("--global", "--max-tokens", "0"), "--max-tokens must be between 1 and"),
+        (("--max-tokens", "5"), "--max-tokens 5 is for --global; add that"),
+        (("--hidden-dim", "5"), "--hidden-dim 5 is for --global; add that"),
+    ):
+        result = invoke("--seq-len", "4096", *given)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split())
     assert summary((one,)) == "one rank has no grids"
 
 
