@@ -378,6 +378,27 @@ def plan_scale() -> str:
     return table(header, body)
 
 
+def recurrence() -> str:
+    found = load("recurrence-cpu")
+    body = []
+    for row in found["rows"]:
+        floor = f"{row['floor_flops'] / 1e9:.1f} GFLOP" if row["floor_flops"] else f"{row['floor_bytes'] / 1e6:.0f} MB"
+        figures = [f"{row[key]:.2f}" for key in ("seconds", "ratio")]
+        body.append([f"`{row['name']}`", *figures, floor, f"{row['of_floor']:.0f}"])
+    return table(["layer", "seconds", "to transformers", "floor", "seconds to floor"], body)
+
+
+def recurrence_maps() -> str:
+    found = load("recurrence-cpu")
+    body = [
+        [row["documents"], row["balancer"], str(row["runs"]), str(row["maps"]), f"{row['recv_bytes'] / 2**20:,.0f}",
+         f"{row['work_imbalance']:.2f}"]
+        for row in found["maps"]
+    ]  # fmt: skip
+    header = ["documents", "balancer", "runs a rank", "maps", "MiB received, busiest rank", "attention, busiest : mean"]
+    return table(header, body)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "kernels": kernels,
@@ -399,6 +420,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory measured": memory_measured,
     "linear loss": linear_loss,
     "linear loss shape": linear_loss_shape,
+    "recurrence": recurrence,
+    "recurrence maps": recurrence_maps,
     "layouts": layouts,
     "planning": planning,
     "plan scale": plan_scale,

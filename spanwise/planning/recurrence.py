@@ -27,7 +27,7 @@ class Recurrence:
         hidden_size: numbers of a token that move between layouts; default ``heads * value_dim``.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a value that is not positive, not a whole number where one is counted, or not True or False.
 
     >>> Recurrence(layers=36, heads=32, key_dim=128, value_dim=128).map_bytes
     4194304
@@ -45,11 +45,17 @@ class Recurrence:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "delta_rule" or (value is None and field.default is None):
+            if value is None and field.default is None:
                 continue
-            whole = field.name == "layers" or isinstance(value, (int, np.integer))
-            if isinstance(value, bool) or not whole or not 0 < value < math.inf:
-                raise ValueError(f"{field.name} of a Recurrence must be positive, got {value!r}")
+            if field.name == "delta_rule":
+                if not isinstance(value, (bool, np.bool_)):
+                    raise ValueError(f"delta_rule of a Recurrence must be True or False, got {value!r}")
+                continue
+            number = field.name == "layers"
+            what = "a number" if number else "an integer"
+            known = isinstance(value, (int, np.integer)) or (number and isinstance(value, (float, np.floating)))
+            if isinstance(value, bool) or not known or not 0 < value < math.inf:
+                raise ValueError(f"{field.name} of a Recurrence must be {what} above 0, got {value!r}")
 
     @property
     def map_bytes(self) -> int:

@@ -12,7 +12,7 @@ from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.attention.exchange import needed
 from spanwise.recurrence.route import RecurrenceRoute
-from spanwise.recurrence.shards import from_rows, to_rows
+from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -52,33 +52,45 @@ def causal_conv(
     tensor([1., 2., 1., 2.])
     """
     check_transforms(x, weight)
+    check_route(route)
     weight_CW = _checked(x, weight, bias, route, activation)
-    width, channels = weight_CW.shape[1], weight_CW.shape[0]
     rows_RBC = to_rows("x", x, route, 1)
     parts = [rows_RBC]
     if route.apart and route.conv_width > 1:
         assert route.mesh is not None
         name, label = _torch.group_name(route.mesh.get_group()), "tokens (causal_conv)"
-        compare = compare_recurrence("causal_conv", [rows_RBC], (width, activation), route.digest, route.mesh)
+        compare = compare_recurrence(
+            "causal_conv", [rows_RBC], (weight_CW.shape[1], activation), route.digest, route.mesh
+        )
         (pending,) = needed.start(rows_RBC.flatten(1), [route.halo.route], name, label)
         arrived_NF = needed.wait(pending, route.halo.route, name, label)
         compare_backward((arrived_NF,), compare)
         parts.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    parts.append(rows_RBC.new_zeros(1, rows_RBC.shape[1], channels))
-    stream_LBC = torch.cat(parts).index_select(0, route.halo.stream).to(dtype)
+    with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype
+        out_RBC = _of_windows(parts, weight_CW, bias, route)
+        if activation is not None:
+            out_RBC = F.silu(out_RBC)
+    return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
+
+
+def _of_windows(
+    parts: list[torch.Tensor], weight_CW: torch.Tensor, bias: torch.Tensor | None, route: RecurrenceRoute
+) -> torch.Tensor:
+    """``[R, B, C]`` in float32 at least, from the rows of the shard and those that arrived."""
+    rows_RBC, width = parts[0], weight_CW.shape[1]
+    dtype = torch.promote_types(torch.promote_types(rows_RBC.dtype, weight_CW.dtype), torch.float32)
+    zeros_1BC = rows_RBC.new_zeros(1, *rows_RBC.shape[1:])
+    stream_LBC = torch.cat([*parts, zeros_1BC]).index_select(0, route.halo.stream).to(dtype)
     first, stop = route.conv_width - width, stream_LBC.shape[0] - width + 1
     count = stop - first
     out_LBC = stream_LBC.narrow(0, first, count) * weight_CW[:, 0].to(dtype)
     for tap in range(1, width):
-        out_LBC = out_LBC + stream_LBC.narrow(0, first + tap, count) * weight_CW[:, tap].to(dtype)
+        # One pass over memory for product and sum: 0.57 of their time in two, forward and backward, on one core.
+        out_LBC = torch.addcmul(out_LBC, stream_LBC.narrow(0, first + tap, count), weight_CW[:, tap].to(dtype))
     if bias is not None:
         out_LBC = out_LBC + bias.to(dtype)
     # Padding reads the row of zeros behind all windows.
-    out_RBC = F.pad(out_LBC, (0, 0, 0, 0, 0, 1)).index_select(0, route.halo.outputs)
-    if activation is not None:
-        out_RBC = F.silu(out_RBC)
-    return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
+    return F.pad(out_LBC, (0, 0, 0, 0, 0, 1)).index_select(0, route.halo.outputs)
 
 
 def _checked(

@@ -10,7 +10,7 @@ from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.recurrence.passing import passed
 from spanwise.recurrence.route import RecurrenceRoute
-from spanwise.recurrence.shards import from_rows, to_rows
+from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
 
 def gated_linear(
@@ -97,6 +97,8 @@ def gated_delta(
     >>> recurrence.gated_delta(ones, ones, ones, 0 * half, half, recurrence.recurrence_route(plan)).flatten()
     tensor([0.5000, 0.7500, 0.5000, 0.7500])
     """
+    if beta is None:
+        raise ValueError("gated_delta needs beta; without an error to correct the layer is gated_linear")
     if normalize:
         q, k = (_normalized(x) for x in (q, k))
     return _layer("gated_delta", q, k, v, log_decay, beta, route, scale, initial, return_final)
@@ -120,6 +122,7 @@ def _layer(
     return_final: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     check_transforms(q, k, v, log_decay)
+    check_route(route)
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
     q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
@@ -183,6 +186,8 @@ def _check(
             raise ValueError(
                 f"all tensors must be floating point, float64 all or none; {name} is {x.dtype}, v {v.dtype}"
             )
+    if getattr(scale, "requires_grad", False):
+        raise ValueError("scale is a number and gets no gradient; multiply q by a scale that is learned")
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt({keys})")
 

@@ -9,6 +9,12 @@ import torch
 from spanwise.recurrence.route import RecurrenceRoute
 
 
+def check_route(route: RecurrenceRoute) -> None:
+    """``ValueError`` for anything but a route, such as a plan."""
+    if not isinstance(route, RecurrenceRoute):
+        raise ValueError(f"route must come from recurrence_route(plan, mesh), got a {type(route).__name__}")
+
+
 def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -> torch.Tensor:
     """``[R, b, …]`` from a shard ``[B, T, …]`` or ``[T, …]``; b is 1 where R has the batch rows, else B.
 

@@ -112,8 +112,16 @@ def test_errors() -> None:
     mask = spanwise.SpanMask.causal(64)
     with pytest.raises(ValueError, match="recurrences must map names"):
         spanwise.make_plan(mask, 2, recurrences=GDN["gdn"])
-    with pytest.raises(ValueError, match="key_dim of a Recurrence must be positive, got 0"):
-        Recurrence(layers=1, heads=1, key_dim=0, value_dim=1)
+    sizes = {"layers": 1, "heads": 1, "key_dim": 1, "value_dim": 1}
+    for name, bad, what in (
+        ("key_dim", 0, "an integer above 0"),
+        ("heads", 2.5, "an integer above 0"),
+        ("layers", "2", "a number above 0"),
+        ("layers", float("nan"), "a number above 0"),
+        ("delta_rule", "yes", "True or False"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of a Recurrence must be {what}, got {bad!r}"):
+            Recurrence(**{**sizes, name: bad})
     with pytest.raises(ValueError, match="cu_seqlens"):
         spanwise.make_plan(spanwise.SpanMask.shared_prefix(8, [28, 28]), 2, recurrences=GDN)
     with pytest.raises(ValueError, match="most_runs must be at least 1"):

@@ -72,6 +72,20 @@ def test_float32() -> None:
     _check(plan, [(0, 7), (7, 64)], 4, "silu", torch.float32, 2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 7, 16]), 2, balancer="head_tail", block_size=2)
+    x, weight = torch.linspace(-2, 2, 48).view(16, 3).to(dtype), torch.linspace(-1, 1, 12).view(3, 4)
+
+    def on_rank(rank: int, mesh: Any, autocast: bool) -> torch.Tensor:
+        route = recurrence.recurrence_route(plan, mesh)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return recurrence.causal_conv(plan.shard(x, rank, dim=0), weight, None, route, "silu")
+
+    for got, want in zip(run_ranks(2, on_rank, True), run_ranks(2, on_rank, False), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
 def test_nan_stays_in_its_document_and_padding_gives_zeros() -> None:
     packing = spanwise.Packing([0, 6, 20], cu_seqlens_q_padded=[0, 8, 24])
     plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="head_tail", exchange="needed", block_size=2)
@@ -108,6 +122,8 @@ def test_errors() -> None:
     route = recurrence.recurrence_route(plan)
     x, weight = torch.zeros(1, 8, 2), torch.zeros(2, 4)
     assert recurrence.causal_conv(x, weight.unsqueeze(1), None, route).shape == x.shape
+    with pytest.raises(ValueError, match="route must come from recurrence_route"):
+        recurrence.causal_conv(x, weight, None, plan)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="conv_width=5"):
         recurrence.causal_conv(x, torch.zeros(2, 5), None, route)
     with pytest.raises(ValueError, match="activation must be"):

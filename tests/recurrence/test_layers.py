@@ -287,6 +287,12 @@ def test_errors() -> None:
         call(q.float(), k, v, decay, route)
     with pytest.raises(ValueError, match="scale must be finite"):
         call(q, k, v, decay, route, scale=float("nan"))
+    with pytest.raises(ValueError, match="multiply q by a scale"):
+        call(q, k, v, decay, route, scale=torch.ones((), requires_grad=True))
+    with pytest.raises(ValueError, match="route must come from recurrence_route"):
+        call(q, k, v, decay, plan)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gated_delta needs beta"):
+        recurrence.gated_delta(q, k, v, decay, None, route)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"initial must have shape \(1, 2, 3, 5\)"):
         call(q, k, v, decay, route, initial=torch.zeros(2, 2, 3, 5, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"initial must be torch.float64"):
