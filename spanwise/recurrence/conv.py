@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,7 @@ from spanwise import _torch
 from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.attention.exchange import needed
+from spanwise.attention.exchange._gradients import check_first_order
 from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
@@ -66,31 +69,55 @@ def causal_conv(
         arrived_NF = needed.wait(pending, route.halo.route, name, label)
         compare_backward((arrived_NF,), compare)
         parts.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype
-        out_RBC = _of_windows(parts, weight_CW, bias, route)
+        rows_NBC = torch.cat([*parts, rows_RBC.new_zeros(1, *rows_RBC.shape[1:])]).to(dtype)
+        bias_C = weight_CW.new_zeros(weight_CW.shape[0]) if bias is None else bias
+        skipped = route.conv_width - weight_CW.shape[1]
+        out_RBC = _Windows.apply(
+            rows_NBC, weight_CW.to(dtype), bias_C.to(dtype), route.halo.stream, route.halo.outputs, skipped
+        )
         if activation is not None:
             out_RBC = F.silu(out_RBC)
     return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
 
 
-def _of_windows(
-    parts: list[torch.Tensor], weight_CW: torch.Tensor, bias: torch.Tensor | None, route: RecurrenceRoute
-) -> torch.Tensor:
-    """``[R, B, C]`` in float32 at least, from the rows of the shard and those that arrived."""
-    rows_RBC, width = parts[0], weight_CW.shape[1]
-    dtype = torch.promote_types(torch.promote_types(rows_RBC.dtype, weight_CW.dtype), torch.float32)
-    zeros_1BC = rows_RBC.new_zeros(1, *rows_RBC.shape[1:])
-    stream_LBC = torch.cat([*parts, zeros_1BC]).index_select(0, route.halo.stream).to(dtype)
-    first, stop = route.conv_width - width, stream_LBC.shape[0] - width + 1
-    count = stop - first
-    out_LBC = stream_LBC.narrow(0, first, count) * weight_CW[:, 0].to(dtype)
-    for tap in range(1, width):
-        # One pass over memory for product and sum: 0.57 of their time in two, forward and backward, on one core.
-        out_LBC = torch.addcmul(out_LBC, stream_LBC.narrow(0, first + tap, count), weight_CW[:, tap].to(dtype))
-    if bias is not None:
-        out_LBC = out_LBC + bias.to(dtype)
-    # Padding reads the row of zeros behind all windows.
-    return F.pad(out_LBC, (0, 0, 0, 0, 0, 1)).index_select(0, route.halo.outputs)
+class _Windows(torch.autograd.Function):
+    """Weighted sums over windows of a stream of rows, and a bias; 0 for outputs behind all windows.
+
+    By hand, because autograd fills and adds a whole stream for each tap: on one core it took 1.57 of the time of
+    transformers' convolution, forward and backward, and this 1.10 (4,096 tokens, 1,536 channels, width 4).
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+        ctx, rows_NBC, weight_CW, bias_C, stream, outputs, skipped = args
+        stream_LBC = rows_NBC.index_select(0, stream)
+        width = weight_CW.shape[1]
+        count = stream_LBC.shape[0] - skipped - width + 1
+        out_LBC = bias_C.expand(count + 1, stream_LBC.shape[1], -1).clone()
+        out_LBC[-1].zero_()
+        for tap in range(width):
+            out_LBC.narrow(0, 0, count).addcmul_(stream_LBC.narrow(0, skipped + tap, count), weight_CW[:, tap])
+        ctx.save_for_backward(stream_LBC, weight_CW, stream, outputs)
+        ctx.num_rows, ctx.skipped = rows_NBC.shape[0], skipped
+        return out_LBC.index_select(0, outputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+        check_first_order()
+        stream_LBC, weight_CW, stream, outputs = ctx.saved_tensors
+        width, features = weight_CW.shape[1], stream_LBC.shape[1:]
+        count = stream_LBC.shape[0] - ctx.skipped - width + 1
+        d_LBC = d_out.new_zeros(count + 1, *features).index_copy_(0, outputs, d_out).narrow(0, 0, count)
+        d_stream, d_weight = torch.zeros_like(stream_LBC), torch.empty_like(weight_CW)
+        for tap in range(width):
+            at = ctx.skipped + tap
+            d_stream.narrow(0, at, count).addcmul_(d_LBC, weight_CW[:, tap])
+            d_weight[:, tap] = torch.linalg.vecdot(stream_LBC.narrow(0, at, count), d_LBC, dim=0).sum(0)
+        d_rows = d_out.new_zeros(ctx.num_rows, *features).index_add_(0, stream, d_stream)
+        return d_rows, d_weight, d_LBC.sum((0, 1)), None, None, None
 
 
 def _checked(

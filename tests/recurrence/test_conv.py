@@ -136,3 +136,6 @@ def test_errors() -> None:
         recurrence.causal_conv(x[:, :7], weight, None, route)
     with pytest.raises(ValueError, match="floating-point"):
         recurrence.causal_conv(x.long(), weight, None, route)
+    out = recurrence.causal_conv(x.requires_grad_(), weight, None, route)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
