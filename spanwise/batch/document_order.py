@@ -1,7 +1,7 @@
 """The order in which batches take documents: end to end, epoch after epoch.
 
-`GlobalBatches` and the loader of ``spanwise train`` read it. A place in it is one number, the tokens before it. That
-does not depend on ranks or on batch sizes: resuming is arithmetic.
+`GlobalBatches` and the loader of ``spanwise train`` use it. A position in it is one number, the tokens before it, which
+does not depend on ranks or batch sizes. So a run resumes from that number alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DocumentOrder:
 
     Args:
         lengths: tokens of each document, int ``[num_documents]``.
-        seed: of the order of each epoch; None keeps the order of `lengths`.
+        seed: 0 … 2**64 - 1, of the random order of each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document becomes several of nearly equal lengths, which are shuffled separately.
             None: documents stay whole.
 

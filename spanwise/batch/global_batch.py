@@ -2,8 +2,8 @@
 
     DocumentOrder -> GlobalBatches -> GlobalBatch (pieces, plan) -> load(source, rank) -> one rank's tensors
 
-Every rank makes the same plan from lengths alone. Of the tokens it reads only its own, and one more behind each of its
-runs that ends inside a document: that one is a label.
+Every rank makes the same plan from lengths alone, and then reads its own tokens only. Where one of its runs ends inside
+a document, it also reads the next token: the label of the run's last one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spanwise.planning.plan import Plan
 class DocumentSource(Protocol):
     """Documents with random access: ``source[document][start:stop]`` are tokens, as integers.
 
-    Lists of arrays, slices of a memory-mapped file, and objects that read a file when they are sliced all are one.
+    For example a list of arrays or tensors, or an object that reads a file when it is sliced.
     """
 
     def __getitem__(self, document: int, /) -> Any: ...
@@ -35,8 +35,8 @@ class GlobalBatch:
     """The documents of one step, end to end, with one plan over all ranks. Made by `GlobalBatches`.
 
     Attributes:
-        pieces: int64 ``[n, 3]`` of (document, start, stop), read-only. Each is a document of the batch: masks,
-            positions and labels know nothing of what a cut document holds elsewhere.
+        pieces: int64 ``[n, 3]`` of (document, start, stop), read-only. Each counts as a document: where a document was
+            cut, masks, positions and labels do not reach across the cut.
         plan: of all ranks, over the tokens of the pieces and then the padding.
         next_position: where the next batch begins, in tokens of the `DocumentOrder`.
 
@@ -69,7 +69,7 @@ class GlobalBatch:
 
     @property
     def num_valid(self) -> int:
-        """Labels of all ranks: each token but the last of a piece. What `cross_entropy` takes as ``num_valid``."""
+        """Number of labels on all ranks: one for each token except the last of a piece; for `cross_entropy`."""
         return self.num_tokens - len(self.pieces)
 
     def reads(self, rank: int) -> Int64:

@@ -8,6 +8,7 @@ Pure arithmetic on lengths, the same on every rank; nothing is sent. The state i
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ _MOST_PARTS = 2**23
 class GlobalBatches:
     """Global batches of documents, each with one plan over all dp × cp ranks.
 
-    A fixed dp × cp grid gives each replica documents of its own, and one long document stalls all replicas. One plan
+    In a fixed dp × cp grid each replica has other documents, and all wait for the replica with the longest. One plan
     over all ranks keeps short documents whole on a rank, spreads long ones, and gives every rank the same number of
     tokens and the same attention work.
 
@@ -44,17 +45,17 @@ class GlobalBatches:
             to one block more.
         max_tokens_per_rank: most tokens of a rank, if ranks may hold unequal numbers where that shortens the predicted
             step: long documents then lie on fewer ranks, and less K/V travel. None: equal tokens.
-        linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter); needed with
-            `max_tokens_per_rank`. Attention counts by the `weights` of its masks.
-        host_size: ranks of a host, inside which plans prefer to exchange. None: as `hardware` says, if it is among the
-            options.
+        linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter). Needed with
+            `max_tokens_per_rank`, unless `pad`; so are ``num_q_heads`` and ``head_dim``. Attention is counted once for
+            each layer that `weights` names.
+        host_size: ranks of a host: plans prefer traffic inside hosts. None: as the option `hardware` says.
         seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
         cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
             filled to its last token; the document that lies there is cut, and goes on in the next batch. A part is a
             document of its own: it does not read the part before it, and its last token has no label.
         pad: fill each batch so that all ranks always hold `tokens_per_rank` tokens, or `max_tokens_per_rank`, as
-            compiled models want. Padding reads nothing and has no labels.
+            compiled models need. Padding reads nothing and has no labels.
         epochs: passes over the documents; None: no end. Epochs follow one another without a gap.
         drop_last: leave out the batch in which the documents end, unless it is full.
         mask: from offsets ``[n + 1]`` to a mask, or to masks by name; default: causal documents. A module's
@@ -65,11 +66,11 @@ class GlobalBatches:
         order: the `DocumentOrder`.
         size: number of ranks.
         batch_tokens: tokens of a full batch.
-        most: tokens of a rank at most, but for a block.
+        most: `max_tokens_per_rank`, or `tokens_per_rank` where that is None.
 
     Raises:
-        ValueError: no document with a token; a document longer than a batch; ranks that the last batch would leave
-            without a token; padding that does not fill whole blocks.
+        ValueError: no document has a token; a document is longer than a batch; a batch has fewer tokens than ranks;
+            `pad` with tokens of a rank that are no multiple of ``block_size``; arguments that are missing.
 
     >>> import spanwise
     >>> batches = spanwise.GlobalBatches([400, 9000, 20, 700, 3000], num_ranks=4, tokens_per_rank=2560)
@@ -112,7 +113,8 @@ class GlobalBatches:
                 f"{ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long documents "
                 f"with max_document={self.batch_tokens}, or fill batches with cut=True"
             )
-        self.most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        self.most = check_positive(most, "max_tokens_per_rank")
         self.linear_flops = linear_flops
         self._check_room(tokens_per_rank)
         self._check_last()
@@ -123,11 +125,15 @@ class GlobalBatches:
                 f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, their mean in a full batch, "
                 f"got {self.most}"
             )
-        if self.most > tokens_per_rank and self.linear_flops is None:
+        needed = {"linear_flops": self.linear_flops} | {n: self.options.get(n) for n in ("num_q_heads", "head_dim")}
+        missing = [name for name, value in needed.items() if value is None]
+        if self.most > tokens_per_rank and not self.pad and missing:
             raise ValueError(
-                "max_tokens_per_rank weighs tokens against attention: give linear_flops, the operations of all linear "
-                "layers for a token, forward and backward (6 a parameter)"
+                f"max_tokens_per_rank weighs linear layers against attention: give {', '.join(missing)} too "
+                f"(linear_flops: operations of all linear layers for a token, forward and backward, 6 a parameter)"
             )
+        if self.linear_flops is not None and not 0 <= self.linear_flops < math.inf:
+            raise ValueError(f"linear_flops must be a number of operations, at least 0, got {self.linear_flops}")
         block_size = self.options.get("block_size", 128)
         if self.pad and self.most % block_size:
             raise ValueError(
@@ -242,12 +248,14 @@ def _padded(masks: Any, padding: int) -> Any:
 class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
     """One rank's batches, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
 
-    Each is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them; ``"plan"``;
-    ``"num_valid"``, the labels of all ranks; ``"state"``, what `load_state_dict` takes to go on behind this batch.
+    Each batch is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them;
+    ``"plan"``, of all ranks; ``"num_valid"``, the number of labels on all ranks; ``"state"``, from which
+    `load_state_dict` goes on with the next batch.
 
-    Workers make the next batches, plans included, while a step runs. With several workers, each makes every n-th batch,
-    and the loader brings them in order. `state_dict` is for loaders that keep it, such as torchdata's
-    ``StatefulDataLoader``; with another loader, save the ``"state"`` of the last batch that was trained on.
+    Workers make the next batches, plans included, while a step runs. With n workers, each makes every n-th batch, and
+    the loader brings them in order. To resume, save the ``"state"`` of the last batch that was trained on.
+    `state_dict` is for loaders that call it in the workers, such as torchdata's ``StatefulDataLoader``: with workers, a
+    call in the training process knows nothing of them.
 
     Args:
         batches: the same on every rank.

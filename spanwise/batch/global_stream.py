@@ -2,8 +2,8 @@
 
     documents, one after the other -> as many as fit a batch -> GlobalBatch -> this rank's tensors
 
-Every rank reads the whole stream and keeps the documents of one batch in memory. Where lengths are known and documents
-can be reached by number, `GlobalBatchDataset` reads a rank's own tokens only.
+Every rank reads the whole stream and keeps the documents of one batch in memory. If you know all lengths and can read
+any document by its number, use `GlobalBatchDataset`, which reads a rank's own tokens only.
 """
 
 from __future__ import annotations

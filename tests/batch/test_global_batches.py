@@ -305,9 +305,11 @@ def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
     lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
     with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
         GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
-    with pytest.raises(ValueError, match="give linear_flops, the operations of all linear layers"):
+    with pytest.raises(ValueError, match="give linear_flops, num_q_heads, head_dim too"):
         GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=9000)
-    (batch,) = GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=8320, linear_flops=flops, pad=True, **given)
+    with pytest.raises(ValueError, match="linear_flops must be a number of operations, at least 0, got -1"):
+        GlobalBatches(lengths, 8, 8192, linear_flops=-1.0)
+    (batch,) = GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=8320, pad=True, **given)
     assert set(batch.plan.layout.tokens_per_rank.tolist()) == {8320}
 
 
