@@ -26,6 +26,7 @@ from spanwise.overlap.explain.units import seconds
 from spanwise.planning.grids import one_plan, spread
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+from spanwise.planning.requests import check_hardware
 
 #: Documents, all epochs together, whose batches are gone through when `GlobalBatches` is made: 1.4 s (2 M × 4).
 _MOST_PARTS = 2**23
@@ -99,6 +100,7 @@ class GlobalBatches:
         **options: Any,
     ) -> None:
         self.order = DocumentOrder(lengths, seed, max_document)
+        check_hardware(options.get("hardware"))
         if host_size is not None:
             options |= {"hardware": (options.get("hardware") or H100).with_host_size(host_size)}
         self.num_ranks, self.options, self.mask = num_ranks, options, mask

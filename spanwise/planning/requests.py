@@ -113,10 +113,7 @@ def checked(
         raise ValueError(
             "keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out"
         )
-    if hardware is not None and not isinstance(hardware, rates.Hardware):
-        raise ValueError(
-            f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
-        )
+    check_hardware(hardware)
     if chosen is not None and not chosen.chunk_counts(stages):
         raise ValueError(
             f"exchange {chosen.name!r} brings K/V {chosen.arrival}, got stages={stages}; use exchange='needed'"
@@ -136,6 +133,14 @@ def checked(
         masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, name,
         itemsize, hardware or ASSUMED, packing, memory_budget is not None, recurrence.checked(recurrences),
     )  # fmt: skip
+
+
+def check_hardware(hardware: Any) -> None:
+    """``ValueError`` unless it is a Hardware or None."""
+    if hardware is not None and not isinstance(hardware, rates.Hardware):
+        raise ValueError(
+            f"hardware must be a spanwise.Hardware, such as spanwise.H100 or Hardware.load(path), got {hardware!r}"
+        )
 
 
 def exchange_of(given: Any) -> Any:

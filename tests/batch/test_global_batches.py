@@ -303,6 +303,8 @@ def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
     (batch,) = GlobalBatches([1024] * 8, 8, 1024, max_tokens_per_rank=2048, linear_flops=flops, **given)
     assert batch.plan.balancer != "Spread"  # nothing is gained
     lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
+    with pytest.raises(ValueError, match="hardware must be a spanwise.Hardware, .* got 'h100'"):
+        GlobalBatches([5, 6], 2, 8, hardware="h100", host_size=2)
     with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
         GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
     with pytest.raises(ValueError, match="give linear_flops, num_q_heads, head_dim too"):
