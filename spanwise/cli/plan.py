@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -181,17 +182,24 @@ def _make_plan(
         masks,
         num_ranks if inner == 1 else (num_ranks // inner, inner),
         weights=weights,
-        balancer=options.balancer,
-        exchange=options.exchange,
-        block_size=options.block_size,
-        num_q_heads=options.heads,
-        num_kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
         hardware=hardware,
         cu_seqlens=cu_seqlens,
         memory_budget=options.memory_budget,
+        **_shared(options),
     )
+
+
+def _shared(options: PlanOptions) -> dict[str, Any]:
+    """Arguments of `make_plan` that one plan and the plans of grids have alike."""
+    return {
+        "balancer": options.balancer,
+        "exchange": options.exchange,
+        "block_size": options.block_size,
+        "num_q_heads": options.heads,
+        "num_kv_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "dtype": options.dtype,
+    }
 
 
 def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[Grid, ...]:
@@ -209,14 +217,8 @@ def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[G
         whole=whole,
         max_tokens=options.max_tokens,
         weights=whole.weights,
-        balancer=options.balancer,
-        exchange=options.exchange,
-        block_size=options.block_size,
-        num_q_heads=options.heads,
-        num_kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
         hardware=whole.hardware,
+        **_shared(options),
     )
 
 

@@ -1,8 +1,8 @@
 """Spread documents over hosts and ranks without a search: for more ranks than `local` can search in time.
 
 First the hosts are filled with documents, then the ranks of each host with what it has got (`filling`). A document lies
-whole on a host, and there whole on a rank, where work and tokens permit. A longer one takes as few hosts as possible,
-in ascending order, so that ranks read mostly from their own host and from those before it.
+whole on a host, and there whole on a rank, where work and tokens permit. A longer one takes as few hosts as possible.
+They share it in ascending parts, or folded: each gets a head and a tail (`WAYS`).
 """
 
 from __future__ import annotations

@@ -106,20 +106,22 @@ class Local:
             problem = dataclasses.replace(problem, block_size=stretch)
             return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
         if num_ranks > _MOST_SEARCHED and self.objective == "mean":
-            for host_size in (self.host_size, None):  # trees with a long root are hard to spread over hosts evenly
+            most = max(self.max_imbalance or _BOUND, _UNBALANCED) * by_document.mean_work(problem, num_ranks)
+            for host_size in dict.fromkeys((self.host_size, None)):  # long roots of trees may not fit hosts evenly
                 layout = self._spread(problem, num_ranks, host_size)
-                most = max(self.max_imbalance or _BOUND, _UNBALANCED) * by_document.mean_work(problem, num_ranks)
                 if (by_document.busiest(layout, problem) <= most)[:, 0].all():
                     return layout
         owner = self._owners(problem, num_ranks)
-        alike = not 1 < (self.host_size or 1) < num_ranks  # all links
-        if (alike and num_ranks <= _SEARCHED_ALONE) or problem.num_blocks < num_ranks:
+        if (num_ranks <= _SEARCHED_ALONE and not self._has_hosts(num_ranks)) or problem.num_blocks < num_ranks:
             return owner
         found = Layout.from_owners(owner, num_ranks, problem.seq_len, problem.block_size)
         most = by_document.busiest(found, problem) * _AS_BALANCED
         others = _balanced(self._by_document(problem, num_ranks, self.host_size), problem, most)
         best = self._best([found, *others], problem)
         return owner if best is found else best
+
+    def _has_hosts(self, num_ranks: int) -> bool:
+        return 1 < (self.host_size or 1) < num_ranks  # otherwise all links are alike
 
     def _owners(self, problem: LayoutProblem, num_ranks: int) -> Int64:
         """Owner of each block by search, int64 ``[batch, num_blocks]``."""
@@ -144,13 +146,12 @@ class Local:
         return [by_document.assign(problem, num_ranks, host_size, bound, way) for way in by_document.WAYS]
 
     def _best(self, layouts: list[Layout], problem: LayoutProblem) -> Layout:
-        """The layout with the least traffic; the first among equals.
+        """The layout in which ranks receive least, as the search rates it; the first among equals.
 
-        As the search rates it, by what ranks receive. With hosts, and beyond the ranks that are searched, what the
-        busiest rank sends counts as much.
+        With hosts, and beyond the ranks that are searched, what the busiest rank sends counts as much.
         """
         num_ranks = layouts[0].num_ranks
-        sends_count = num_ranks > _MOST_SEARCHED or 1 < (self.host_size or 1) < num_ranks
+        sends_count = num_ranks > _MOST_SEARCHED or self._has_hosts(num_ranks)
 
         def rating(layout: Layout) -> float:
             recv, sent = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)
