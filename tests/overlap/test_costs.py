@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.dag import GraphError, Kind
 from tests.overlap.test_capture import attention_of, causal_plan
@@ -144,22 +146,30 @@ def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
     backward.meta["val"] = tuple(x[name].meta["val"] for name in "qkv")
     bounds = [n * 40 * 40 / area for n in counted]  # all pairs of the shapes, where the spans are not known
     assert [node_flops(forward), node_flops(backward)] == pytest.approx(bounds)
+    model = CostModel(HARDWARE)
+    assert model.is_guess(forward) and model.is_guess(backward), "all scores, for want of a mask"
     fast = CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15))
     assert [fast(forward), fast(backward)] == pytest.approx([1e3 * bounds[0] / 1e12, 1e3 * bounds[1] / 5e11])
     backward.meta["custom"] = forward.meta["custom"] = {"sparsity_hint": 0.25}
     assert [node_flops(forward), node_flops(backward)] == pytest.approx([n * 0.75 for n in bounds])
+    assert not fast.is_guess(forward)
+    backward.meta["custom"] = forward.meta["custom"] = {}
     x["start"].meta["known"], x["end"].meta["known"] = rows
     assert [node_flops(forward), node_flops(backward)] == counted
+    assert not fast.is_guess(forward) and not fast.is_guess(backward)
 
 
 @pytest.mark.compiles
-def test_captured_attention_costs_what_the_plan_says() -> None:
+def test_captured_attention_costs_what_the_plan_says(tmp_path: Path) -> None:
     config = dataclasses.replace(STEP, layers=1, cp=2, tp=1, dtype=torch.bfloat16)
     plan = causal_plan(config)
     for rank, area in enumerate(plan.work()):
         graphs = capture(dataclasses.replace(config, rank=rank), attention_of(plan, []))
         for module, backward in ((graphs.forward, False), (graphs.backward, True)):
             flops = sum(node_flops(n) for n in module.graph.nodes if "spanwise" in str(n.target))
+            save_graphs(tmp_path / "saved", {"module": module})
+            loaded = load_graphs(tmp_path / "saved").graphs["module"]
+            assert [node_flops(n) for n in loaded.graph.nodes] == [node_flops(n) for n in module.graph.nodes]
             expected = config.batch * attention_flops(area, config.heads, 8, 8, backward=backward)
             assert flops == expected
 

@@ -216,6 +216,12 @@ def listing(dag: Dag, order: Sequence[int]) -> tuple[list[int], Callable[..., Li
     return calls, known_order
 
 
+def test_orders_near_their_priorities_pay_where_memory_binds() -> None:
+    """Eager orders fill the memory with weights that are not needed yet; with these alone it takes 53.1 ms."""
+    dag = backward(12, gradients=2.4)
+    assert schedule(dag, budget=dag.peak_bytes() + 12).timeline.makespan < 51
+
+
 @pytest.mark.parametrize("effort", [0, 1, 2, 5, 20])
 def test_effort_is_the_number_of_orders_tried(monkeypatch: pytest.MonkeyPatch, effort: int) -> None:
     dag = backward(6, gradients=2.4)

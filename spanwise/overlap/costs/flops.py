@@ -54,6 +54,15 @@ def is_attention_backward(node: fx.Node) -> bool:
     return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
 
 
+def hides_its_mask(node: fx.Node) -> bool:
+    """Whether attention is counted with all scores because neither its mask nor a hint is in the graph."""
+    if not is_attention(node) or "sparsity_hint" in (node.meta.get("custom") or {}):
+        return False
+    if _is_ours(node):
+        return not _spans_are_known(node)
+    return getattr(node.target, "__name__", "").startswith("flex_attention")
+
+
 def _is_ours(node: fx.Node) -> bool:
     """Whether an operator is this package's; all that have FLOPs are attention."""
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "spanwise"

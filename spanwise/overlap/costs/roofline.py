@@ -18,7 +18,7 @@ from torch import fx
 
 from spanwise.hardware import Hardware, Link
 from spanwise.overlap import _torch
-from spanwise.overlap.costs.flops import is_attention, is_attention_backward, node_flops
+from spanwise.overlap.costs.flops import hides_its_mask, is_attention, is_attention_backward, node_flops
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import (
     Cost,
@@ -229,9 +229,11 @@ class CostModel:
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def is_guess(self, node: fx.Node) -> bool:
-        """Whether a cost is a guess: of a custom operator without a formula for FLOPs, priced by its bytes alone."""
+        """Whether a cost is a guess: of a custom operator priced by its bytes alone, or of attention by all scores."""
         if node.target in _KINDS or node.target is operators.WAIT or is_free(node):
             return False
+        if hides_its_mask(node):
+            return True
         return getattr(node.target, "namespace", None) not in _KNOWN_BY_BYTES and not node_flops(node)
 
     def _flop_seconds(self, node: fx.Node) -> float:

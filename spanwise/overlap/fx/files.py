@@ -4,6 +4,8 @@
 
 A file is a line with its format, a line of JSON (torch's version, graphs, groups), then pickled graphs. torch's graph
 pickler writes them as for its caches: ``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data.
+Spans of attention (``meta["known"]``) follow as arrays, because they are what attention is priced by.
+
 Programs of ``torch.export`` can be loaded as well.
 """
 
@@ -18,6 +20,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -56,8 +59,8 @@ def save_graphs(
 ) -> None:
     """Write graphs to a file for `load_graphs` and ``spanwise overlap --load``.
 
-    Nodes keep ``meta["val"]`` and ``meta["custom"]``, without tensor data. A module keeps its graph and the tensors
-    that the graph names.
+    Nodes keep ``meta["val"]`` and ``meta["custom"]``, without tensor data, and the tensors of ``meta["known"]``. A
+    module keeps its graph and the tensors that the graph names.
 
     Args:
         path: file to write.
@@ -98,13 +101,39 @@ def save_graphs(
             blobs.append(_torch.dump_graph(gm, ("val", "custom")))
         except Exception as error:  # pickling may raise anything
             raise ValueError(f"graph {name!r} cannot be saved: {type(error).__name__}: {error}") from error
+    contents = _dump_contents(graphs)
     head = {
         "torch": torch.__version__,
         "graphs": [{"name": name, "bytes": len(blob)} for name, blob in zip(graphs, blobs, strict=True)],
         "ranks": known,
         "labels": dict(labels or {}),
+        "contents": len(contents),
     }
-    Path(path).write_bytes(_MAGIC + json.dumps(head).encode() + b"\n" + b"".join(blobs))
+    Path(path).write_bytes(_MAGIC + json.dumps(head).encode() + b"\n" + b"".join(blobs) + contents)
+
+
+def _dump_contents(graphs: Mapping[str, fx.GraphModule]) -> bytes:
+    """The tensors of ``meta["known"]`` as arrays named "graph/node"."""
+    found = {
+        f"{name}/{node.name}": node.meta["known"].detach().cpu().numpy()
+        for name, gm in graphs.items()
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("known"), torch.Tensor)
+    }
+    file = io.BytesIO()
+    np.savez_compressed(file, **found)
+    return file.getvalue() if found else b""
+
+
+def _load_contents(graphs: Mapping[str, fx.GraphModule], data: bytes) -> None:
+    """Give nodes the tensors that `_dump_contents` wrote."""
+    if not data:
+        return
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        for name, gm in graphs.items():
+            for node in gm.graph.nodes:
+                if f"{name}/{node.name}" in arrays:
+                    node.meta["known"] = torch.from_numpy(arrays[f"{name}/{node.name}"])
 
 
 def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
@@ -171,10 +200,12 @@ def _load_own(path: Path, data: bytes) -> SavedGraphs:
         sizes = [(one["name"], one["bytes"]) for one in head["graphs"]]
         written, labels = head["torch"], head["labels"]
         ranks = {name: tuple(members) for name, members in head["ranks"].items()}
+        contents = head.get("contents", 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: its second line does not say what graphs it holds") from error
-    if sum(size for _, size in sizes) != len(rest):
-        raise ValueError(f"{path} is damaged: {len(rest):,} bytes of graphs, expected {sum(s for _, s in sizes):,}")
+    expected = sum(size for _, size in sizes) + contents
+    if expected != len(rest):
+        raise ValueError(f"{path} is damaged: {len(rest):,} bytes of graphs, expected {expected:,}")
     graphs, at = {}, 0
     for name, size in sizes:
         try:
@@ -188,6 +219,7 @@ def _load_own(path: Path, data: bytes) -> SavedGraphs:
                 f"{type(error).__name__}: {error}"
             ) from error
         at += size
+    _load_contents(graphs, rest[at:])
     return SavedGraphs(graphs, ranks, labels)
 
 
