@@ -199,8 +199,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    compare_backward((out, lse) if request.lse else (out,), compare)
-    return out, Aux(lse=lse if request.lse else None, max_logit=max_logit)
+    out, *returned = compare_backward((out, lse) if request.lse else (out,), compare)
+    return out, Aux(lse=returned[0] if request.lse else None, max_logit=max_logit)
 
 
 def _checked(

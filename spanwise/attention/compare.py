@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,17 @@ from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.kernels.base import AttentionOptions, Kernel
 from spanwise.attention.rank_plan import RankPlan, mesh_ranks
 
-Compare = Callable[[], None]
+
+class _Compiled(NamedTuple):
+    """A call in a compiled graph: the result of its `compare_call`, and arguments for that of its backward."""
+
+    plan: torch.Tensor
+    groups: str
+    name: str
+    what: str
+
+
+Compare = Callable[[], None] | _Compiled
 
 _ATTENTION = (
     "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
@@ -26,9 +36,15 @@ _GATHER = ("side", "dtype", "rows", "requires grad")
 _RELAYOUT = ("dtype", "features of a token", "requires grad")
 _RECURRENCE = ("dtypes", "shapes of a token", "requires grad", "options")
 
+_Tensors = TypeVar("_Tensors", bound=torch.Tensor | None)
+
 _library = torch.library.Library("spanwise", "FRAGMENT")
-_library.define("compare_call(Tensor plan, str groups, str what, SymInt[] sizes) -> ()")
+# The first returns a copy of `plan`, for the second. That depends on a gradient, and so on nothing in a forward graph;
+# the plan itself in both would let torch put both comparisons into both graphs.
+_library.define("compare_call(Tensor plan, str groups, str name, str what, SymInt[] sizes) -> Tensor")
+_library.define("compare_backward(Tensor grad, Tensor plan, str groups, str name, str what) -> ()")
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
+_torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
 
 
 def compare_attention(
@@ -47,7 +63,7 @@ def compare_attention(
         returns: whether lse and max_logit are returned.
 
     Returns:
-        a function for `compare_backward`; None if the call is not compared in eager code.
+        an argument for `compare_backward`; None if the call is not compared.
 
     Raises:
         MismatchError: ranks make different calls.
@@ -66,11 +82,9 @@ def compare_attention(
         None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        what = " ".join(str(value) for value in (*values[:3], *values[5:]))
-        names = " ".join(_torch.group_name(group) for group in mesh_ranks(mesh)[0])
+        what = (*values[:3], *values[5:])
         sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
-        torch.ops.spanwise.compare_call(local.digest, names, what, sizes)
-        return None
+        return _compare_compiled(local.digest, "context_parallel_attention", what, sizes, mesh)
     if _torch.is_fake(q):
         return None
     return _compare(Call(local.fingerprint, "context_parallel_attention", _ATTENTION, values), mesh)
@@ -78,7 +92,10 @@ def compare_attention(
 
 def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> Compare | None:
     """`compare_attention` for an `unshard` or `roll`."""
-    if _torch.is_fake(x_BTF) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        what, sizes = (side, x_BTF.dtype, _grads(x_BTF)), [x_BTF.shape[0], x_BTF.shape[2]]
+        return _compare_compiled(local.digest, "unshard or roll", what, sizes, mesh)
+    if _torch.is_fake(x_BTF):
         return None
     values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
     return _compare(Call(local.fingerprint, "unshard or roll", _GATHER, values), mesh)
@@ -119,14 +136,24 @@ def _compare(call: Call, mesh: DeviceMesh) -> Compare:
     return in_backward
 
 
-def compare_backward(outputs: Sequence[torch.Tensor | None], compare: Compare | None) -> None:
-    """Let each backward of the `outputs` of a call begin with `compare`.
+def _compare_compiled(
+    digest: torch.Tensor, name: str, what: tuple[Any, ...], sizes: list[Any], mesh: DeviceMesh
+) -> Compare:
+    groups = " ".join([_torch.group_name(group) for group in mesh_ranks(mesh)[0]])
+    name, said = f"compiled {name}", " ".join([str(value) for value in what])
+    return _Compiled(torch.ops.spanwise.compare_call(digest, groups, name, said, sizes), groups, name, said)
+
+
+def compare_backward(outputs: tuple[_Tensors, ...], compare: Compare | None) -> tuple[_Tensors, ...]:
+    """The `outputs` of a call, whose backward begins with `compare`.
 
     It waits until all ranks have made the call, so that no gradient comes from calls that differ. And it compares the
     backward as a call of its own: a rank that has left out one of several equal calls differs only there.
     """
+    if isinstance(compare, _Compiled):
+        return _InBackward.apply(*compare, *outputs)
     if compare is None:
-        return
+        return outputs
     last = -1
 
     def once(_: Any) -> None:
@@ -139,6 +166,25 @@ def compare_backward(outputs: Sequence[torch.Tensor | None], compare: Compare | 
         node = None if out is None else out.grad_fn
         if node is not None:
             node.register_prehook(once)
+    return outputs
+
+
+class _InBackward(torch.autograd.Function):
+    """Identity of outputs; a comparison in the backward of compiled code."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: torch.Tensor, groups: str, name: str, what: str, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(plan)
+        ctx.call = groups, f"backward of {name}", what
+        return tuple([out.view_as(out) for out in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (plan,) = ctx.saved_tensors
+        torch.ops.spanwise.compare_backward(grads[0], plan, *ctx.call)
+        return None, None, None, None, *grads
 
 
 def _plain(number: Any) -> Any:
@@ -156,8 +202,17 @@ def _bytes(digest: torch.Tensor) -> bytes:
 
 
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
-def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
-    call = Call(_bytes(plan), "compiled context_parallel_attention", _COMPILED, (what, tuple(sizes)))
+def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
+    _compare_in_graph(Call(_bytes(plan), name, _COMPILED, (what, tuple(sizes))), groups)
+    return plan.clone()
+
+
+@torch.library.impl(_library, "compare_backward", "CompositeExplicitAutograd")
+def _(grad: torch.Tensor, plan: torch.Tensor, groups: str, name: str, what: str) -> None:
+    _compare_in_graph(Call(_bytes(plan), name, _COMPILED[:1], (what,)), groups)
+
+
+def _compare_in_graph(call: Call, groups: str) -> None:
     found = [_torch.find_group(name) for name in groups.split()]
 
     def ranks() -> Sequence[int]:
@@ -172,5 +227,10 @@ def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[in
 
 
 @torch.library.register_fake("spanwise::compare_call", lib=_library)
-def _(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
+def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
+    return torch.empty_like(plan)
+
+
+@torch.library.register_fake("spanwise::compare_backward", lib=_library)
+def _(grad: torch.Tensor, plan: torch.Tensor, groups: str, name: str, what: str) -> None:
     return None

@@ -316,11 +316,17 @@ def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
 
 
-def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], list[int]]]:
+@torch.compiler.assume_constant_result
+def _global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    with _torch.without_modes():
+        return tuple(mesh.mesh.flatten().tolist())
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], tuple[int, ...]]]:
     """The group of each axis, and a function that gives the global ranks in the order of the mesh."""
     num_axes = mesh.ndim  # most have one; an attention call asks each time
     groups = [mesh.get_group(0)] if num_axes == 1 else [mesh.get_group(axis) for axis in range(num_axes)]
-    return groups, lambda: mesh.mesh.flatten().tolist()
+    return groups, lambda: _global_ranks(mesh)
 
 
 def outer_peers(local: RankPlan, mesh: DeviceMesh) -> Peers:

@@ -116,7 +116,7 @@ def gather(
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
     compare = compare_gather(rows_BTF, local, mesh, side)
     full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
-    compare_backward((full_BSx,), compare)
+    (full_BSx,) = compare_backward((full_BSx,), compare)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
     if local.batched:

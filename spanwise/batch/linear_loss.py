@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.batch import fused
 from spanwise.batch.logprobs import check_numbers, checked, scored
-from spanwise.batch.loss import check_count, check_weights, compare_loss, global_sum, valid_tokens
+from spanwise.batch.loss import check_count, check_weights, compare_loss, global_mean, global_sum
 
 
 def linear_cross_entropy(
@@ -79,8 +79,9 @@ def linear_cross_entropy(
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
     call = fused.resolve(kernel, hidden, weight, inner, vocab_mesh)
+    compared = None
     if reduction != "none":
-        compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
+        compared = compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
     if call is not None:
         losses = call(hidden, weight, labels, bias, softcap, inner)
     else:
@@ -89,6 +90,7 @@ def linear_cross_entropy(
         losses = losses * weights.to(losses.dtype)
     if reduction == "none":
         return losses
-    count = valid_tokens(labels, num_valid, loss_mesh, weights) if reduction == "mean" else None
     losses = losses.sum()  # of one number, where a fused kernel has summed
-    return global_sum(losses, count, loss_mesh)
+    if reduction == "sum":
+        return global_sum(losses, loss_mesh, compared)
+    return global_mean(losses, labels, num_valid, weights, loss_mesh, compared)

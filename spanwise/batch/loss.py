@@ -7,7 +7,8 @@ by their number of valid tokens.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,34 +22,86 @@ IGNORE_INDEX = -100
 _COMPARED = ("dtype", "requires grad", "num_valid", "weighted")
 
 
+_library = torch.library.Library("spanwise", "FRAGMENT")
+_library.define(
+    "compare_loss(Tensor[] sums, Tensor? num_valid, str groups, int[] ranks, str name, str what) -> Tensor[]"
+)
+
+
+class _Compiled(NamedTuple):
+    """A loss in a compiled graph: arguments for its `compare_loss` after the sums."""
+
+    num_valid: torch.Tensor | None
+    groups: str
+    ranks: tuple[int, ...]
+    name: str
+    what: str
+
+
 class _GlobalMean(torch.autograd.Function):
-    """Sum over ranks divided by `count`; the backward scales by the mesh size, because reducers average gradients."""
+    """Sum over ranks divided by their count; the backward scales by the mesh size, because reducers average gradients.
+
+    In compiled code the comparison returns what the all-reduces take, so that they cannot start before it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        total: torch.Tensor,
+        count: torch.Tensor | None,
+        mesh: DeviceMesh | None,
+        counted: bool,
+        compared: _Compiled | None,
+    ) -> torch.Tensor:
         size = 1 if mesh is None else mesh.size()
-        ctx.scale = size if count is None else size / count
+        if compared is not None:
+            local = (total, count) if counted else (total,)
+            total, *found = torch.ops.spanwise.compare_loss(local, *compared)
+            count = found[0] if counted else count
+        if count is not None and counted and mesh is not None:
+            count = failure.all_reduce(count, "sum", mesh, "the token count")
         total = total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")
-        return total if count is None else total / count
+        if count is None:
+            ctx.scale = size
+            return total
+        count = count.masked_fill(count == 0, 1).to(total.dtype)
+        ctx.scale = size / count
+        return total / count
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad * ctx.scale, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad * ctx.scale, None, None, None, None
 
 
-def global_sum(total: torch.Tensor, count: torch.Tensor | None, mesh: DeviceMesh | None) -> torch.Tensor:
-    """`total` summed over the ranks of `mesh` and divided by `count`, if that is given.
+def global_sum(total: torch.Tensor, mesh: DeviceMesh | None, compared: _Compiled | None) -> torch.Tensor:
+    """`total` summed over the ranks of `mesh`.
 
     Averaging parameter gradients over `mesh` gives the gradient of the result.
+
+    Args:
+        compared: from `compare_loss`.
     """
-    return _GlobalMean.apply(total, None if count is None else count.masked_fill(count == 0, 1).to(total.dtype), mesh)
+    return _GlobalMean.apply(total, None, mesh, False, compared)
+
+
+def global_mean(
+    total: torch.Tensor,
+    labels: torch.Tensor,
+    num_valid: float | torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+    compared: _Compiled | None,
+) -> torch.Tensor:
+    """`global_sum` divided by `num_valid`; without it by the valid tokens, or their weights, of all ranks of `mesh`."""
+    count = valid_tokens(labels, weights) if num_valid is None else as_count(num_valid, labels.device)
+    return _GlobalMean.apply(total, count, mesh, num_valid is None, compared)
 
 
 def check_count(num_valid: float | torch.Tensor | None) -> None:
     """``ValueError`` for a number that is not a number of tokens; a tensor is not read."""
     if num_valid is None or isinstance(num_valid, torch.Tensor):
         return
-    if not (math.isfinite(num_valid) and num_valid >= 0):
+    if not 0 <= num_valid < math.inf:
         raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
 
 
@@ -68,37 +121,65 @@ def compare_loss(
     num_valid: float | torch.Tensor | None,
     weights: torch.Tensor | None,
     mesh: DeviceMesh | None,
-) -> None:
-    """Compare a loss across the ranks of `mesh` before its all-reduces; not in compiled code.
+) -> _Compiled | None:
+    """Compare a loss across the ranks of `mesh` before its all-reduces.
 
     They are small and look alike: those of two calls, or with a count of the rank's own, would add up without an error.
 
     Args:
         x: logits or hidden states, of which ranks may have different numbers.
+
+    Returns:
+        an argument for `global_mean`, which compares in compiled code.
     """
-    if mesh is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.is_fake(x):
-        return
+    if mesh is None or mesh.size() == 1:
+        return None
     kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
-    values = (x.dtype, torch.is_grad_enabled() and x.requires_grad, kind, weights is not None)
-    amount = float(num_valid) if kind == "a number" else None  # type: ignore[arg-type]
-    failure.compare(Call(b"", name, _COMPARED, values, amount), *mesh_ranks(mesh))
+    facts = (x.dtype, torch.is_grad_enabled() and x.requires_grad, kind, weights is not None)
+    values = tuple([str(fact) for fact in facts])
+    groups, ranks = mesh_ranks(mesh)
+    if torch.compiler.is_compiling():
+        names = " ".join([_torch.group_name(group) for group in groups])
+        amount = torch.full((), num_valid, dtype=torch.float64) if kind == "a number" else None  # type: ignore[arg-type]
+        return _Compiled(amount, names, ranks(), name, ",".join(values))
+    if not _torch.is_fake(x):
+        number = float(num_valid) if kind == "a number" else None  # type: ignore[arg-type]
+        failure.compare(Call(b"", name, _COMPARED, values, number), groups, ranks)
+    return None
 
 
-def valid_tokens(
-    labels: torch.Tensor,
-    num_valid: float | torch.Tensor | None,
-    mesh: DeviceMesh | None,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`num_valid` on the device of `labels`; without it the valid tokens, or their weights, of all ranks of `mesh`."""
-    if num_valid is None:
-        valid = labels != IGNORE_INDEX
-        count = valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
-        return count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
+@torch.library.impl(_library, "compare_loss", "CompositeExplicitAutograd")
+def _(
+    sums: Sequence[torch.Tensor],
+    num_valid: torch.Tensor | None,
+    groups: str,
+    ranks: Sequence[int],
+    name: str,
+    what: str,
+) -> list[torch.Tensor]:
+    amount = None if num_valid is None else float(num_valid)  # on the CPU
+    call = Call(b"", name, _COMPARED, tuple(what.split(",")), amount)
+    failure.compare(call, [_torch.find_group(group) for group in groups.split()], lambda: ranks)
+    return [x.clone() for x in sums]
+
+
+@torch.library.register_fake("spanwise::compare_loss", lib=_library)
+def _(sums: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in sums]
+
+
+def valid_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Valid tokens of this rank, or the sum of their weights."""
+    valid = labels != IGNORE_INDEX
+    return valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
+
+
+def as_count(num_valid: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`num_valid` on a device."""
     if isinstance(num_valid, torch.Tensor):
-        return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
+        return num_valid.to(device, non_blocking=device.type != "cpu")
     # `full` writes on the device; `as_tensor` would copy, and the host would wait.
-    return torch.full((), num_valid, device=labels.device)
+    return torch.full((), num_valid, device=device)
 
 
 def cross_entropy(
@@ -128,7 +209,7 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes that do not match, weights with a gradient, or a `num_valid` that is not a number of tokens.
-        spanwise.MismatchError: ranks make different calls, or give other numbers of tokens; not in compiled code.
+        spanwise.MismatchError: ranks make different calls, or give other numbers of tokens.
         spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
@@ -143,9 +224,9 @@ def cross_entropy(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)
     check_count(num_valid)
-    compare_loss("cross_entropy", logits, num_valid, weights, mesh)
+    compared = compare_loss("cross_entropy", logits, num_valid, weights, mesh)
     losses = torch.nn.functional.cross_entropy(
         scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
     )
     total = losses if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
-    return global_sum(total, valid_tokens(labels, num_valid, mesh, weights), mesh)
+    return global_mean(total, labels, num_valid, weights, mesh, compared)

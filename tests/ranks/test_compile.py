@@ -126,8 +126,8 @@ def collectives(graph: list[str]) -> list[str]:
     """What the ranks see of a graph, in order, in short: "there" is a collective that starts."""
     names = {"wait_tensor": "wait", "sdpa": "sdpa", "sdpa_backward": "sdpa backward"}
     seen = [name.split("::")[1] for name in graph if name.startswith(("spanwise::", "_c10d_functional::"))]
-    if "sdpa" in seen:  # a forward: the ranks compare the call before anything else
-        assert seen.pop(0) == "compare_call"
+    # The ranks compare the call, or its backward, before anything else.
+    assert seen.pop(0) == ("compare_call" if "sdpa" in seen else "compare_backward")
     return [names.get(name, name) for name in seen]
 
 

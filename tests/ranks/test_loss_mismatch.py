@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,16 @@ def of_hidden(mesh: DeviceMesh, x: torch.Tensor, **options: Any) -> torch.Tensor
     return spanwise.linear_cross_entropy(x, weight, LABELS, loss_mesh=mesh, **options)
 
 
-def call(loss: Callable[..., torch.Tensor], mesh: DeviceMesh, options: dict[str, Any]) -> None:
+def call(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, options: dict[str, Any], backend: str | None = None
+) -> None:
     options = {"num_valid": 6, "dtype": torch.float32, "grad": True} | options
     x = torch.ones(1, 4, 5, dtype=options.pop("dtype"), requires_grad=options.pop("grad"))
-    out = loss(mesh, x, **options)
+
+    def run(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return loss(mesh, x, **options)
+
+    out = (torch.compile(run, backend=backend, fullgraph=True) if backend else run)(x, **options)
     if out.requires_grad:
         out.backward()
 
@@ -62,12 +69,47 @@ def test_raises_on_every_rank(gloo_pool: GlooPool, loss: Callable[..., torch.Ten
             assert "ranks disagree on call" in text and CHANGES[name][1] in text, (name, text)
 
 
-def over_two_axes(rank: int, mesh: DeviceMesh) -> tuple[str, float]:
+def differ_compiled(
+    rank: int, mesh: DeviceMesh, loss: Callable[..., torch.Tensor], backend: str, names: list[str]
+) -> dict[str, str]:
+    torch._dynamo.reset()
+    said = {}
+    for name in names:
+        own = CHANGES[name][0] if rank == 1 else {}
+        said[name] = mismatch(lambda own=own: [call(loss, mesh, own, backend), call(loss, mesh, {}, backend)])
+    call(loss, mesh, {}, backend if rank == 0 else None)  # only one rank has compiled it: the same call
+    return said
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("loss", "backend", "names"),
+    [
+        (of_logits, "aot_eager", ["a count of its own", "no count"]),
+        pytest.param(of_hidden, "aot_eager", list(CHANGES), marks=pytest.mark.slow),
+        pytest.param(of_logits, "inductor", list(CHANGES), marks=pytest.mark.slow),
+    ],
+)
+def test_raises_on_every_rank_in_compiled_code(
+    gloo_pool: GlooPool, loss: Callable[..., torch.Tensor], backend: str, names: list[str]
+) -> None:
+    for said in gloo_pool.run(2, differ_compiled, loss, backend, names, timeout=110.0):
+        for name, text in said.items():
+            assert "ranks disagree on call" in text and CHANGES[name][1] in text, (name, text)
+
+
+def over_two_axes(rank: int, mesh: DeviceMesh, compiled: bool) -> tuple[str, float]:
     both = mesh["dp", "cp"]
+    if compiled:
+        torch._dynamo.reset()
+        call(of_logits, both, {"num_valid": 12}, "aot_eager")
+        return mismatch(lambda: call(of_logits, both, {"num_valid": 3 + rank // 3}, "aot_eager")), math.log(5)
     loss = spanwise.cross_entropy(torch.zeros(1, 4, 5), LABELS, both, num_valid=12).item()
     return mismatch(lambda: call(of_logits, both, {"num_valid": 3 + rank // 3})), loss
 
 
-def test_ranks_of_two_axes(gloo_pool: GlooPool) -> None:
-    for text, loss in gloo_pool.run(4, over_two_axes, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
-        assert "rank 3: amount 4.0" in text and loss == pytest.approx(torch.tensor(5.0).log().item())
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.compiles])])
+def test_ranks_of_two_axes(gloo_pool: GlooPool, compiled: bool) -> None:
+    axes: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp"), "timeout": 110.0}
+    for text, loss in gloo_pool.run(4, over_two_axes, compiled, **axes):
+        assert "rank 3: amount 4.0" in text and loss == pytest.approx(math.log(5))

@@ -204,6 +204,38 @@ def test_compiled_calls_are_compared_before_their_collectives(gloo_pool: GlooPoo
         assert "compiled context_parallel_attention" in text and "ranks disagree on call 1" in text, text
 
 
+def leaves_out(rank: int, mesh: DeviceMesh, backend: str) -> tuple[int, str]:
+    """Compiled layers that are all alike; in a later step rank 1 leaves one out."""
+    torch._dynamo.reset()
+    local = plan_of("a", "needed", mesh.size()).local(mesh, kernel="sdpa")
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return spanwise.context_parallel_attention(q, k, v, local, mesh, mask_name="full", kernel="sdpa")
+
+    def steps(fewer: int) -> None:
+        for number in range(3):
+            outs = [attend(*inputs({"plan": local})) for _ in range(3 - fewer * (rank == 1 and number == 2))]
+            for out in outs:
+                out.sum().backward()
+
+    def differ() -> None:
+        with spanwise.exchange_errors(mesh):  # rank 0 had gone on
+            steps(1)
+
+    steps(0)
+    (log,) = calls.logs()
+    return log.count, mismatch(differ)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_backwards_are_compared(gloo_pool: GlooPool, backend: str) -> None:
+    for count, text in gloo_pool.run(2, leaves_out, backend, timeout=110.0):
+        assert count == 18  # each once
+        assert "call 33 " in text and "rank 1: backward of compiled context_parallel_attention" in text, text
+
+
 def other_order(rank: int, mesh: DeviceMesh) -> str:
     plan = plan_of("a", "needed", mesh.size())
     local = plan.local(mesh, kernel="sdpa")

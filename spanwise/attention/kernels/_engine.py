@@ -58,10 +58,14 @@ class Engine:
         self._buffers: dict[str, Tensor] = {}
         # Whether numbers that are not finite must not reach rows that do not read them, nor keys that these rows do not
         # read. A weight of 0 times nan is nan, so each product is then computed twice.
-        self.careful = self._again = False
+        self.careful = False
 
-    def tiles(self, start: Tensor, end: Tensor) -> Iterator[tuple[int, Tile, Spans]]:
-        """Batch row, tile, and the spans of the tile's rows, over the whole problem; after `take_care` once more."""
+    def tiles(self, start: Tensor, end: Tensor, *, careful: bool = False) -> Iterator[tuple[int, Tile, Spans]]:
+        """Batch row, tile, and the spans of the tile's rows, over the whole problem.
+
+        Args:
+            careful: set `self.careful` where the tile has columns that some of its rows do not read.
+        """
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
@@ -72,16 +76,8 @@ class Engine:
             for tile in plans[b % len(masks)]:
                 rows = slice(tile.first, tile.stop)
                 spans = first[:, rows, None], last[:, rows, None]
+                self.careful = careful and any(strip.masked for strip in tile.strips)
                 yield b, tile, spans
-                if self._again:
-                    self.careful, self._again = True, False
-                    yield b, tile, spans
-                self.careful = False
-
-    def take_care(self, tile: Tile) -> bool:
-        """Yield the tile once more, to be computed carefully; False if that was done or would change nothing."""
-        self._again = not self.careful and any(strip.masked for strip in tile.strips)
-        return self._again
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""

@@ -116,8 +116,27 @@ def _sdpa(
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype if wide else q.dtype)
     totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
+    _fill(engine, q, k, v, start, end, (out, totals, tops), careful=False)
+    if not _are_finite(out):
+        _fill(engine, q, k, v, start, end, (out, totals, tops), careful=True)
+    return out, totals.log_().add_(tops, alpha=_LN_2)
+
+
+def _fill(
+    engine: Engine,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+    *,
+    careful: bool,
+) -> None:
+    """Writes out, the sums of weights and the largest scores of all rows with keys into `results`."""
+    out, totals, tops = results
     heads = (engine.kv_heads, engine.group)
-    for b, tile, spans in engine.tiles(start, end):
+    for b, tile, spans in engine.tiles(start, end, careful=careful):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         acc = engine.buffer("acc", *q_tile.shape[:2], v.shape[3]).zero_()
         top = acc.new_full((*acc.shape[:2], 1), NO_KEY)
@@ -132,14 +151,11 @@ def _sdpa(
             reads = engine.reads(strip, spans) if engine.careful else None
             engine.add_product(acc.mul_(decay), weights, engine.load_columns(v[b], strip, "v"), reads)
             top = new_top
-        total.masked_fill_(top == NO_KEY, 1)
-        if not acc.div_(total).sum().isfinite() and engine.take_care(tile):
-            continue
+        acc.div_(total.masked_fill_(top == NO_KEY, 1))
         rows = slice(tile.first, tile.stop)
         out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
         totals[b].unflatten(0, heads)[:, :, rows] = total.view(*heads, -1)
         tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
-    return out, totals.log_().add_(tops, alpha=_LN_2)
 
 
 @_sdpa.register_fake
@@ -177,11 +193,27 @@ def _sdpa_backward(
     The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
+    tensors = grad_out, grad_lse, q, k, v, out, lse
+    dq, dk, dv = _gradients(engine, tensors, start, end, careful=False)
+    # A weight or a slope that is not finite shows in dq; so do keys, values and grad_out. Queries show in dk.
+    if not _are_finite(dq, dk):
+        dq, dk, dv = _gradients(engine, tensors, start, end, careful=True)
+    return dq.mul_(scale), dk.mul_(engine.unscale).to(k.dtype), dv.to(v.dtype)
+
+
+def _gradients(
+    engine: Engine, tensors: tuple[Any, ...], start: Tensor, end: Tensor, *, careful: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq over the scale, dk over `engine.unscale`, and dv; as they are computed.
+
+    Args:
+        tensors: grad_out, grad_lse, q, k, v, out and lse of `_sdpa_backward`.
+    """
+    grad_out, grad_lse, q, k, v, out, lse = tensors
     heads = (engine.kv_heads, engine.group)
-    may_spread = not _are_finite(q, k, v, grad_out, grad_lse, torch.where(lse == NO_KEY, 0, lse))
     dq = torch.zeros(q.shape, dtype=engine.dtype)
     dk, dv = torch.zeros(k.shape, dtype=engine.dtype), torch.zeros(v.shape, dtype=engine.dtype)
-    for b, tile, spans in engine.tiles(start, end):
+    for b, tile, spans in engine.tiles(start, end, careful=careful):
         rows = slice(tile.first, tile.stop)
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
@@ -190,8 +222,6 @@ def _sdpa_backward(
         delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
         if out is not None:
             delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
-        if may_spread and engine.take_care(tile):
-            continue
         shift, share = _split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
         delta = delta.to(engine.dtype).mul_(share)
         do_tile.mul_(share)
@@ -212,9 +242,8 @@ def _sdpa_backward(
                 ds.masked_fill_(~reads, 0)
             engine.add_product(dq_tile, ds, keys, reads)
             _add_columns(engine, dk[b], strip, ds, q_tile, reads)
-        dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.mul_(scale).unflatten(1, (engine.group, -1))
-    dk.mul_(engine.unscale)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.unflatten(1, (engine.group, -1))
+    return dq, dk, dv
 
 
 def _split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
