@@ -21,13 +21,18 @@ _ATTENTION = (
     "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
     "softcap", "score_mod", "sinks", "returns",
 )  # fmt: skip
-_COMPILED = ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]")
 _GATHER = ("side", "dtype", "rows", "requires grad")
 _RELAYOUT = ("dtype", "features of a token", "requires grad")
 _RECURRENCE = ("dtypes", "shapes of a token", "requires grad", "options")
+# Compiled code names sizes apart, so that they may be symbols; the labels of the other values and of the sizes.
+_COMPILED = {
+    "context_parallel_attention": ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]"),
+    "relayout": ("dtype, requires grad", "features of a token"),
+}
+_COMPILED_RECURRENCE = ("dtypes, requires grad, options", "shapes of a token")
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
-_library.define("compare_call(Tensor plan, str groups, str what, SymInt[] sizes) -> ()")
+_library.define("compare_call(Tensor plan, str groups, str name, str what, SymInt[] sizes) -> ()")
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 
 
@@ -66,10 +71,8 @@ def compare_attention(
         None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        what = " ".join(str(value) for value in (*values[:3], *values[5:]))
-        names = " ".join(_torch.group_name(group) for group in mesh_ranks(mesh)[0])
         sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
-        torch.ops.spanwise.compare_call(local.digest, names, what, sizes)
+        _in_graph(local.digest, mesh, "context_parallel_attention", (*values[:3], *values[5:]), sizes)
         return None
     if _torch.is_fake(q):
         return None
@@ -86,9 +89,12 @@ def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side:
 
 def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
     """`compare_attention` for a `relayout` between the plans of `digest`."""
-    if _torch.is_fake(rows_RF) or torch.compiler.is_compiling():
-        return None
     values = (rows_RF.dtype, rows_RF.shape[1], _grads(rows_RF))
+    if torch.compiler.is_compiling():
+        _in_graph(digest, mesh, "relayout", (values[0], values[2]), [rows_RF.shape[1]])
+        return None
+    if _torch.is_fake(rows_RF):
+        return None
     return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, values), mesh)
 
 
@@ -96,14 +102,14 @@ def compare_recurrence(
     name: str, tensors: Sequence[torch.Tensor], options: Any, digest: torch.Tensor, mesh: DeviceMesh
 ) -> Compare | None:
     """`compare_attention` for a call of `name`, a layer that carries a state, with the rows ``[R, …]`` of `tensors`."""
-    if torch.compiler.is_compiling() or any(_torch.is_fake(x) for x in tensors):
+    dtypes, grads = tuple([x.dtype for x in tensors]), _grads(*tensors)
+    if torch.compiler.is_compiling():
+        sizes = [size for x in tensors for size in x.shape[1:]]
+        _in_graph(digest, mesh, name, (dtypes, grads, options), sizes)
         return None
-    values = (
-        tuple([x.dtype for x in tensors]),
-        tuple([tuple(x.shape[1:]) for x in tensors]),
-        _grads(*tensors),
-        options,
-    )
+    if any(_torch.is_fake(x) for x in tensors):
+        return None
+    values = (dtypes, tuple([tuple(x.shape[1:]) for x in tensors]), grads, options)
     return _compare(Call(_bytes(digest), name, _RECURRENCE, values), mesh)
 
 
@@ -155,15 +161,22 @@ def _bytes(digest: torch.Tensor) -> bytes:
     return digest.numpy().tobytes()
 
 
+def _in_graph(digest: torch.Tensor, mesh: DeviceMesh, name: str, values: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Compare the call when the compiled code runs; its digest is an input, so that no plan compiles again."""
+    names = " ".join(_torch.group_name(group) for group in mesh_ranks(mesh)[0])
+    torch.ops.spanwise.compare_call(digest, names, name, " ".join(str(value) for value in values), sizes)
+
+
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
-def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
-    call = Call(_bytes(plan), "compiled context_parallel_attention", _COMPILED, (what, tuple(sizes)))
+def _compare_call(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> None:
+    labels = _COMPILED.get(name, _COMPILED_RECURRENCE)
+    call = Call(_bytes(plan), f"compiled {name}", labels, (what, tuple(sizes)))
     found = [_torch.find_group(name) for name in groups.split()]
 
     def ranks() -> Sequence[int]:
         if len(found) > 1:
             raise ValueError(
-                "compiled attention on a mesh of two axes compares its calls over connections that do not exist yet; "
+                f"compiled {name} on a mesh of two axes compares its calls over connections that do not exist yet; "
                 "call plan.local(mesh) in this process before it"
             )
         return dist.get_process_group_ranks(found[0])
@@ -172,5 +185,5 @@ def _compare_call(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[in
 
 
 @torch.library.register_fake("spanwise::compare_call", lib=_library)
-def _(plan: torch.Tensor, groups: str, what: str, sizes: Sequence[int]) -> None:
+def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> None:
     return None
