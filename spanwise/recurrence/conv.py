@@ -55,7 +55,7 @@ def causal_conv(
     tensor([1., 2., 1., 2.])
     """
     check_transforms(x, weight)
-    check_route(route)
+    check_route(route, {"x": x, "weight": weight, "bias": bias})
     weight_CW = _checked(x, weight, bias, route, activation)
     rows_RBC = to_rows("x", x, route, 1)
     parts = [rows_RBC]

@@ -122,7 +122,7 @@ def _layer(
     return_final: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     check_transforms(q, k, v, log_decay)
-    check_route(route)
+    check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "initial": initial})
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
     q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
