@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,9 +87,17 @@ _TENSOR_PARALLEL = {
 }
 
 
+_BESIDE_STATES = {
+    "model.layers.*.mamba.in_proj": ColwiseParallel(output_layouts=Replicate()),
+    "model.layers.*.feed_forward.gate_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.up_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.down_proj": RowwiseParallel(),
+}
+
+
 def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
     model = tiny.model_of(name)
-    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL)
+    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL | (_BESIDE_STATES if name == "falcon_h1" else {}))
     for layer in model.model.layers:
         if hasattr(getattr(layer, "self_attn", None), "sinks"):
             sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
