@@ -2,7 +2,7 @@
 
     python benchmarks/recurrence.py --out benchmarks/results/recurrence-cpu.json
 
-Forward and backward in float32 of one document. Variants take turns; seconds are the least of the rounds, ratios the
+Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios the
 median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the rate of a
 large product of matrices in the same run; that of the convolution is the bytes that it must read and write, at the rate
 of a copy. Maps are counted by planning, and are those of Qwen3-Next: 32 heads of 128 x 128.
@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional
+from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import spanwise
 from spanwise import recurrence
+from spanwise.integrations.transformers.mixers import functions
 from spanwise.planning import recurrent
 
 HEADS, DIM, WIDTH = 8, 64, 4
+CHANNELS, STATES = 1024, 16  # of Mamba, with 1 / 16 of the tokens: the backward of transformers' loop takes their square
 LAYOUTS = ("contiguous", "local", "head_tail")
 QWEN3_NEXT = spanwise.Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)
 
@@ -86,15 +89,28 @@ def layers(tokens: int) -> dict[str, Layer]:
     }  # fmt: skip
 
 
+def channels(tokens: int) -> Layer:
+    """Mamba's scan: a state of a few numbers for each channel, with a decay each."""
+    route = recurrence.recurrence_route(spanwise.make_plan(spanwise.SpanMask.causal(tokens), 1))
+    rng = torch.Generator().manual_seed(0)
+    x, step = (torch.randn(1, CHANNELS, tokens, generator=rng) for _ in range(2))
+    rates = -torch.randn(CHANNELS, STATES, generator=rng).abs()
+    b, c = (torch.randn(1, STATES, tokens, generator=rng) for _ in range(2))
+    return Layer(
+        partial(functions.mamba_selective_scan, route), modeling_mamba.mamba_selective_scan,
+        [x, functional.softplus(step), rates, b, c], 12 * tokens * CHANNELS * STATES, 0,
+    )  # fmt: skip
+
+
 def step(call: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     out = call(*leaves)
     return [out, *torch.autograd.grad(out.sum(), leaves)]
 
 
 def seconds(fn: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()  # of one thread: other processes of the machine do not count
     fn()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def timed(name: str, layer: Layer, rounds: int) -> dict[str, Any]:
@@ -149,10 +165,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    every = layers(given.tokens) | {"gated_linear, channels": channels(given.tokens // 16)}
     result = {
         "command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "threads": given.threads,
-        "tokens": given.tokens, "heads": HEADS, "dim": DIM, "width": WIDTH, "rounds": given.rounds, "dtype": "float32",
-        "rows": [timed(name, layer, given.rounds) for name, layer in layers(given.tokens).items()],
+        "tokens": given.tokens, "heads": HEADS, "dim": DIM, "width": WIDTH, "channels": CHANNELS,
+        "states": STATES, "rounds": given.rounds, "dtype": "float32",
+        "rows": [timed(name, layer, given.rounds) for name, layer in every.items()],
         "planned_tokens": given.planned, "ranks": given.ranks, "map_bytes": QWEN3_NEXT.map_bytes,
         "maps": [
             maps(name, mask, given.ranks, balancer)

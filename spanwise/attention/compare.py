@@ -31,10 +31,16 @@ _ATTENTION = (
     "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
     "softcap", "score_mod", "sinks", "returns",
 )  # fmt: skip
-_COMPILED = ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]")
 _GATHER = ("side", "dtype", "rows", "requires grad")
 _RELAYOUT = ("dtype", "features of a token", "requires grad")
 _RECURRENCE = ("dtypes", "shapes of a token", "requires grad", "options")
+# Compiled code names sizes apart, so that they may be symbols; the labels of the other values and of the sizes.
+_COMPILED = {
+    "context_parallel_attention": ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]"),
+    "unshard or roll": ("side, dtype, requires grad", "rows"),
+    "relayout": ("dtype, requires grad", "features of a token"),
+}
+_COMPILED_RECURRENCE = ("dtypes, requires grad, options", "shapes of a token")
 
 _Tensors = TypeVar("_Tensors", bound=torch.Tensor | None)
 
@@ -103,9 +109,11 @@ def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side:
 
 def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
     """`compare_attention` for a `relayout` between the plans of `digest`."""
-    if _torch.is_fake(rows_RF) or torch.compiler.is_compiling():
-        return None
     values = (rows_RF.dtype, rows_RF.shape[1], _grads(rows_RF))
+    if torch.compiler.is_compiling():
+        return _compare_compiled(digest, "relayout", (values[0], values[2]), [rows_RF.shape[1]], mesh)
+    if _torch.is_fake(rows_RF):
+        return None
     return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, values), mesh)
 
 
@@ -113,14 +121,13 @@ def compare_recurrence(
     name: str, tensors: Sequence[torch.Tensor], options: Any, digest: torch.Tensor, mesh: DeviceMesh
 ) -> Compare | None:
     """`compare_attention` for a call of `name`, a layer that carries a state, with the rows ``[R, …]`` of `tensors`."""
-    if torch.compiler.is_compiling() or any(_torch.is_fake(x) for x in tensors):
+    dtypes, grads = tuple([x.dtype for x in tensors]), _grads(*tensors)
+    if torch.compiler.is_compiling():
+        sizes = [size for x in tensors for size in x.shape[1:]]
+        return _compare_compiled(digest, name, (dtypes, grads, options), sizes, mesh)
+    if any(_torch.is_fake(x) for x in tensors):
         return None
-    values = (
-        tuple([x.dtype for x in tensors]),
-        tuple([tuple(x.shape[1:]) for x in tensors]),
-        _grads(*tensors),
-        options,
-    )
+    values = (dtypes, tuple([tuple(x.shape[1:]) for x in tensors]), grads, options)
     return _compare(Call(_bytes(digest), name, _RECURRENCE, values), mesh)
 
 
@@ -151,7 +158,8 @@ def compare_backward(outputs: tuple[_Tensors, ...], compare: Compare | None) -> 
     backward as a call of its own: a rank that has left out one of several equal calls differs only there.
     """
     if isinstance(compare, _Compiled):
-        return _InBackward.apply(*compare, *outputs)
+        marked = iter(_InBackward.apply(*compare, *[out for out in outputs if out is not None]))
+        return tuple([None if out is None else next(marked) for out in outputs])
     if compare is None:
         return outputs
     last = -1
@@ -203,13 +211,15 @@ def _bytes(digest: torch.Tensor) -> bytes:
 
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
 def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
-    _compare_in_graph(Call(_bytes(plan), name, _COMPILED, (what, tuple(sizes))), groups)
+    labels = _COMPILED.get(name.removeprefix("compiled "), _COMPILED_RECURRENCE)
+    _compare_in_graph(Call(_bytes(plan), name, labels, (what, tuple(sizes))), groups)
     return plan.clone()
 
 
 @torch.library.impl(_library, "compare_backward", "CompositeExplicitAutograd")
 def _(grad: torch.Tensor, plan: torch.Tensor, groups: str, name: str, what: str) -> None:
-    _compare_in_graph(Call(_bytes(plan), name, _COMPILED[:1], (what,)), groups)
+    labels = _COMPILED.get(name.removeprefix("backward of compiled "), _COMPILED_RECURRENCE)
+    _compare_in_graph(Call(_bytes(plan), name, labels[:1], (what,)), groups)
 
 
 def _compare_in_graph(call: Call, groups: str) -> None:
@@ -218,7 +228,7 @@ def _compare_in_graph(call: Call, groups: str) -> None:
     def ranks() -> Sequence[int]:
         if len(found) > 1:
             raise ValueError(
-                "compiled attention on a mesh of two axes compares its calls over connections that do not exist yet; "
+                f"{call.name} on a mesh of two axes compares its calls over connections that do not exist yet; "
                 "call plan.local(mesh) in this process before it"
             )
         return dist.get_process_group_ranks(found[0])

@@ -93,13 +93,14 @@ def _cost(plan: PlanData, of: Recurrence, everyone: segments.Segments, moved: In
     halo = segments.halo_traffic(everyone, num_ranks, of.conv_width - 1)
     length = (everyone.stop - everyone.start).astype(np.float64)
     tokens = np.bincount(everyone.rank, length, num_ranks)
+    carried = np.bincount(everyone.rank, length * ~everyone.opens, num_ranks)
     middle = np.bincount(everyone.rank, length * ~(everyone.opens | everyone.closes), num_ranks)
     state = 2.0 * of.heads * of.key_dim * of.value_dim  # FLOPs of one product with a state
     run = state * (3 if of.delta_rule else 2)
-    # A map has key_dim more columns than a state.
-    through = 2 * state * (1 + of.key_dim / of.value_dim) if of.delta_rule else state
+    # Before its state is known a run is computed with key_dim more columns; then the state is applied.
+    opened = state + (run * of.key_dim / of.value_dim if of.delta_rule else 0)
     join = state * of.key_dim if of.delta_rule else state
-    forward = hardware.attention_seconds(tokens * run + middle * through + composed * join, backward=False)
+    forward = hardware.attention_seconds(tokens * run + carried * opened + composed * join, backward=False)
     backward = hardware.attention_seconds(tokens * 3 * run + middle * run + composed_back * join, backward=True)
     row = of.channels * plan.itemsize
     exchanged = [

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from spanwise.recurrence import chunkwise, chunkwise_backward
+from spanwise.recurrence import chunkwise, chunkwise_backward, tokenwise
 from spanwise.recurrence.chunkwise import Inputs, wide
 
 Tensor = torch.Tensor
@@ -42,7 +42,8 @@ def run(
     """Outputs ``[T, H, V]`` of segments, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
     out = v.new_zeros(v.shape[0] + 1, *v.shape[1:])
     state = state.index_select(0, order)
-    chunkwise.run(Inputs(q, k, v, log_decay, beta), tokens, counts, state, scale, out)
+    run_chunks = tokenwise.run if _tokenwise(beta, v) else chunkwise.run
+    run_chunks(Inputs(q, k, v, log_decay, beta), tokens, counts, state, scale, out)
     return out[:-1].clone(), _restored(state, order)
 
 
@@ -51,21 +52,62 @@ def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: i
     return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
 
 
-@torch.library.custom_op("spanwise::recurrence_maps", mutates_args=())
+@torch.library.custom_op("spanwise::recurrence_opened", mutates_args=())
 @_without_autocast
-def maps(
-    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor, counts: Tensor
-) -> Tensor:
-    """The maps of segments, ``[P, F]``."""
-    a, b = chunkwise.maps(Inputs(None, k, v, log_decay, beta), tokens, counts, order.shape[0])
-    return _restored(torch.cat([a.flatten(1), b.flatten(1)], dim=1), order)
+def opened(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor,
+    counts: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Segments before which the state S is not known yet, in float32 at least.
+
+    Returns:
+        ``[T, H, V]`` and ``[T, H, K]``: outputs are the first and the second times S; 0 elsewhere. And the maps of the
+        segments, ``[P, F]``.
+    """
+    dtype, rows = wide(v.dtype), v.shape[0] + 1
+    out = v.new_zeros(rows, *v.shape[1:], dtype=dtype)
+    reads = v.new_zeros(rows, log_decay.shape[1], k.shape[2], dtype=dtype)
+    open_chunks = tokenwise.opened if _tokenwise(beta, v) else chunkwise.opened
+    a, b = open_chunks(Inputs(q, k, v, log_decay, beta), tokens, counts, order.shape[0], scale, out, reads)
+    maps = _restored(torch.cat([a.flatten(1), b.flatten(1)], dim=1), order)
+    return out[:-1].clone(), reads[:-1].clone(), maps
 
 
-@maps.register_fake
-def _(k, v, log_decay, beta, tokens, order, counts):  # type: ignore[no-untyped-def]
-    heads, keys, values = log_decay.shape[1], k.shape[2], v.shape[2]
+@opened.register_fake
+def _(q, k, v, log_decay, beta, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
+    heads, keys, values, dtype = log_decay.shape[1], k.shape[2], v.shape[2], wide(v.dtype)
     features = map_features(heads, keys, values, log_decay.shape[2], beta is not None)
-    return k.new_empty(order.shape[0], features, dtype=wide(k.dtype))
+    tokens_TH = v.shape[0], heads
+    return (
+        v.new_empty(*tokens_TH, values, dtype=dtype),
+        v.new_empty(*tokens_TH, keys, dtype=dtype),
+        v.new_empty(order.shape[0], features, dtype=dtype),
+    )
+
+
+@torch.library.custom_op("spanwise::recurrence_read", mutates_args=())
+@_without_autocast
+def read(
+    reads: Tensor, maps: Tensor, state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the state before segments that were `opened`, ``[P, H, K, V]``, adds to outputs; and the states after."""
+    heads, keys, values = state.shape[1:]
+    out = reads.new_zeros(reads.shape[0] + 1, heads, values)
+    by_length = state.index_select(0, order)
+    for first, _, group in chunkwise.slabs(tokens, counts, heads, keys + values):
+        for slab in group:
+            before = torch.cat([by_length[first : first + size] for size in slab.sizes])
+            chunkwise.put(out, slab.tokens, chunkwise.taken(reads, slab.tokens, heads) @ before)
+    split = maps.shape[1] - heads * keys * values
+    a, b = maps[:, :split].unflatten(1, (heads, -1)), maps[:, split:].view_as(state)
+    dense = split == heads * keys * keys
+    after = a.unflatten(2, (keys, keys)) @ state if dense else a.unsqueeze(-1) * state
+    return out[:-1].clone(), after + b
+
+
+@read.register_fake
+def _(reads, maps, state, tokens, order, counts):  # type: ignore[no-untyped-def]
+    return reads.new_empty(*reads.shape[:2], state.shape[3]), torch.empty_like(state)
 
 
 @torch.library.custom_op("spanwise::recurrence_adjoint", mutates_args=())
@@ -75,8 +117,9 @@ def adjoint(
     counts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Gradients ``[P, H, K, V]`` of the states before segments through the outputs of the segments."""
+    back = tokenwise.adjoint if _tokenwise(beta, d_out) else chunkwise_backward.adjoint
     inputs = Inputs(q, k, None, log_decay, beta)
-    return _restored(chunkwise_backward.adjoint(inputs, tokens, counts, order.shape[0], d_out, scale), order)
+    return _restored(back(inputs, tokens, counts, order.shape[0], d_out, scale), order)
 
 
 @adjoint.register_fake
@@ -100,7 +143,8 @@ def vjp(
         _one_more(q), _one_more(k), _one_more(v), _one_more(log_decay), None if beta is None else _one_more(beta)
     )
     state, d_state = state.index_select(0, order), d_state.index_select(0, order)
-    chunkwise_backward.vjp(inputs, tokens, counts, state, d_out, d_state, scale, grads)
+    vjp_chunks = tokenwise.vjp if _tokenwise(beta, v) else chunkwise_backward.vjp
+    vjp_chunks(inputs, tokens, counts, state, d_out, d_state, scale, grads)
     found = [k.new_empty(0) if x is None else x[:-1].clone() for x in grads]
     return [*found, _restored(d_state, order)]
 
@@ -115,14 +159,15 @@ def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, sc
 @_without_autocast
 def compose(
     rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
-    heads: int, keys: int, values: int, decays: int, backward: bool,
-) -> Tensor:  # fmt: skip
-    """States ``[P, H, K, V]`` that enter the segments of this rank.
+    middle: Tensor, end: Tensor, heads: int, keys: int, values: int, decays: int, backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """States ``[P, H, K, V]`` that enter this rank's segments in the middle of documents, and those at the end.
 
     Args:
         rows: ``[maps, F]``; of the first map of a chain only B is read.
         chain, counts: maps to compose, document beside document, step by step; documents that go on at each step.
         reads, read_from, read_counts: which segment gets the state after a step, of which document, and how many.
+        middle, end: ``[P]``, for their numbers of segments.
         decays: d where A is diagonal, else 0.
         backward: compose with the transpose of A.
     """
@@ -141,17 +186,22 @@ def compose(
         now = slice(read, read + num_reads)
         entering.index_copy_(0, reads[now], state.index_select(0, read_from[now]))
         maps_done, read = maps_done + count, read + num_reads
-    return entering
+    return entering[: middle.shape[0]].clone(), entering[middle.shape[0] :].clone()
 
 
 @compose.register_fake
-def _(rows, chain, counts, reads, read_from, read_counts, heads, keys, values, decays, backward):  # type: ignore[no-untyped-def]
-    return rows.new_empty(reads.shape[0], heads, keys, values)
+def _(rows, chain, counts, reads, read_from, read_counts, middle, end, heads, keys, values, decays, backward):  # type: ignore[no-untyped-def]
+    return tuple(rows.new_empty(x.shape[0], heads, keys, values) for x in (middle, end))
 
 
 def map_features(heads: int, keys: int, values: int, decays: int, dense: bool) -> int:
     """F: numbers of a map. A is ``[H, K, K]`` if `dense`, else ``[H, d]``; B is ``[H, K, V]``."""
     return heads * ((keys * keys if dense else decays) + keys * values)
+
+
+def _tokenwise(beta: Tensor | None, values: Tensor) -> bool:
+    """Whether `tokenwise` computes the layer: a linear one whose heads have one value each."""
+    return beta is None and values.shape[-1] == 1
 
 
 def _one_more(x: Tensor) -> Tensor:

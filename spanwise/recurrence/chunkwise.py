@@ -107,22 +107,32 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def taken(x: Tensor, tokens: Tensor, heads: int) -> Tensor:
-    """``[n, H, C, …]``, the tokens of chunks of ``[T, h, …]``; zeros in places that no token fills."""
-    rows = x.index_select(0, tokens.flatten().clamp(max=x.shape[0] - 1)).to(wide(x.dtype))
+def rows(x: Tensor, tokens: Tensor) -> Tensor:
+    """The rows `tokens` of `x` ``[T, …]``, in float32 at least; zeros in places that no token fills."""
+    found = x.index_select(0, tokens.flatten().clamp(max=x.shape[0] - 1)).to(wide(x.dtype))
     empty = (tokens.flatten() == x.shape[0]).view(-1, *[1] * (x.dim() - 1))
-    chunks = rows.masked_fill_(empty, 0).unflatten(0, tokens.shape).transpose(1, 2)
+    return found.masked_fill_(empty, 0).unflatten(0, tokens.shape)
+
+
+def taken(x: Tensor, tokens: Tensor, heads: int) -> Tensor:
+    """``[n, H, C, …]``, the tokens of chunks of ``[T, h, …]``."""
+    chunks = rows(x, tokens).transpose(1, 2)
     return chunks if chunks.shape[1] == heads else chunks.repeat_interleave(heads // chunks.shape[1], 1)
 
 
-def put(out: Tensor, tokens: Tensor, chunks: Tensor) -> None:
-    """Writes ``[n, H, C, …]`` to the tokens of `out` ``[T + 1, h, …]``, summed over heads that share one of `out`.
+def write(out: Tensor, tokens: Tensor, found: Tensor) -> None:
+    """Writes ``[*tokens.shape, H, …]`` to rows of `out` ``[T + 1, h, …]``, summed over heads that share one of `out`.
 
     The last row of `out` takes what is empty.
     """
-    if chunks.shape[1] != out.shape[1]:
-        chunks = chunks.unflatten(1, (out.shape[1], -1)).sum(2)
-    out.index_copy_(0, tokens.flatten(), chunks.transpose(1, 2).flatten(0, 1).to(out.dtype))
+    if found.shape[2] != out.shape[1]:
+        found = found.unflatten(2, (out.shape[1], -1)).sum(3)
+    out.index_copy_(0, tokens.flatten(), found.flatten(0, 1).to(out.dtype))
+
+
+def put(out: Tensor, tokens: Tensor, chunks: Tensor) -> None:
+    """Writes ``[n, H, C, …]`` to the tokens of `out`; as `write`."""
+    write(out, tokens, chunks.transpose(1, 2))
 
 
 def between(log_decay: Tensor) -> Tensor:
@@ -195,9 +205,12 @@ def run(inputs: Inputs, tokens: Tensor, counts: Tensor, state: Tensor, scale: fl
     for first, stop, group in slabs(tokens, counts, inputs.heads, largest(inputs)):
         for slab in group:
             of = terms(slab, inputs)
-            assert of.q is not None and of.qk is not None
-            before, new = scan(slab, of, state[first:stop])
-            put(out, slab.tokens, scale * ((of.since * of.q) @ before + of.qk @ new))
+            put(out, slab.tokens, _outputs(of, *scan(slab, of, state[first:stop]), scale))
+
+
+def _outputs(of: Terms, before: Tensor, new: Tensor, scale: float) -> Tensor:
+    assert of.q is not None and of.qk is not None
+    return scale * ((of.since * of.q) @ before + of.qk @ new)
 
 
 def largest(inputs: Inputs) -> int:
@@ -206,11 +219,18 @@ def largest(inputs: Inputs) -> int:
     return keys * (16 if inputs.log_decay.shape[-1] > 1 else 4)
 
 
-def maps(inputs: Inputs, tokens: Tensor, counts: Tensor, segments: int) -> tuple[Tensor, Tensor]:
-    """The maps ``S -> A S + B`` of the segments, by length.
+def opened(
+    inputs: Inputs, tokens: Tensor, counts: Tensor, segments: int, scale: float, out: Tensor, reads: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Segments before which the state S is not known yet: their outputs are ``out + reads @ S``.
+
+    Args:
+        out: ``[T + 1, H, V]``, written.
+        reads: ``[T + 1, H, K]``, written.
 
     Returns:
-        A ``[P, H, K, K]``, or for linear attention, whose maps are diagonal, ``[P, H, d]``; and B ``[P, H, K, V]``.
+        The maps ``S -> A S + B`` of the segments, by length: A ``[P, H, K, K]``, or for linear attention, whose maps
+        are diagonal, ``[P, H, d]``; and B ``[P, H, K, V]``.
     """
     assert inputs.v is not None
     heads, keys, values = inputs.heads, inputs.k.shape[-1], inputs.v.shape[-1]
@@ -223,8 +243,21 @@ def maps(inputs: Inputs, tokens: Tensor, counts: Tensor, segments: int) -> tuple
     for first, stop, group in slabs(tokens, counts, heads, largest(inputs)):
         for slab in group:
             of = terms(slab, inputs)
-            scan(slab, of, state[first:stop])
-            if not delta:
-                for size, each in zip(slab.sizes, of.since[:, :, -1].split(slab.sizes), strict=True):
-                    decay[first : first + size] *= each
+            found = _outputs(of, *scan(slab, of, state[first:stop]), scale)
+            put(out, slab.tokens, found[..., :values])
+            if delta:
+                put(reads, slab.tokens, found[..., values:])
+                continue
+            assert of.q is not None
+            earlier = passed(slab.sizes, of.since[:, :, -1], decay[first:stop])
+            put(reads, slab.tokens, scale * (earlier.unsqueeze(2) * of.since) * of.q)
     return (state[..., values:] if delta else decay), state[..., :values]
+
+
+def passed(sizes: list[int], decay: Tensor, total: Tensor) -> Tensor:
+    """The decay before each chunk of a slab; `total` ``[P, H, d]`` passes through all of them."""
+    before = []
+    for size, each in zip(sizes, decay.split(sizes), strict=True):
+        before.append(total[:size].clone())
+        total[:size] *= each
+    return torch.cat(before)

@@ -55,7 +55,7 @@ def causal_conv(
     tensor([1., 2., 1., 2.])
     """
     check_transforms(x, weight)
-    check_route(route)
+    check_route(route, {"x": x, "weight": weight, "bias": bias})
     weight_CW = _checked(x, weight, bias, route, activation)
     rows_RBC = to_rows("x", x, route, 1)
     parts = [rows_RBC]
@@ -67,7 +67,7 @@ def causal_conv(
         )
         (pending,) = needed.start(rows_RBC.flatten(1), [route.halo.route], name, label)
         arrived_NF = needed.wait(pending, route.halo.route, name, label)
-        compare_backward((arrived_NF,), compare)
+        (arrived_NF,) = compare_backward((arrived_NF,), compare)
         parts.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype

@@ -122,7 +122,7 @@ def _layer(
     return_final: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     check_transforms(q, k, v, log_decay)
-    check_route(route)
+    check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "initial": initial})
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
     q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
@@ -146,7 +146,7 @@ def _layer(
         compare = compare_recurrence(name, given, options, route.digest, route.mesh)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, f"states ({name})")
-    compare_backward((out_RHV, final), compare)
+    out_RHV, final = compare_backward((out_RHV, final), compare)
     out = from_rows(out_RHV.unflatten(1, (batch, heads)), route, flat)
     if not return_final:
         return out

@@ -1,11 +1,13 @@
 """The states of a gated recurrence, passed through the segments of all ranks; forward and backward.
 
-    forward    known segments: outputs | their states, and the maps of middle segments -> | compose | carried segments
-    backward   the same, the other way: segments that close documents are known, and gradients of states pass
+    forward    first, middle segments -> | whole documents, last segments | -> compose, add to middle and last ones
+    backward   last, middle segments -> | whole documents | -> compose, first and middle segments
 
-A segment acts on the state as S -> A S + B. Its adjoint acts on the gradient of the state as G -> Aᵀ G + C, with C the
-gradient through its own outputs. So one exchange brings either, and neither pass differentiates a composition: the
-backward computes each segment again, from the true state before it and the true gradient behind it.
+Maps travel between the arrows. A segment acts on the state as S -> A S + B, and its outputs are linear in the state
+before it, so that a forward computes all of its segments once, most of them before the state is known. The adjoint of a
+segment acts on the gradient of the state as G -> Aᵀ G + C, with C the gradient through its own outputs. So one exchange
+brings either, and neither pass differentiates a composition: the backward computes each segment again, from the true
+state before it and the true gradient behind it.
 """
 
 # R rows of a shard, H heads, K key dim, V value dim, d dims of a decay, P segments, F features of a map
@@ -21,7 +23,7 @@ from spanwise import _torch
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import check_first_order
 from spanwise.recurrence import _ops
-from spanwise.recurrence.route import ChunkTable, Passage, RecurrenceRoute
+from spanwise.recurrence.route import RecurrenceRoute
 
 Tensor = torch.Tensor
 
@@ -29,27 +31,47 @@ Tensor = torch.Tensor
 class _Way(NamedTuple):
     """A `Passage` as an autograd function takes it: tensors in a list, and numbers."""
 
-    known: list[Tensor]
-    carried: list[Tensor]
     send: Tensor
     compose: list[Tensor]  # chain, counts, reads, read_from, read_counts
-    leaving: Tensor
 
 
-_TENSORS = 2 * 3 + 1 + 5 + 1
+class _Table(NamedTuple):
+    """A `ChunkTable`; `cut` is what operators take."""
+
+    starts: Tensor
+    ends: Tensor
+    cut: list[Tensor]  # tokens, order, counts
+
+    @property
+    def order(self) -> Tensor:
+        return self.cut[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether there is nothing to compute; compiled code does not know."""
+        return not torch.compiler.is_compiling() and self.order.shape[0] == 0
 
 
-def _flat(of: Passage) -> list[Tensor]:
-    compose = (of.chain, of.counts, of.reads, of.read_from, of.read_counts)
-    return [*_table(of.known), *_table(of.carried), of.send, *compose, of.leaving]
+_TABLE, _WAY = 5, 6
 
 
-def _table(of: ChunkTable) -> list[Tensor]:
-    return [of.tokens, of.order, of.counts]
+def _flat(route: RecurrenceRoute) -> list[Tensor]:
+    tables = (route.whole, route.first, route.middle, route.last)
+    ways = (route.forward, route.backward)
+    return [
+        *(x for of in tables for x in (of.starts, of.ends, of.tokens, of.order, of.counts)),
+        *(x for of in ways for x in (of.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
+    ]
 
 
-def _way(tensors: list[Tensor]) -> _Way:
-    return _Way(tensors[:3], tensors[3:6], tensors[6], tensors[7:12], tensors[12])
+def _tables(tensors: list[Tensor]) -> list[_Table]:
+    each = [tensors[at : at + _TABLE] for at in range(0, 4 * _TABLE, _TABLE)]
+    return [_Table(x[0], x[1], x[2:]) for x in each]
+
+
+def _way(tensors: list[Tensor], backward: bool) -> _Way:
+    at = 4 * _TABLE + backward * _WAY
+    return _Way(tensors[at], tensors[at + 1 : at + _WAY])
 
 
 def passed(
@@ -67,17 +89,17 @@ def passed(
         ``[R, H, V]`` in the dtype of v; ``[documents, H, K, V]`` in float32 at least.
     """
     name = "" if route.mesh is None else _torch.group_name(route.mesh.get_group())
-    forward, backward = route.forward, route.backward
-    assert backward.inputs_known is not None and backward.inputs_carried is not None
     sizes = [
         [x.shape[0] for x in part]
-        for way in (forward, backward)
+        for way in (route.forward, route.backward)
         for part in (way.send_sizes, way.recv_sizes)
     ]  # fmt: skip
+    if initial is None:
+        state = (route.starts.shape[0], log_decay.shape[1], k.shape[2], v.shape[2])
+        initial = k.new_zeros(state, dtype=_ops.wide(k.dtype))
     out, final = _Passing.apply(
-        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, sizes,
-        *_flat(forward), *_flat(backward), *_table(route.middle), backward.inputs_known, backward.inputs_carried,
-    )  # fmt: skip
+        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, sizes, route.ends, *_flat(route)
+    )
     return out, final
 
 
@@ -85,54 +107,72 @@ class _Passing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
-        q, k, v, log_decay, beta, initial, scale, apart, name, label, sizes, *tensors = args
-        way, middle = _way(tensors[:_TENSORS]), tensors[2 * _TENSORS : 2 * _TENSORS + 3]
-        heads, keys, values, decays = log_decay.shape[1], k.shape[2], v.shape[2], log_decay.shape[2]
-        entry = initial
-        if entry is None:
-            entry = k.new_zeros(way.known[1].shape[0], heads, keys, values, dtype=_ops.wide(k.dtype))
-        out, states = _ops.run(q, k, v, log_decay, beta, entry, *way.known, scale)
-        maps = k.new_empty(0)
+        q, k, v, log_decay, beta, initial, scale, apart, name, label, sizes, ends, *tensors = args
+        inputs, (whole, first, middle, last) = (q, k, v, log_decay, beta), _tables(tensors)
+        dims = (log_decay.shape[1], k.shape[2], v.shape[2], 0 if beta is not None else log_decay.shape[2])
+        entries = [initial.index_select(0, whole.starts)]
+        outs, a = [], k.new_empty(0)
+        final = initial.new_empty(ends.shape[0], *initial.shape[1:])
         if apart:
-            maps = _ops.maps(k, v, log_decay, beta, *middle)
-            rows = _rows(states, maps)
-            rows = _exchanged(rows, way.send, sizes[:2], name, f"all-to-all of {label}")
-            dims = (heads, keys, values, 0 if beta is not None else decays)
-            carried = _ops.compose(rows, *way.compose, *dims, False)
-            more, later = _ops.run(q, k, v, log_decay, beta, carried, *way.carried, scale)
-            out, states, entry = out + more, torch.cat([states, later]), torch.cat([entry, carried])
-            maps = maps[:, : maps.shape[1] - heads * keys * values].clone()
-        ctx.save_for_backward(q, k, v, log_decay, beta, entry, maps, *tensors[_TENSORS:])
+            entries.append(initial.index_select(0, first.starts))
+            out, states = _ops.run(*inputs, entries[1], *first.cut, scale)
+            way, in_middle = _way(tensors, backward=False), _ops.opened(*inputs, *middle.cut, scale)
+            own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
+            pending = _start(own, way.send, sizes[:2], name, what)
+            outs.append(out)
+        if not (apart and whole.skipped):
+            out, states = _ops.run(*inputs, entries[0], *whole.cut, scale)
+            outs.append(out)
+            final = final.index_copy(0, whole.ends, states)
+        if apart:
+            at_end = _ops.opened(*inputs, *last.cut, scale)
+            rows = torch.cat([own, failure.wait(pending, what, name)])
+            entries += _ops.compose(rows, *way.compose, middle.order, last.order, *dims, False)
+            parts = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
+            for table, (opened, reads, maps), entry in parts:
+                if not table.skipped:
+                    more, states = _ops.read(reads, maps, entry, *table.cut)
+                    outs.append((opened + more).to(v.dtype))
+                    final = final if table is middle else final.index_copy(0, last.ends, states)
+            a = in_middle[2][:, : -entries[0].shape[1:].numel()].clone()
+        ctx.save_for_backward(*inputs, a, *tensors, *entries)
         ctx.scale, ctx.apart, ctx.name, ctx.label, ctx.sizes = scale, apart, name, label, sizes
-        ctx.has_initial = initial is not None
-        return out, states.index_select(0, way.leaving)
+        ctx.dims, ctx.num_starts = dims, initial.shape[0]
+        return sum(outs[1:], outs[0]), final
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         check_first_order()
-        q, k, v, log_decay, beta, entry, maps, *tensors = ctx.saved_tensors
-        way, middle = _way(tensors[:_TENSORS]), tensors[_TENSORS : _TENSORS + 3]
-        inputs_known, inputs_carried = tensors[_TENSORS + 3 :]
-        inputs = (q, k, v, log_decay, beta)
-        d_out = d_out.contiguous()
-        states = entry.index_select(0, inputs_known)
-        *grads, d_states = _ops.vjp(*inputs, states, d_out, d_final, *way.known, ctx.scale)
+        q, k, v, log_decay, beta, a, *tensors = ctx.saved_tensors
+        count = 4 * _TABLE + 2 * _WAY
+        entries, (whole, first, middle, last) = tensors[count:], _tables(tensors)
+        inputs, d_out = (q, k, v, log_decay, beta), d_out.contiguous()
+        d_initial = d_final.new_empty(ctx.num_starts, *d_final.shape[1:])
+        found = []
         if ctx.apart:
-            heads, keys, values = entry.shape[1:]
-            through = _ops.adjoint(q, k, log_decay, beta, d_out, *middle, ctx.scale)
-            rows = _rows(d_states, torch.cat([maps, through.flatten(1)], dim=1))
-            what = f"all-to-all of gradients, {ctx.label}"
-            rows = _exchanged(rows, way.send, ctx.sizes[2:], ctx.name, what)
-            dims = (heads, keys, values, 0 if beta is not None else log_decay.shape[2])
-            carried = _ops.compose(rows, *way.compose, *dims, True)
-            states = entry.index_select(0, inputs_carried)
-            *more, later = _ops.vjp(*inputs, states, d_out, carried, *way.carried, ctx.scale)
-            grads = [x + y for x, y in zip(grads, more, strict=True)]
-            d_states = torch.cat([d_states, later])
+            d_states = d_final.index_select(0, last.ends)
+            *grads, d_states = _ops.vjp(*inputs, entries[3], d_out, d_states, *last.cut, ctx.scale)
+            through = _ops.adjoint(q, k, log_decay, beta, d_out, *middle.cut, ctx.scale)
+            way, what = _way(tensors, backward=True), f"all-to-all of gradients, {ctx.label}"
+            own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
+            pending = _start(own, way.send, ctx.sizes[2:], ctx.name, what)
+            found.append(grads)
+        if not (ctx.apart and whole.skipped):
+            d_states = d_final.index_select(0, whole.ends)
+            *grads, d_states = _ops.vjp(*inputs, entries[0], d_out, d_states, *whole.cut, ctx.scale)
+            found.append(grads)
+            d_initial = d_initial.index_copy(0, whole.starts, d_states)
+        if ctx.apart:
+            rows = torch.cat([own, failure.wait(pending, what, ctx.name)])
+            behind = _ops.compose(rows, *way.compose, middle.order, first.order, *ctx.dims, True)
+            for table, entry, d_states in ((middle, entries[2], behind[0]), (first, entries[1], behind[1])):
+                if not table.skipped:
+                    *grads, d_states = _ops.vjp(*inputs, entry, d_out, d_states, *table.cut, ctx.scale)
+                    found.append(grads)
+                    d_initial = d_initial if table is middle else d_initial.index_copy(0, first.starts, d_states)
+        grads = [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
         d_beta = None if beta is None else grads[4]
-        d_initial = d_states.index_select(0, way.leaving) if ctx.has_initial else None
-        rest = 5 + 2 * _TENSORS + 3 + 2
-        return *grads[:4], d_beta, d_initial, *[None] * rest
+        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (6 + count)
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:
@@ -141,9 +181,8 @@ def _rows(known: Tensor, middle: Tensor) -> Tensor:
     return torch.cat([F.pad(known_PF, (middle.shape[1] - known_PF.shape[1], 0)), middle])
 
 
-def _exchanged(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str) -> Tensor:
-    """Own maps and, behind them, those that arrive."""
-    sent = rows.index_select(0, send)
+def _start(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str) -> Tensor:
+    """Starts the exchange of own maps; do not read the result before `failure.wait`."""
     send_sizes, recv_sizes = sizes
-    pending = failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name)
-    return torch.cat([rows, failure.wait(pending, what, name)])
+    sent = rows.index_select(0, send)
+    return failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name)

@@ -128,7 +128,7 @@ def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Te
     compare = compare_relayout(rows_RF, way.digest, mesh)
     (pending,) = needed.start(rows_RF, [way.route], name, label)
     arrived_NF = needed.wait(pending, way.route, name, label)
-    compare_backward((arrived_NF,), compare)
+    (arrived_NF,) = compare_backward((arrived_NF,), compare)
     return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
 
 

@@ -35,15 +35,19 @@ _CHUNK = 16
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTable:
-    """Segments of this rank cut into chunks.
+    """Segments of this rank of one kind, cut into chunks.
 
     Attributes:
+        starts, ends: int64 ``[P]``, where the documents of the segments stand in the route's `starts`, `ends`; empty
+            for segments that do not open, or close, them.
         tokens: int64 ``[N, C]``, rows of the shard, R in places that are empty. First the first chunk of each segment,
             the longest segment first; then the second chunks; …
         order: int64 ``[P]``, the segments by number of chunks.
         counts: int64 in host memory, segments that have a first, a second, … chunk.
     """
 
+    starts: torch.Tensor
+    ends: torch.Tensor
     tokens: torch.Tensor
     order: torch.Tensor
     counts: torch.Tensor
@@ -54,20 +58,12 @@ class Passage:
     """How states pass through the segments in one direction.
 
     Attributes:
-        known: segments before which the state is known: they open documents, or in the backward close them.
-        carried: the others; the state comes from another rank.
-        inputs_known, inputs_carried: of the backward: where the entry states of the forward lie among those of its
-            `known`, then `carried` segments. None in the forward.
-        send: int64, maps that this rank sends, rank 0's first: numbers of its `known`, then `middle` segments.
+        send: int64, maps that this rank sends, rank 0's first: numbers of its `first` segments (`last` ones in the
+            backward), then of its `middle` ones.
         send_sizes, recv_sizes: for each rank a tensor ``[maps, 0]``.
         chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory.
-        leaving: int64, documents that end: numbers of `known`, then `carried` segments.
     """
 
-    known: ChunkTable
-    carried: ChunkTable
-    inputs_known: torch.Tensor | None
-    inputs_carried: torch.Tensor | None
     send: torch.Tensor
     send_sizes: tuple[torch.Tensor, ...]
     recv_sizes: tuple[torch.Tensor, ...]
@@ -76,7 +72,6 @@ class Passage:
     reads: torch.Tensor
     read_from: torch.Tensor
     read_counts: torch.Tensor
-    leaving: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +98,10 @@ class RecurrenceRoute:
         starts: int64 ``[n]``, documents whose first token this rank holds, ascending; counted through all batch rows
             where their documents differ.
         ends: int64 ``[m]``, documents whose last token this rank holds, ascending.
+        whole: segments that are documents.
+        first, middle, last: those that open documents which go on elsewhere, that neither open nor close one, and that
+            close one.
         forward, backward: how states, and their gradients, pass.
-        middle: segments that both come from and go on to other ranks.
         halo: of convolutions up to `conv_width`.
         digest: uint8 ``[16]`` in host memory, of plan and documents; compared across the ranks in each call.
         apart: whether any document lies on several ranks, so that calls communicate.
@@ -116,9 +113,12 @@ class RecurrenceRoute:
     tokens: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
+    whole: ChunkTable
+    first: ChunkTable
+    middle: ChunkTable
+    last: ChunkTable
     forward: Passage
     backward: Passage
-    middle: ChunkTable
     halo: HaloRoute
     digest: torch.Tensor
     apart: bool
@@ -233,9 +233,12 @@ class _Builder:
             tokens=_torch.mark_dynamic(torch.empty(self.length, 0, device=self.device), 0),
             starts=self.index(of.document[self.mine & of.opens]),
             ends=self.index(of.document[self.mine & of.closes]),
+            whole=self.table(of.opens & of.closes),
+            first=self.table(of.opens & ~of.closes),
+            middle=self.table(~of.opens & ~of.closes),
+            last=self.table(~of.opens & of.closes),
             forward=self.passage(backward=False),
             backward=self.passage(backward=True),
-            middle=self.table(~of.opens & ~of.closes),
             halo=self.halo(conv_width - 1),
             digest=torch.tensor(list(digest), dtype=torch.uint8),
             apart=bool((~of.opens).any()),
@@ -251,26 +254,20 @@ class _Builder:
         maps = segments.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
         if backward:  # numbers in the list backwards
             maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
-        known, ends = (of.closes, of.opens) if backward else (of.opens, of.closes)
-        # Own rows are the maps of known segments, then of those in the middle; behind them lie the received ones.
-        middle = ~of.opens & ~of.closes
-        row = self.numbered(known, middle)
-        row[maps.recv] = np.count_nonzero(self.mine & (known | middle)) + np.arange(len(maps.recv))
-        number, entry = self.numbered(known, ~known), self.numbered(of.opens, ~of.opens)
+        # Own rows are the maps of segments that begin chains, then of those in the middle; then come the received ones.
+        middle, first, last = ~of.opens & ~of.closes, of.opens & ~of.closes, ~of.opens & of.closes
+        begin, end = (last, first) if backward else (first, last)
+        row, number = self.numbered(begin, middle), self.numbered(middle, end)
+        row[maps.recv] = np.count_nonzero(self.mine & (begin | middle)) + np.arange(len(maps.recv))
         return Passage(
-            known=self.table(known),
-            carried=self.table(~known),
-            inputs_known=self.index(entry[self.mine & known]) if backward else None,
-            inputs_carried=self.index(entry[self.mine & ~known]) if backward else None,
             send=self.index(row[maps.send]),
             send_sizes=self.sizes(maps.send_counts),
             recv_sizes=self.sizes(maps.recv_counts),
             chain=self.index(row[maps.chain]),
             counts=self.host(maps.counts),
-            reads=self.index(number[maps.reads] - np.count_nonzero(self.mine & known)),
+            reads=self.index(number[maps.reads]),
             read_from=self.index(maps.read_from),
             read_counts=self.host(maps.read_counts),
-            leaving=self.index(number[self.mine & ends]),
         )
 
     def numbered(self, *kinds: Bool) -> Int64:
@@ -281,8 +278,13 @@ class _Builder:
         return number
 
     def table(self, which: Bool) -> ChunkTable:
-        chunks = segments.cut(self.everyone.of(self.mine & which), self.rows * self.length, _CHUNK)
-        return ChunkTable(self.index(chunks.tokens), self.index(chunks.order), self.host(chunks.counts))
+        of, mine = self.everyone, self.mine & which
+        chunks = segments.cut(of.of(mine), self.rows * self.length, _CHUNK)
+        starts, ends = (self.numbered(kind)[mine & kind] for kind in (of.opens, of.closes))
+        return ChunkTable(
+            self.index(starts), self.index(ends), self.index(chunks.tokens), self.index(chunks.order),
+            self.host(chunks.counts),
+        )  # fmt: skip
 
     def halo(self, width: int) -> HaloRoute:
         found = segments.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)

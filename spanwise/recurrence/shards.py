@@ -4,15 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch.distributed.tensor import DTensor
 
 from spanwise.recurrence.route import RecurrenceRoute
 
 
-def check_route(route: RecurrenceRoute) -> None:
-    """``ValueError`` for anything but a route, such as a plan."""
+def check_route(route: RecurrenceRoute, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """``ValueError`` for anything but a route, such as a plan, and for DTensors."""
     if not isinstance(route, RecurrenceRoute):
         raise ValueError(f"route must come from recurrence_route(plan, mesh), got a {type(route).__name__}")
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise ValueError(
+                f"layers with a state take plain tensors, {name} is a DTensor with placements {x.placements}; give "
+                f"whole heads or channels by {name}.to_local(), or leave the layer out of tensor parallelism"
+            )
 
 
 def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -> torch.Tensor:

@@ -59,6 +59,7 @@ HOT = [
     "recurrence/chunkwise_backward.py",
     "recurrence/passing.py",
     "recurrence/shards.py",
+    "recurrence/tokenwise.py",
     "batch/fused.py",
     "batch/token_scores.py",
     "batch/vocabulary.py",

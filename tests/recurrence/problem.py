@@ -11,7 +11,7 @@ import spanwise
 from spanwise import recurrence
 from tests.recurrence import oracle
 
-KINDS = ("mamba2", "gla", "lightning", "gdn", "kda")
+KINDS = ("mamba2", "gla", "lightning", "gdn", "kda", "mamba", "griffin")
 
 
 @dataclasses.dataclass
@@ -38,13 +38,13 @@ def make(kind: str, length: int, documents: list[tuple[int, int]], seed: int = 0
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    heads, keys, values = 2, 3, 5
-    shape = {"lightning": (heads,), "gla": (length, heads, keys), "kda": (length, heads, keys)}.get(
-        kind, (length, heads)
-    )
+    heads, keys, values = {"mamba": (4, 3, 1), "griffin": (4, 1, 1)}.get(kind, (2, 3, 5))
+    shape: tuple[int, ...] = (length, heads, keys) if kind in ("gla", "kda", "mamba") else (length, heads)
+    if kind == "lightning":
+        shape = (heads,)
     inputs = [
         normal(length, 1, keys),
-        normal(length, 1 if kind == "mamba2" else heads, keys),
+        normal(length, {"mamba2": 1, "mamba": 1, "griffin": 2}.get(kind, heads), keys),
         normal(length, heads, values),
     ]
     inputs.append(-decay * normal(*shape).abs())

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import recurrence
@@ -115,6 +117,25 @@ def test_only_rows_before_runs_travel() -> None:
     assert layout.indices(0)[found[0].send].tolist() == [7, 8, 9, 22, 23, 24]
     assert [x.send_counts.tolist() for x in found] == [[0, 6], [0, 0]]
     assert [x.recv_counts.tolist() for x in found] == [[0, 0], [6, 0]]
+
+
+def test_dtensors_are_refused() -> None:
+    """Before any collective, which is then one of plain tensors on some ranks and of others elsewhere."""
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="contiguous", block_size=4)
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        route = recurrence.recurrence_route(plan, mesh)
+        weight = DTensor.from_local(torch.ones(3, 4), mesh, [Replicate()], run_check=False)
+        x = torch.ones(4, 3, 1)
+        with CommDebugMode() as counted:
+            with pytest.raises(ValueError, match="weight is a DTensor"):
+                recurrence.causal_conv(x[..., 0], weight, None, route)
+            with pytest.raises(ValueError, match=r"v is a DTensor .* by v\.to_local"):
+                v = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+                recurrence.gated_linear(x, x, v, torch.zeros(4, 3), route)
+        assert counted.get_total_counts() == 0
+
+    run_ranks(2, on_rank)
 
 
 def test_errors() -> None:

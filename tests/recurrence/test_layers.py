@@ -17,6 +17,7 @@ import spanwise
 from spanwise import _torch, recurrence
 from spanwise.layouts import segments
 from spanwise.planning import recurrent
+from spanwise.recurrence import _ops
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, Problem
@@ -95,7 +96,7 @@ def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, se
     _compare(plan, problems.make(kind, length, _documents(cuts), seed, data.draw(st.sampled_from([0.1, 2.0, 300.0]))))
 
 
-@pytest.mark.parametrize("kind", ["gla", "kda", "mamba2", "gdn"])
+@pytest.mark.parametrize("kind", ["gla", "kda", "mamba2", "gdn", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_decays_that_forget_everything(kind: str, dtype: torch.dtype) -> None:
     """Log decays from -1e4 to 0 and -inf side by side neither overflow nor cancel."""
@@ -119,7 +120,7 @@ def _probe(rank: int, mesh: Any, plan: spanwise.Plan, problem: Problem, poisoned
     return all(x.isfinite().all() for x in clean), bool(out[~others].isnan().any())
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gla", "gdn", "kda"])
+@pytest.mark.parametrize("kind", ["mamba2", "gla", "gdn", "kda", "mamba"])
 @pytest.mark.parametrize("poisoned", [0, 2, 3])
 def test_nan_stays_in_its_document(kind: str, poisoned: int) -> None:
     cuts = [0, 9, 10, 33, 34, 70]
@@ -246,6 +247,34 @@ def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest
 
     run_ranks(3, on_rank)
     assert received == recurrent.costs(plan)["gdn"].recv_bytes.tolist()
+
+
+@pytest.mark.parametrize("kind", ["gdn", "mamba"])
+def test_most_is_computed_while_maps_travel(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each rank of this layout holds a whole document, and segments that open, continue and close others."""
+    cuts, ranks = [0, 10, 20, 30, 60, 90], 3
+    owners = [0, 1, 2, 0, 1, 2, 1, 2, 0]
+    plan, problem = _plan(cuts, ranks, Owners(owners, 10), 10), problems.make(kind, 90, _documents(cuts))
+    seen: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
+
+    def told(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            seen[torch.distributed.get_rank()].append(name)
+            return function(*args)
+
+        return call
+
+    for name in ("run", "opened", "read", "compose", "adjoint", "vjp"):
+        monkeypatch.setattr(_ops, name, told(name, getattr(_ops, name)))
+    monkeypatch.setattr(_torch, "start_all_to_all", told("start", _torch.start_all_to_all))
+    monkeypatch.setattr(_torch, "wait", told("wait", _torch.wait))
+    results = run_ranks(ranks, problems.on_rank, plan, problem)
+    problems.check(plan, problem, results, 1e-10)
+    # What needs the state: the outputs of middle and last segments, the gradients of middle and first ones.
+    for rank, (outputs, gradients) in enumerate([(1, 1), (1, 2), (2, 1)]):
+        forward = "run opened start run opened wait compose" + outputs * " read"
+        backward = "vjp adjoint start vjp wait compose" + gradients * " vjp"
+        assert " ".join(seen[rank]).endswith(f"{forward} {backward}"), seen[rank]
 
 
 def test_documents_on_one_rank_need_no_communication() -> None:

@@ -66,7 +66,17 @@ def _steps(rank: int, mesh: Any, plans: list[Any], each: list[Any], weight: torc
             found.append(torch.autograd.grad(call(*leaves, route), leaves))
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want)
-    return len(graphs)
+    return len(graphs), [_order(graph) for graph in graphs]
+
+
+def _order(graph: Any) -> str:
+    """What a graph computes and exchanges for its first gated layer, in order."""
+    targets = [str(node.target).split(".") for node in graph.graph.nodes]
+    names = [target[1].removeprefix("recurrence_") for target in targets if len(target) == 3]
+    known = {"all_to_all_single": "start", "wait_tensor": "wait"}
+    kept = [known.get(n, n) for n in names if n in (*known, "run", "opened", "read", "compose", "adjoint", "vjp")]
+    first = next((i for i, n in enumerate(kept) if n in ("run", "vjp")), 0)
+    return " ".join(kept[first : first + 8])
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
@@ -74,8 +84,13 @@ def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compi
     plans = [_plan(cuts, 2) for cuts in CUTS[:3]]
     each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS[:3]]
     weight = torch.randn(10, 4, dtype=torch.float64)
-    graphs = gloo_pool.run(2, _steps, plans, each, weight, compiled)
-    assert max(graphs) <= 2 * compiled
+    results = gloo_pool.run(2, _steps, plans, each, weight, compiled, timeout=110)
+    for count, orders in results:
+        assert count == 2 * compiled
+        assert (
+            orders
+            == ["run opened start run opened wait compose read", "vjp adjoint start vjp wait compose vjp vjp"][:count]
+        )
 
 
 def _disagreeing(rank: int, mesh: Any, plan: Any, problem: Any, what: str) -> None:
@@ -94,6 +109,47 @@ def test_ranks_that_disagree(gloo_pool: GlooPool, what: str) -> None:
     problem = problems.make("gdn", 90, _documents(CUTS[1]))
     with pytest.raises(spanwise.MismatchError, match="gated_delta|causal_conv"):
         gloo_pool.run(2, _disagreeing, _plan(CUTS[1], 2), problem, what)
+
+
+def _compiled_calls(problem: Any, inputs: list[Any], route: Any, way: Any, rank: int) -> dict[str, Any]:
+    """Calls of compiled code by what differs between the ranks, each of tensors."""
+    scale = 1.0 + rank
+    return {
+        "layers": lambda q, k, v, decay, beta: (
+            recurrence.gated_linear(q, k, v, decay, route)
+            if rank
+            else recurrence.gated_delta(q, k, v, decay, beta, route)
+        ),
+        "scales": lambda *x: recurrence.gated_delta(*x, route, scale=scale),
+        "widths": lambda q, k, v, *_: recurrence.causal_conv(v.flatten(1), torch.ones(10, 2 + rank), None, route),
+        "head dims": lambda q, k, v, decay, beta: recurrence.gated_linear(q, k, v[..., : 4 + rank], decay, route),
+        "moves": lambda q, *_: spanwise.relayout(q[..., : 1 + rank], way, dim=0),
+    }
+
+
+def _compiled_disagreeing(rank: int, mesh: Any, plans: list[Any], problem: Any) -> list[str]:
+    texts = []
+    route, way = recurrence.recurrence_route(plans[0], mesh), spanwise.relayout_route(*plans, mesh)
+    inputs = [plans[0].shard(x, rank, dim=0).float() for x in problem.inputs]
+    for call in _compiled_calls(problem, inputs, route, way, rank).values():
+        torch._dynamo.reset()
+        try:
+            torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+            texts.append("")
+        except spanwise.MismatchError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.compiles
+def test_compiled_ranks_that_disagree(gloo_pool: GlooPool) -> None:
+    """Before a collective starts, and so that the groups go on working."""
+    plans = [_plan(CUTS[1], 2), spanwise.make_plan(spanwise.SpanMask.documents(CUTS[1]), 2, balancer="contiguous")]
+    problem = problems.make("gdn", 90, _documents(CUTS[1]))
+    wanted = ["compiled gated_delta", "1.0", "compiled causal_conv", "(1, 3, 2, 3, 2, 4, 2, 1)", "compiled relayout"]
+    for texts in gloo_pool.run(2, _compiled_disagreeing, plans, problem, timeout=110):
+        for number, (text, want) in enumerate(zip(texts, wanted, strict=True)):
+            assert f"ranks disagree on call {number + 1} in" in text and want in text, text
 
 
 def test_routes_that_differ(gloo_pool: GlooPool) -> None:

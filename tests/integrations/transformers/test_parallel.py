@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,18 +87,26 @@ _TENSOR_PARALLEL = {
 }
 
 
+_BESIDE_STATES = {
+    "model.layers.*.mamba.in_proj": ColwiseParallel(output_layouts=Replicate()),
+    "model.layers.*.feed_forward.gate_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.up_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.down_proj": RowwiseParallel(),
+}
+
+
 def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
     model = tiny.model_of(name)
-    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL)
+    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL | (_BESIDE_STATES if name == "falcon_h1" else {}))
     for layer in model.model.layers:
-        if hasattr(layer.self_attn, "sinks"):
+        if hasattr(getattr(layer, "self_attn", None), "sinks"):
             sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
             layer.self_attn.sinks = torch.nn.Parameter(sinks)
     hf.context_parallel(model, mesh["cp"])
     return _step(model, batch)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_tensor_parallelism(gloo_pool: GlooPool, name: str) -> None:
     documents = tiny.documents_of(LENGTHS)
     mesh = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))

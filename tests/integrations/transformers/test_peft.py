@@ -21,10 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads w
 DOCUMENTS = tiny.documents_of((23, 41, 7))
 
 
-def _lora(model: Any, **options: Any) -> Any:
+def _lora(model: Any, modules: tuple[str, ...] = ("q_proj", "v_proj"), **options: Any) -> Any:
     torch.manual_seed(3)
     config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False, **options
+        r=4, target_modules=list(modules), task_type="CAUSAL_LM", init_lora_weights=False, **options
     )
     return peft.get_peft_model(model, config).train()
 
@@ -52,6 +52,26 @@ def test_lora_after_context_parallel() -> None:
         return tiny.step(_lora(hf.context_parallel(model, mesh)), tiny.packed(DOCUMENTS))
 
     tiny.check(run_ranks(1, on_rank), (loss, {f"base_model.model.{name}": x for name, x in grads.items()}))
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("qwen3_next", ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")),
+        ("falcon_h1", ("q_proj", "in_proj")),
+        ("mamba2", ("in_proj",)),
+        ("mamba", ("in_proj", "x_proj")),
+    ],
+)
+def test_lora_in_layers_with_a_state(name: str, modules: tuple[str, ...]) -> None:
+    models = [_lora(tiny.model_of(name), modules) for _ in range(2)]
+    loss, grads = tiny.reference(copy.deepcopy(models[0]).get_base_model(), DOCUMENTS)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        hf.context_parallel(models[rank], mesh)
+        return tiny.step(models[rank], tiny.packed(DOCUMENTS))
+
+    tiny.check(run_ranks(2, on_rank), (loss, {f"base_model.model.{n}": x for n, x in grads.items()}))
 
 
 def _virtual(kind: Any) -> Any:

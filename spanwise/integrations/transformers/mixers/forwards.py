@@ -54,7 +54,9 @@ class _WithScan:
     ) -> tuple[torch.Tensor, None]:
         """``[1, T, C]``. A document starts from zeros, so that nothing needs to be reset."""
         one = torch.ones(hidden_states.shape[1], 1, 1, device=hidden_states.device)
-        x, decay = hidden_states[0].float()[..., None], recurrent_gate[0].float().log()
+        # A gate may underflow to 0, whose logarithm has no gradient.
+        gate = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny)
+        x, decay = hidden_states[0].float()[..., None], gate.log()
         out = recurrence.gated_linear(one, one, x, decay, self._route, scale=1.0)
         assert isinstance(out, torch.Tensor)
         return out[..., 0][None].to(hidden_states.dtype), None
