@@ -67,14 +67,14 @@ def link_name(row: Row) -> str:
 def slow_link() -> str:
     body = []
     for row in load("slow-link-cpu")["rows"]:
-        gather, needed, pieces = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
+        gather, needed, chunked = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
         steps = [f"{one['exchange_seconds']:.2f}, {one['step_seconds']:.2f}" for one in (gather, needed)]
-        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, pieces))
+        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, chunked))
         body.append(
-            [link_name(row), f"{pieces['compute_seconds']:.2f}", *steps, f"{pieces['step_seconds']:.2f}",
-             f"{pieces['reached']:.2f}; {pieces['possible']:.2f}", f"{pieces['exposed_share']:.0%}", ratios]
+            [link_name(row), f"{chunked['compute_seconds']:.2f}", *steps, f"{chunked['step_seconds']:.2f}",
+             f"{chunked['reached']:.2f}; {chunked['possible']:.2f}", f"{chunked['exposed_share']:.0%}", ratios]
         )  # fmt: skip
-    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 pieces",
+    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 chunks",
               "times as fast; possible", "exposed", "predicted / measured"]  # fmt: skip
     return table(header, body)
 
