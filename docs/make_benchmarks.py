@@ -2,7 +2,8 @@
 
     python docs/make_benchmarks.py
 
-No number of that page is typed: a table, or a sentence with figures, stands between two comments and is made here.
+No measured number of that page is typed: a table, or a sentence with figures, stands between two comments and is made
+here.
 """
 
 from __future__ import annotations
@@ -148,6 +149,17 @@ def hidden() -> str:
         for order in ("PyTorch, reorder", "spanwise"):
             body.append([f"{batch}", order.split(",")[0], *pick(rows, batch=batch, order=order)["hidden"].split("/")])
     return table(["batch", "order", "hidden wholly", "partly", "not at all"], body)
+
+
+def pieces() -> str:
+    body = []
+    for row in load("overlap-split")["rows"]:
+        times = [f"{row[key]:.1f}" for key in ("whole", "whole_bound", "floor", "split")]
+        cut = [row["copies"], row["sensitivity"]["128"], row["sensitivity"]["512"]] if row["pieces"] > 1 else []
+        figures = [*times, f"{row['share']:.3f}", str(row["pieces"]), *(f"{ms:.1f}" for ms in cut)]
+        body.append([f"{row['graph']}, {row['batch']}", *figures, *[""] * (9 - len(figures))])
+    header = ["graph, batch", "whole", "bound", "floor", "in pieces", "share", "pieces", "copies", "n = 128", "n = 512"]
+    return table(header, body)
 
 
 def noise() -> str:
@@ -408,6 +420,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exchanges": exchanges,
     "peers": peers,
     "overlap": overlap,
+    "pieces": pieces,
     "hidden": hidden,
     "noise": noise,
     "growth": growth,
