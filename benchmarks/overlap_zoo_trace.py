@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from spanwise.overlap import _torch
+from spanwise.overlap.fx.decoder import Moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,33 +73,19 @@ def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _torch.wait(start(x.contiguous(), parts, parts, group.name))
 
 
-Move = Callable[[torch.Tensor, Group], torch.Tensor]
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, there: Move, back: Move) -> torch.Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.back(grad, ctx.group), None, None, None
-
-
 def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Gather dim 0; the gradient is reduce-scattered."""
-    return _Moved.apply(x, group, all_gather, reduce_scatter)
+    return Moved.apply(x, group, all_gather, reduce_scatter)
 
 
 def scattered(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group and keep a part of dim 0; the gradient is gathered."""
-    return _Moved.apply(x, group, reduce_scatter, all_gather)
+    return Moved.apply(x, group, reduce_scatter, all_gather)
 
 
 def exchanged(x: torch.Tensor, group: Group) -> torch.Tensor:
     """All-to-all of dim 0, in both directions."""
-    return _Moved.apply(x, group, all_to_all, all_to_all)
+    return Moved.apply(x, group, all_to_all, all_to_all)
 
 
 class _Parameter(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
     python docs/make_benchmarks.py
 
-No number of that page is typed: a table, or a sentence with figures, stands between two comments and is made here.
+No measured number of that page is typed: a table, or a sentence with figures, stands between two comments and is made
+here.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ def link_name(row: Row) -> str:
 def slow_link() -> str:
     body = []
     for row in load("slow-link-cpu")["rows"]:
-        gather, needed, pieces = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
+        gather, needed, chunked = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
         steps = [f"{one['exchange_seconds']:.2f}, {one['step_seconds']:.2f}" for one in (gather, needed)]
-        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, pieces))
+        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, chunked))
         body.append(
-            [link_name(row), f"{pieces['compute_seconds']:.2f}", *steps, f"{pieces['step_seconds']:.2f}",
-             f"{pieces['reached']:.2f}; {pieces['possible']:.2f}", f"{pieces['exposed_share']:.0%}", ratios]
+            [link_name(row), f"{chunked['compute_seconds']:.2f}", *steps, f"{chunked['step_seconds']:.2f}",
+             f"{chunked['reached']:.2f}; {chunked['possible']:.2f}", f"{chunked['exposed_share']:.0%}", ratios]
         )  # fmt: skip
-    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 pieces",
+    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 chunks",
               "times as fast; possible", "exposed", "predicted / measured"]  # fmt: skip
     return table(header, body)
 
@@ -148,6 +149,17 @@ def hidden() -> str:
         for order in ("PyTorch, reorder", "spanwise"):
             body.append([f"{batch}", order.split(",")[0], *pick(rows, batch=batch, order=order)["hidden"].split("/")])
     return table(["batch", "order", "hidden wholly", "partly", "not at all"], body)
+
+
+def pieces() -> str:
+    body = []
+    for row in load("overlap-split")["rows"]:
+        times = [f"{row[key]:.1f}" for key in ("whole", "whole_bound", "floor", "split")]
+        cut = [row["copies"], row["sensitivity"]["128"], row["sensitivity"]["512"]] if row["pieces"] > 1 else []
+        figures = [*times, f"{row['share']:.3f}", str(row["pieces"]), *(f"{ms:.1f}" for ms in cut)]
+        body.append([f"{row['graph']}, {row['batch']}", *figures, *[""] * (9 - len(figures))])
+    header = ["graph, batch", "whole", "bound", "floor", "in pieces", "share", "pieces", "copies", "n = 128", "n = 512"]
+    return table(header, body)
 
 
 def noise() -> str:
@@ -408,6 +420,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exchanges": exchanges,
     "peers": peers,
     "overlap": overlap,
+    "pieces": pieces,
     "hidden": hidden,
     "noise": noise,
     "growth": growth,

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _moved, _torch
 from spanwise.attention._limits import check_numbers, check_sinks, check_transforms, first_order_only, with_sinks
-from spanwise.attention.chunks import Chunk
 from spanwise.attention.compare import compare_attention, compare_backward
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
-from spanwise.attention.kernels.base import AttentionOptions, Kernel
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks

@@ -1,4 +1,4 @@
-"""Chunk: part of a rank's K/V with the mask of its queries over it; and the builder of chunks.
+"""ChunkBuilder: cuts the K/V that a rank reads into chunks, each with the mask of its queries over it.
 
 For each mask `rank_plan` calls ``exchange.chunks(builder, mask)``: the rank's own keys first, then those that arrive.
 Everything follows from the plan. Index tensors hold the rows that travel; shapes of empty tensors carry sizes.
@@ -8,7 +8,6 @@ Everything follows from the plan. Index tensors hold the rows that travel; shape
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,37 +16,12 @@ import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.kernels.base import Kernel
+from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Some of the keys that a rank reads, and the mask of its queries over them.
-
-    Attributes:
-        start, end: int32 ``[B or 1, n, T]``, spans as indices into the chunk.
-        kv_pos: int32 ``[B or 1, keys]``, global position of each key of the chunk.
-        tables: tables of the kernel that the rank plan was built for, or None.
-        route: tensors with which the exchange brings the keys; None for the rank's own.
-        rows: batch rows with different masks or layouts; 1 serves any batch.
-        flat: whether these rows are concatenated along one dim, queries and keys alike.
-    """
-
-    start: torch.Tensor
-    end: torch.Tensor
-    kv_pos: torch.Tensor
-    tables: Any
-    route: Any
-    rows: int
-    flat: bool
-
-
-_torch.register_pytree_dataclass(Chunk, static=("rows", "flat"))
 
 
 class ChunkBuilder:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.chunks import Chunk
 from spanwise.attention.exchange.refetch import Refetch
+from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
 from spanwise.attention.rank_plan import RankPlan, outer_peers
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
+from spanwise.attention.chunks import ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.base import Exchange, Peers
 from spanwise.attention.exchange.ulysses import Trade
-from spanwise.attention.kernels.base import Kernel
+from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.attention.kernels.table import for_plan
 from spanwise.layouts.layout import Layout
 from spanwise.planning import documents

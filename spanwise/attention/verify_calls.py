@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.chunks import Chunk
+from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.rank_plan import RankPlan
 
 _PLAN_NAMES = ("plan", "block_mask", "attn_mask")

@@ -14,17 +14,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.token_scores import Tokens
 
 #: Type of the devices that the kernels run on.
 DEVICE = "cuda"
 
-#: ``(hidden, weight, labels, bias, softcap, reduction) -> losses``
+#: ``(tokens, softcap, reduction) -> losses``
 Fused = Callable[..., torch.Tensor]
 
 
-def resolve(
-    kernel: str, hidden: torch.Tensor, weight: torch.Tensor, reduction: str, vocab_mesh: DeviceMesh | None
-) -> Fused | None:
+def resolve(kernel: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> Fused | None:
     """The library's kernel to call, or None for spanwise's own code.
 
     Raises:
@@ -36,19 +35,15 @@ def resolve(
     if kernel == "chunked":
         return None
     if kernel == "auto":
-        fits = (
-            name
-            for name in _LIBRARIES
-            if why_not(name, hidden, weight, reduction, vocab_mesh) is None and installed(name)
-        )
+        fits = (name for name in _LIBRARIES if why_not(name, tokens, reduction, vocab_mesh) is None and installed(name))
         kernel = next(fits, "chunked")
-        return None if kernel == "chunked" or not hidden.numel() else _LIBRARIES[kernel][1]
-    reason = why_not(kernel, hidden, weight, reduction, vocab_mesh)
-    if reason is not None:
+        if kernel == "chunked":
+            return None
+    elif reason := why_not(kernel, tokens, reduction, vocab_mesh):
         raise ValueError(f'kernel "{kernel}" {reason}; use kernel="chunked"')
-    if not installed(kernel):
+    elif not installed(kernel):
         raise ImportError(f'kernel "{kernel}" needs the package {_LIBRARIES[kernel][0]}, which is not installed')
-    return _LIBRARIES[kernel][1] if hidden.numel() else None  # a grid of no blocks cannot be launched
+    return _LIBRARIES[kernel][1] if tokens.x.numel() else None  # a grid of no blocks cannot be launched
 
 
 def installed(name: str) -> bool:
@@ -56,10 +51,10 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(_LIBRARIES[name][0]) is not None
 
 
-def why_not(
-    name: str, hidden: torch.Tensor, weight: torch.Tensor, reduction: str, vocab_mesh: DeviceMesh | None
-) -> str | None:
+def why_not(name: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> str | None:
     """Why a kernel cannot do what is asked, or None."""
+    hidden, _, weight, _ = tokens
+    assert weight is not None
     if hidden.device.type != DEVICE:
         return f"needs a {DEVICE} device, got hidden on {hidden.device}"
     if vocab_mesh is not None and vocab_mesh.size() > 1:
@@ -81,47 +76,36 @@ def _dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def _liger(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    reduction: str,
-) -> torch.Tensor:
+def _liger(tokens: Tokens, softcap: float | None, reduction: str) -> torch.Tensor:
     """Sum of losses by ``liger_fused_linear_cross_entropy``, with the weight's gradient summed in float32."""
     library = importlib.import_module("liger_kernel.transformers.functional")
-    dtype = _dtype(hidden, weight)
-    x, w, b = _cast(dtype, hidden.flatten(0, -2), weight, bias)
-    with torch.autocast(hidden.device.type, enabled=False):
+    x, w, b = _cast(tokens)
+    with torch.autocast(x.device.type, enabled=False):
         loss = library.liger_fused_linear_cross_entropy(
-            x, w, labels.flatten(), bias=b, ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap,
-            accum_dtype=torch.float32,
+            x.flatten(0, -2), w, tokens.labels.flatten(), bias=b, ignore_index=IGNORE_INDEX, reduction="sum",
+            softcap=softcap, accum_dtype=torch.float32,
         )  # fmt: skip
     return loss.float()
 
 
-def _cce(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    reduction: str,
-) -> torch.Tensor:
+def _cce(tokens: Tokens, softcap: float | None, reduction: str) -> torch.Tensor:
     """Losses by ``linear_cross_entropy`` of cut-cross-entropy, whose "cce_exact" leaves no small gradient out."""
     library = importlib.import_module("cut_cross_entropy")
-    x, w, b = _cast(_dtype(hidden, weight), hidden, weight, bias)
-    with torch.autocast(hidden.device.type, enabled=False):
+    x, w, b = _cast(tokens)
+    with torch.autocast(x.device.type, enabled=False):
         losses = library.linear_cross_entropy(
-            x, w, labels, bias=b, ignore_index=IGNORE_INDEX, softcap=softcap,
+            x, w, tokens.labels, bias=b, ignore_index=IGNORE_INDEX, softcap=softcap,
             reduction="none" if reduction == "none" else "sum", impl="cce_exact",
         )  # fmt: skip
     return losses.float()
 
 
-def _cast(dtype: torch.dtype, *tensors: Any) -> list[Any]:
-    return [None if t is None else t.to(dtype).contiguous() for t in tensors]
+def _cast(tokens: Tokens) -> list[Any]:
+    """Hidden states, weight and bias as the kernels take them."""
+    hidden, _, weight, bias = tokens
+    assert weight is not None
+    dtype = _dtype(hidden, weight)
+    return [None if t is None else t.to(dtype).contiguous() for t in (hidden, weight, bias)]
 
 
 #: Package and function of each kernel, in the order in which "auto" tries them.

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.batch import fused
-from spanwise.batch.logprobs import check_numbers, checked, scored
+from spanwise.batch.logprobs import checked, scored
 from spanwise.batch.loss import check_count, check_weights, compare_loss, global_mean, global_sum
+from spanwise.batch.token_scores import Scoring
 
 
 def linear_cross_entropy(
@@ -73,19 +74,15 @@ def linear_cross_entropy(
     if num_valid is not None and reduction != "mean":
         raise ValueError(f'num_valid divides the sum for reduction="mean"; got {num_valid} for {reduction!r}')
     check_count(num_valid)
-    check_numbers(1.0, softcap, chunk)
-    hidden, weight, bias = checked(hidden, labels, vocab_weight, bias, vocab_mesh)
-    assert weight is not None
+    scoring = Scoring(softcap=softcap, chunk=chunk, mesh=vocab_mesh)
+    tokens = checked(hidden, labels, vocab_weight, bias, scoring)
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
-    call = fused.resolve(kernel, hidden, weight, inner, vocab_mesh)
+    call = fused.resolve(kernel, tokens, inner, vocab_mesh)
     compared = None
     if reduction != "none":
         compared = compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
-    if call is not None:
-        losses = call(hidden, weight, labels, bias, softcap, inner)
-    else:
-        losses = -scored(hidden, labels, weight, bias, vocab_mesh, softcap=softcap, chunk=chunk)[0]
+    losses = -scored(tokens, scoring)[0] if call is None else call(tokens, softcap, inner)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
     if reduction == "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 import torch
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention._limits import check_transforms
 from spanwise.batch import vocabulary
-from spanwise.batch.token_scores import default_chunk, token_scores
+from spanwise.batch.token_scores import Scoring, Tokens, score
 
 
 @overload
@@ -91,52 +90,19 @@ def token_logprobs(
     """
     if softcap is not None and vocab_weight is None:
         raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
-    check_numbers(temperature, softcap, chunk)
-    x, weight, bias = checked(logits, labels, vocab_weight, bias, vocab_mesh)
-    logprobs, entropies = scored(
-        x, labels, weight, bias, vocab_mesh,
-        temperature=temperature, softcap=softcap, entropy=entropy, chunk=chunk,
-    )  # fmt: skip
+    scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
+    logprobs, entropies = scored(checked(logits, labels, vocab_weight, bias, scoring), scoring)
     return (logprobs, entropies) if entropy else logprobs
 
 
-def scored(
-    x: torch.Tensor,
-    labels: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mesh: DeviceMesh | None,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    entropy: bool = False,
-    chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies in the shape of `labels`.
+def scored(tokens: Tokens, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies in the shape of the labels.
 
     Args:
-        x, weight, bias: as `checked` gives them; the others as in `token_logprobs`.
+        tokens: as `checked` gives them.
     """
-    flat_ND, labels_N = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0), labels.flatten()
-    rows = x.shape[-1] if weight is None else weight.shape[0]
-    options = (temperature, softcap, entropy, weight is None, bias is None)
-    mesh = None if mesh is None or mesh.size() == 1 else mesh
-    offset = vocabulary.offset_of(flat_ND, labels_N, rows, mesh, options)
-    results = token_scores(
-        flat_ND, labels_N, weight, bias, offset, temperature=temperature, softcap=softcap, entropy=entropy,
-        chunk=chunk or default_chunk(rows), mesh=mesh,
-    )  # fmt: skip
-    return results[0].view(labels.shape), results[1].view(labels.shape)
-
-
-def check_numbers(temperature: float, softcap: float | None, chunk: int | None) -> None:
-    """``ValueError`` for a number that is not usable."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk must be a positive number of tokens, got {chunk!r}")
+    mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
+    return score(tokens, vocabulary.offset_of(tokens, mesh, scoring), scoring._replace(mesh=mesh))
 
 
 def checked(
@@ -144,22 +110,21 @@ def checked(
     labels: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    mesh: DeviceMesh | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`x`, and this rank's rows of `weight` and `bias`.
+    scoring: Scoring,
+) -> Tokens:
+    """The tokens, with this rank's rows of `weight` and `bias`.
 
     Raises:
-        ValueError: they do not fit together, or to `labels`.
+        ValueError: they do not fit together, or to `labels`; a number that is not usable.
         NotImplementedError: a transform of `torch.func`.
     """
+    scoring.check()
     check_transforms(*(t for t in (x, weight, bias) if t is not None))
     vocabulary.check_plain(labels=labels, **{"logits" if weight is None else "hidden": x})
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
     if weight is not None:
-        weight = vocabulary.local_rows(weight, "vocab_weight", mesh)
+        weight = vocabulary.local_rows(weight, "vocab_weight", scoring.mesh)
     if bias is not None:
-        bias = vocabulary.local_rows(bias, "bias", mesh)
+        bias = vocabulary.local_rows(bias, "bias", scoring.mesh)
         if weight is None:
             raise ValueError("bias needs vocab_weight: a model's logits contain it already")
     name, size = ("logits", "vocab") if weight is None else ("hidden", "D")
@@ -180,4 +145,4 @@ def checked(
             raise ValueError(f"{what} must be floating point, got {t.dtype}")
         if t is not None and t.device != labels.device:
             raise ValueError(f"{what} and labels must be on one device, got {t.device} and {labels.device}")
-    return x, weight, bias
+    return Tokens(x, labels, weight, bias)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,42 +27,65 @@ CHUNK_LOGITS = 1 << 24
 _LOWEST = -1000.0
 
 
-def default_chunk(vocab: int) -> int:
-    """Tokens whose logits number about `CHUNK_LOGITS`."""
-    return max(1, CHUNK_LOGITS // max(1, vocab))
+class Tokens(NamedTuple):
+    """Tokens to score.
+
+    Attributes:
+        x: ``[…, D]`` hidden states; without a weight, ``[…, V]`` logits.
+        labels: int64 ``[…]``.
+        weight, bias: this rank's rows ``[V, D]`` and ``[V]`` of the last linear layer, or None.
+    """
+
+    x: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
-def token_scores(
-    x_ND: torch.Tensor,
-    labels_N: torch.Tensor,
-    weight_VD: torch.Tensor | None,
-    bias_V: torch.Tensor | None,
-    offset: torch.Tensor,
-    *,
-    temperature: float,
-    softcap: float | None,
-    entropy: bool,
-    chunk: int,
-    mesh: DeviceMesh | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Scoring(NamedTuple):
+    """How tokens are scored; `spanwise.token_logprobs` describes the options.
+
+    Attributes:
+        mesh: ranks that share the vocabulary, with the same tokens.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    entropy: bool = False
+    chunk: int | None = None
+    mesh: DeviceMesh | None = None
+
+    def check(self) -> None:
+        """``ValueError`` for a number that is not usable, or a mesh of several axes."""
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be positive and finite, got {self.softcap}")
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise ValueError(f"chunk must be a positive number of tokens, got {self.chunk!r}")
+        if self.mesh is not None and self.mesh.ndim != 1:
+            axes = f"{self.mesh.ndim} ({self.mesh.mesh_dim_names})"
+            raise ValueError(f"vocab_mesh must have one axis, got {axes}; pass one of them")
+
+
+def score(tokens: Tokens, offset: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each label, and the entropy of each token's distribution.
 
     Args:
-        x_ND: hidden states; without a weight, logits ``[N, V]``.
         offset: number of the first row of this rank's vocabulary, a scalar on the device.
-        entropy: whether to compute entropies.
-        chunk: tokens of a chunk.
-        mesh: ranks that share the vocabulary, with the same tokens.
 
     Returns:
-        logprobs ``[N]`` and entropies ``[N]`` (zeros unless asked for), float32 at least; 0 for ignored labels. All
-        ranks of `mesh` get the same, and the whole gradient of hidden states.
+        logprobs and entropies (zeros unless asked for) in the shape of the labels, float32 at least; 0 for ignored
+        labels. All ranks of the mesh get the same, and the whole gradient of hidden states.
 
     Raises:
         NotImplementedError: in a backward with ``create_graph=True``.
-        spanwise.ExchangeError: a rank of `mesh` is gone or too late.
+        spanwise.ExchangeError: a rank of the mesh is gone or too late.
     """
-    return _TokenScores.apply(x_ND, weight_VD, bias_V, labels_N, offset, temperature, softcap, entropy, chunk, mesh)
+    x, labels, weight, bias = tokens
+    x_ND = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    logprobs_N, entropies_N = _TokenScores.apply(x_ND, weight, bias, labels.flatten(), offset, *scoring)
+    return logprobs_N.view(labels.shape), entropies_N.view(labels.shape)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -74,21 +97,18 @@ class _TokenScores(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         offset: torch.Tensor,
-        temperature: float,
-        softcap: float | None,
-        entropy: bool,
-        chunk: int,
-        mesh: DeviceMesh | None,
+        *given: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.options = (temperature, softcap, entropy, chunk, mesh)
+        scoring = ctx.scoring = Scoring(*given)
+        entropy, mesh = scoring.entropy, scoring.mesh
         ctx.operand_dtype, ctx.dtype = _dtypes(x_ND, weight_VD, bias_V)
         with torch.autocast(x_ND.device.type, enabled=False):
             weight, bias = _operands(weight_VD, bias_V, ctx.operand_dtype, ctx.dtype)
             # Largest logit; with z = logit - largest: sum of exp(z); the label's logit; minus the sum of exp(z) z.
             top_N, sum_N, picked_N, spread_N = (x_ND.new_empty(len(x_ND), dtype=ctx.dtype) for _ in range(4))
-            for part in _chunks(len(x_ND), chunk):
-                h, ignored = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
-                z_CV = _logits(h, weight, bias, ctx.dtype, temperature, softcap)
+            for part in _chunks(x_ND, weight, scoring):
+                h = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
+                z_CV = _logits(h, weight, bias, ctx.dtype, scoring)
                 picked_N[part] = _pick(z_CV, labels_N[part] - offset)
                 top_N[part] = _top(z_CV)
                 z_CV.sub_(_finite(top_N[part]))
@@ -117,7 +137,8 @@ class _TokenScores(torch.autograd.Function):
                 "second derivatives through token_logprobs and linear_cross_entropy are not supported; call backward "
                 "without create_graph=True"
             )
-        temperature, softcap, entropy, chunk, mesh = ctx.options
+        scoring = ctx.scoring
+        temperature, softcap, entropy, _, mesh = scoring
         x_ND, weight_VD, bias_V, labels_N, offset, top_N, log_sum_N, entropies = ctx.saved_tensors
         with torch.autocast(x_ND.device.type, enabled=False):
             weight, bias = _operands(weight_VD, bias_V, ctx.operand_dtype, ctx.dtype)
@@ -129,9 +150,9 @@ class _TokenScores(torch.autograd.Function):
             grad_x = torch.empty_like(x_ND, dtype=ctx.dtype if summed else x_ND.dtype) if need_x else None
             grad_weight = torch.zeros_like(weight_VD, dtype=ctx.dtype) if need_weight else None
             grad_bias = torch.zeros_like(bias_V, dtype=ctx.dtype) if need_bias else None
-            for part in _chunks(len(x_ND), chunk):
-                h, _ = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
-                z_CV = _logits(h, weight, bias, ctx.dtype, temperature, softcap)
+            for part in _chunks(x_ND, weight, scoring):
+                h = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
+                z_CV = _logits(h, weight, bias, ctx.dtype, scoring)
                 slope = None if softcap is None else (z_CV * (temperature / softcap)).square_().neg_().add_(1)
                 z_CV.sub_(_finite(top_N[part])).sub_(log_sum_N[part].unsqueeze(-1))  # log-probabilities
                 g, ge = g_N[part].unsqueeze(-1), ge_N[part].unsqueeze(-1)
@@ -194,32 +215,28 @@ def _as_given(
     return [None if g is None or given is None else g.to(given.dtype) for g, given in zip(grads, inputs, strict=True)]
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
+def _chunks(x_ND: torch.Tensor, weight: torch.Tensor | None, scoring: Scoring) -> Iterator[slice]:
+    length, vocab = len(x_ND), x_ND.shape[-1] if weight is None else weight.shape[0]
+    chunk = scoring.chunk or max(1, CHUNK_LOGITS // max(1, vocab))
     for start in range(0, length, chunk):
         yield slice(start, min(start + chunk, length))
 
 
-def _without_ignored(x: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_ignored(x: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A new tensor of `x` in which rows of ignored labels are 0: what padding holds, NaN included, is never read."""
-    ignored = labels == IGNORE_INDEX
-    return x.masked_fill(ignored.unsqueeze(-1), 0).to(dtype), ignored
+    return x.masked_fill((labels == IGNORE_INDEX).unsqueeze(-1), 0).to(dtype)
 
 
 def _logits(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    temperature: float,
-    softcap: float | None,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, scoring: Scoring
 ) -> torch.Tensor:
     """A chunk's logits ``[C, V]``, in a tensor that may be written to."""
     z = x if weight is None else _product(x, weight.t(), dtype)
     if bias is not None:
         z.add_(bias)
-    if softcap is not None:
-        z.div_(softcap).tanh_().mul_(softcap)
-    return z if temperature == 1 else z.div_(temperature)
+    if scoring.softcap is not None:
+        z.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    return z if scoring.temperature == 1 else z.div_(scoring.temperature)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

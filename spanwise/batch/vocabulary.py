@@ -11,6 +11,7 @@ from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.rank_plan import mesh_ranks
 from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.token_scores import Scoring, Tokens
 
 _COMPARED = ("[tokens, hidden size]", "dtypes", "requires grad", "options")
 
@@ -53,31 +54,31 @@ def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
         raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
 
 
-def offset_of(
-    x_ND: torch.Tensor, labels_N: torch.Tensor, rows: int, mesh: DeviceMesh | None, options: tuple[object, ...]
-) -> torch.Tensor:
-    """Number of this rank's first row in the whole vocabulary, a scalar on the device of `x_ND`; checks the labels.
+def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> torch.Tensor:
+    """Number of this rank's first row in the whole vocabulary, a scalar on the tokens' device; checks the labels.
 
     Args:
-        rows: of the vocabulary on this rank.
-        options: what else must be equal on the ranks of `mesh`.
+        mesh: None if one rank has the whole vocabulary.
+        scoring: must be equal on the ranks of `mesh`, except for the chunk.
 
     Raises:
         ValueError: labels outside the vocabulary, on the CPU.
         spanwise.MismatchError: ranks of `mesh` make different calls.
         spanwise.ExchangeError: a rank of `mesh` is gone or too late.
     """
+    x, labels, weight, bias = tokens
+    rows = x.shape[-1] if weight is None else weight.shape[0]
     if mesh is None:
-        check_labels(labels_N, rows)
-        return labels_N.new_zeros(())
-    if not (torch.compiler.is_compiling() or _torch.is_fake(x_ND)):
-        grads = torch.is_grad_enabled() and x_ND.requires_grad
-        values = (tuple(x_ND.shape), x_ND.dtype, grads, options)
+        check_labels(labels, rows)
+        return labels.new_zeros(())
+    if not (torch.compiler.is_compiling() or _torch.is_fake(x)):
+        grads = torch.is_grad_enabled() and x.requires_grad
+        values = ((labels.numel(), x.shape[-1]), x.dtype, grads, (*scoring[:3], weight is None, bias is None))
         failure.compare(Call(b"", "token scores of a sharded vocabulary", _COMPARED, values), *mesh_ranks(mesh))
     # A rank does not know the others' rows. `full` and `cumsum` keep the answer on the device.
     rank, size = mesh.get_local_rank(), mesh.size()
-    counts = labels_N.new_zeros(size)
+    counts = labels.new_zeros(size)
     counts[rank : rank + 1] = rows
     counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
-    check_labels(labels_N, counts.sum())
+    check_labels(labels, counts.sum())
     return counts[:rank].sum()

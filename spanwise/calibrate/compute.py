@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from spanwise.attention import rank_plan
-from spanwise.attention.chunks import Chunk
-from spanwise.attention.kernels.base import AttentionOptions, Kernel
+from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.calibrate.fit import AttentionCall
 from spanwise.calibrate.ranks import Ranks
 from spanwise.hardware import attention_flops

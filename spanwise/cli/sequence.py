@@ -8,10 +8,8 @@ import numpy as np
 
 from spanwise.cli.lengths import read_lengths
 from spanwise.cli.report.plan_figures import Source
+from spanwise.train.config import SEQ_LIMIT
 from spanwise.train.data import DocumentStream, find_documents
-
-#: Most tokens of a sequence: masks and reports keep some arrays of one entry a token.
-SEQ_LIMIT = 2**26
 
 
 def choose_sequence(

@@ -50,7 +50,8 @@ def fragments(plan: Plan, *, cu_seqlens: Any = None) -> Fragments:
     >>> fragments(spanwise.make_plan(mask, 2, balancer="head_tail", block_size=1))
     Fragments(cu_seqlens=[0, 3, 8], fragments=[[(0, 2), (6, 8)], [(2, 6)]])
     """
-    known = documents.packings(plan) if cu_seqlens is None else _packings(cu_seqlens, plan.seq_len)
+    given = () if cu_seqlens is None else check_offset_rows(cu_seqlens, plan.seq_len)
+    known = [Packing(row) for row in given] or documents.packings(plan)
     if len(known) > 1 or plan.layout.batch_size > 1:
         raise ValueError(
             f"these kernels take one packed sequence, got {max(len(known), plan.layout.batch_size)} batch rows with "
@@ -123,7 +124,3 @@ def flash_linear_attention_context(
     width = "conv1d_kernel_size" if "conv1d_kernel_size" in names else "kernel_size"
     on_host = torch.tensor(offsets, dtype=torch.int32)
     return build(on_host.to(device), group=mesh.get_group(), cu_seqlens_cpu=on_host, **{width: conv_width})
-
-
-def _packings(cu_seqlens: Any, length: int) -> list[Packing]:
-    return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]

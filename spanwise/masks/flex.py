@@ -6,6 +6,7 @@ The only module of this folder that needs torch; `SpanMask`'s methods import it 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
@@ -36,24 +37,16 @@ def span_mask_mod(start: Tensor, end: Tensor) -> MaskMod:
     Args:
         start, end: int32 ``[B or 1, num_spans, q_len]``, contiguous. With batch 1 the batch index is ignored.
     """
-    if start.shape[0] == 1:
-        start, end = start[0], end[0]
+    batched = start.shape[0] > 1
 
-        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            inside = (start[0, q_idx] <= kv_idx) & (kv_idx < end[0, q_idx])
-            for j in range(1, start.shape[0]):
-                inside = inside | ((start[j, q_idx] <= kv_idx) & (kv_idx < end[j, q_idx]))
-            return inside
-
-        return mask_mod
-
-    def batched_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        inside = (start[b, 0, q_idx] <= kv_idx) & (kv_idx < end[b, 0, q_idx])
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        row = b if batched else 0
+        inside = (start[row, 0, q_idx] <= kv_idx) & (kv_idx < end[row, 0, q_idx])
         for j in range(1, start.shape[1]):
-            inside = inside | ((start[b, j, q_idx] <= kv_idx) & (kv_idx < end[b, j, q_idx]))
+            inside = inside | ((start[row, j, q_idx] <= kv_idx) & (kv_idx < end[row, j, q_idx]))
         return inside
 
-    return batched_mask_mod
+    return mask_mod
 
 
 def span_tensors(start: Int32, end: Int32, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -64,21 +57,12 @@ def span_tensors(start: Int32, end: Int32, device: torch.device | str) -> tuple[
 def to_block_mask(start: Int32, end: Int32, kv_len: int, device: torch.device | str, block_size: int) -> BlockMask:
     """A ``BlockMask`` with one head and its transposed lists, without evaluating a cell."""
     tables = block_tables(start, end, kv_len, block_size)
-
-    def tensor(array: Int32) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    names = [field.name for field in dataclasses.fields(tables)]
+    lists: dict[str, Any] = {name: torch.from_numpy(getattr(tables, name)).to(device) for name in names}
     # Not BlockMask.from_kv_blocks: it recomputes the transposed lists from a dense table.
     return BlockMask(
         seq_lengths=(start.shape[2], kv_len),
-        kv_num_blocks=tensor(tables.kv_num_blocks),
-        kv_indices=tensor(tables.kv_indices),
-        full_kv_num_blocks=tensor(tables.full_kv_num_blocks),
-        full_kv_indices=tensor(tables.full_kv_indices),
-        q_num_blocks=tensor(tables.q_num_blocks),
-        q_indices=tensor(tables.q_indices),
-        full_q_num_blocks=tensor(tables.full_q_num_blocks),
-        full_q_indices=tensor(tables.full_q_indices),
+        **lists,
         BLOCK_SIZE=(block_size, block_size),
         mask_mod=span_mask_mod(*span_tensors(start, end, device)),
     )

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from spanwise.attention.chunks import Chunk
-from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.merge import Merging, merge
 from spanwise.attention.kernels.reference import reference
 from spanwise.attention.kernels.sdpa import queries, sdpa, sdpa_part
@@ -294,7 +293,7 @@ def test_out_is_rounded_once(kernel: str, dtype: torch.dtype) -> None:
     for i in range(0, 96, 24):
         start = torch.zeros(1, 2, 96, dtype=torch.int32)
         end = torch.stack([start[:, 0] + 24, start[:, 0]], 1)
-        chunk = Chunk(start, end, torch.arange(i, i + 24, dtype=torch.int32)[None], None, None, 1, False)
+        chunk = Chunk(start, end, torch.arange(i, i + 24, dtype=torch.int32)[None])
         part = chosen.attend_part(shared, k[:, :, i : i + 24], v[:, :, i : i + 24], chunk, positions, options)
         merging.add(part)
     out, _ = merging.result()

@@ -14,7 +14,6 @@ import torch
 
 import spanwise
 from spanwise import AuxRequest, SpanMask
-from spanwise.attention.chunks import Chunk as KeyChunk
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
@@ -193,7 +192,7 @@ def test_compiles_where_the_number_of_keys_is_unbacked(kernel: Kernel) -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def attend(q: torch.Tensor, k: torch.Tensor, end: torch.Tensor, kv_pos: torch.Tensor) -> Any:
-        chunk = KeyChunk(torch.zeros_like(end), end, kv_pos, None, None, 1, False)
+        chunk = Chunk(torch.zeros_like(end), end, kv_pos)
         return kernel.attend(q, k, k, chunk, kv_pos, AttentionOptions())
 
     q, end = torch.randn(1, 4, 5, 8), torch.tensor([[[0, 1, 2, 3, 3]]], dtype=torch.int32)
@@ -202,7 +201,7 @@ def test_compiles_where_the_number_of_keys_is_unbacked(kernel: Kernel) -> None:
         torch._dynamo.decorators.mark_unbacked(k, 2)
         torch._dynamo.decorators.mark_unbacked(kv_pos, 1)
         reference = KERNELS["reference"]
-        chunk = KeyChunk(torch.zeros_like(end), end, kv_pos, None, None, 1, False)
+        chunk = Chunk(torch.zeros_like(end), end, kv_pos)
         wanted = reference.attend(q, k, k, chunk, kv_pos, AttentionOptions())
         torch.testing.assert_close(attend(q, k, end, kv_pos), wanted)
 

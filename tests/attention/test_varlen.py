@@ -18,10 +18,10 @@ from spanwise import SpanMask
 from spanwise.attention.kernels import varlen as module
 from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.attention.kernels._segments import cut_rounds
-from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.reference import reference
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.attention.kernels.varlen import FLASH, VarlenTables, attend_rounds, check_tables, parts, varlen
+from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, attend_rounds, check_tables, parts
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
 from tests.simulated import all_ranks
@@ -113,8 +113,8 @@ def stand_in_backward(
 
 # The operators have kernels for CUDA alone; these are for the CPU, registered as any backend's would be.
 STAND_IN = Flash(stand_in_forward, stand_in_backward)
-module._varlen.register_kernel("cpu", partial(forward, STAND_IN))
-module._varlen_backward.register_kernel("cpu", partial(backward, STAND_IN))
+module._varlen.register_kernel("cpu", lambda *x: forward(STAND_IN, *x[:3], x[3:-1], x[-1]))
+module._varlen_backward.register_kernel("cpu", lambda *x: backward(STAND_IN, *x[:7], x[7:-1], x[-1]))
 
 
 # --- against the reference ------------------------------------------------------------------------------------------
@@ -304,13 +304,13 @@ def test_every_rank_of_a_plan(name: str, exchange: dict[str, Any], num_ranks: in
 
 def test_refusals() -> None:
     leaves, spans, tables = problem(MASKS["causal"])
-    arguments = (*leaves, *spans, tables)
+    chunk = Chunk(*spans, torch.arange(leaves[1].shape[2])[None], tables)
     with pytest.raises(ValueError, match="cannot apply a softcap; use kernel='flex'"):
-        varlen(*arguments, scale=1.0, softcap=3.0)
+        Varlen().check(*leaves, chunk, AttentionOptions(softcap=3.0))
     with pytest.raises(ValueError, match="cannot apply a score_mod; use kernel='flex'"):
-        varlen(*arguments, scale=1.0, score_mod=lambda score, *_: score)
+        Varlen().check(*leaves, chunk, AttentionOptions(score_mod=lambda score, *_: score))
     with pytest.raises(ValueError, match="runs on CUDA, the tensors are on cpu"):
-        varlen(*arguments, scale=1.0)
+        Varlen().check(*leaves, chunk, AttentionOptions())
 
 
 def test_refusals_of_cuda_tensors() -> None:
@@ -397,14 +397,14 @@ def test_batch_rows_that_do_not_fit_one_call_go_into_several(uses: str, most: in
     cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in want]
     used = [x if uses in (name, "both") else None for x, name in zip(cotangents, ("out", "lse"), strict=True)]
     with torch.no_grad():
-        got = forward(flash, *leaves, *fields, 0.3)
-        grads = backward(flash, *used, *leaves, *got, *fields, 0.3)
+        got = forward(flash, *leaves, fields, 0.3)
+        grads = backward(flash, *used, *leaves, *got, fields, 0.3)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     loss = sum((x * g).sum() for x, g in zip(want, used, strict=True) if g is not None)
     expected = torch.autograd.grad(loss, leaves, materialize_grads=True)
     torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-11)
     assert max(calls) <= most and sum(calls) == 2 * 5 * 6
     with torch.no_grad():
-        whole = forward(STAND_IN, *leaves, *fields, 0.3)
-        whole = (*whole, *backward(STAND_IN, *used, *leaves, *whole, *fields, 0.3))
+        whole = forward(STAND_IN, *leaves, fields, 0.3)
+        whole = (*whole, *backward(STAND_IN, *used, *leaves, *whole, fields, 0.3))
     assert [x.stride() for x in (*got, *grads)] == [x.stride() for x in whole]  # as the fakes promise

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise.batch import fused
+from spanwise.batch.token_scores import Tokens
 from tests.batch.test_token_scores import problem
 
 Calls = list[dict[str, Any]]
@@ -120,29 +121,33 @@ def test_autocast_casts_for_the_kernel(cce: Calls, liger: Calls) -> None:
     hidden, weight, _, _ = problem(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert fused._dtype(hidden, weight) == torch.bfloat16
-        fused._liger(hidden, weight, torch.zeros(13, dtype=torch.int64), None, None, "sum")
-        fused._cce(hidden, weight, torch.zeros(13, dtype=torch.int64), None, None, "sum")
+        tokens = Tokens(hidden, torch.zeros(13, dtype=torch.int64), weight, None)
+        fused._liger(tokens, None, "sum")
+        fused._cce(tokens, None, "sum")
     assert cce[0]["e"].dtype == liger[0]["input"].dtype == torch.bfloat16
 
 
 def test_auto_takes_what_is_installed_and_can(on_any_device: None, request: pytest.FixtureRequest) -> None:
     wide, narrow = problem(dtype=torch.float32), problem(dtype=torch.bfloat16)
 
+    def tokens(problem: Any) -> Tokens:
+        return Tokens(problem[0], problem[3], problem[1], None)
+
     def chosen(problem: Any, reduction: str = "mean") -> Any:
-        return fused.resolve("auto", problem[0], problem[1], reduction, None)
+        return fused.resolve("auto", tokens(problem), reduction, None)
 
     assert chosen(narrow) is None  # nothing is installed
     request.getfixturevalue("liger")
     assert chosen(narrow) is chosen(wide) is fused._liger and chosen(wide, "none") is None
     request.getfixturevalue("cce")
     assert chosen(narrow) is chosen(narrow, "none") is fused._cce and chosen(wide) is fused._liger
-    assert fused.resolve("auto", wide[0][:0], wide[1], "mean", None) is None
-    assert fused.resolve("chunked", narrow[0], narrow[1], "mean", None) is None
+    assert fused.resolve("auto", tokens((wide[0][:0], *wide[1:])), "mean", None) is None
+    assert fused.resolve("chunked", tokens(narrow), "mean", None) is None
     assert chosen(problem()) is None  # float64
     shared = types.SimpleNamespace(size=lambda: 2)
-    assert fused.resolve("auto", narrow[0], narrow[1], "mean", shared) is None
+    assert fused.resolve("auto", tokens(narrow), "mean", shared) is None
     with pytest.raises(ValueError, match="needs the whole vocabulary, got one shared by 2 ranks"):
-        fused.resolve("cce", narrow[0], narrow[1], "mean", shared)
+        fused.resolve("cce", tokens(narrow), "mean", shared)
 
 
 def test_a_named_kernel_never_falls_back(request: pytest.FixtureRequest) -> None:

@@ -13,7 +13,7 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.varlen import VarlenTables, varlen
+from spanwise.attention.kernels.varlen import VarlenTables, attend_rounds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def compare(
 ) -> None:
     leaves, spans, tables = problem(mask, heads, dims, dtype)
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    got, want = varlen(*leaves, *spans, tables, scale=0.1), reference(*wide, *spans, scale=0.1)
+    got, want = attend_rounds(*leaves, tables, scale=0.1), reference(*wide, *spans, scale=0.1)
     assert got[0].dtype == dtype and got[1].dtype == torch.float32
     assert torch.equal(got[1].isinf(), want[1].isinf())
     torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-2)
@@ -107,17 +107,17 @@ def test_gradient_of_lse_alone() -> None:
     """grad_out is zero everywhere: the kernel learns of the lse's gradient all the same."""
     leaves, spans, tables = problem(MASKS["window"], (4, 2), (64, 64), torch.bfloat16)
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    got, want = varlen(*leaves, *spans, tables, scale=0.1), reference(*wide, *spans, scale=0.1)
+    got, want = attend_rounds(*leaves, tables, scale=0.1), reference(*wide, *spans, scale=0.1)
     grads = [torch.autograd.grad(lse.sin().sum(), xs[:2]) for lse, xs in ((got[1], leaves), (want[1], wide))]
     for x, y in zip(*grads, strict=True):
         assert relative_error(x, y) <= 2.5e-2
 
 
 def test_deterministic() -> None:
-    leaves, spans, tables = problem(MASKS["documents"], (4, 2), (64, 64), torch.bfloat16)
+    leaves, _, tables = problem(MASKS["documents"], (4, 2), (64, 64), torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
-        first, *others = (gradients(leaves, *varlen(*leaves, *spans, tables, scale=0.1)) for _ in range(5))
+        first, *others = (gradients(leaves, *attend_rounds(*leaves, tables, scale=0.1)) for _ in range(5))
     finally:
         torch.use_deterministic_algorithms(False)
     for other in others:
@@ -126,11 +126,11 @@ def test_deterministic() -> None:
 
 def test_compiled() -> None:
     """Another mask needs no graph, and the operators' strides are those of their fake kernels."""
-    compiled = torch.compile(varlen, fullgraph=True)
+    compiled = torch.compile(attend_rounds, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for name in ("documents", "window", "causal"):
-            leaves, spans, tables = problem(MASKS[name], (4, 2), (64, 64), torch.bfloat16)
-            got, want = (f(*leaves, *spans, tables, scale=0.1) for f in (compiled, varlen))
+            leaves, _, tables = problem(MASKS[name], (4, 2), (64, 64), torch.bfloat16)
+            got, want = (f(*leaves, tables, scale=0.1) for f in (compiled, attend_rounds))
             torch.testing.assert_close(got, want)
             for x, y in zip(gradients(leaves, *got), gradients(leaves, *want), strict=True):
                 torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
@@ -155,12 +155,12 @@ def test_the_guard_against_waiting_works() -> None:
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
 def test_a_kernel_call_never_waits(layout: str) -> None:
     """Two batch rows on one row's tables, so that offsets are made on the device."""
-    leaves, spans, tables = problem(MASKS["documents_others"], (4, 2), (64, 48), torch.bfloat16)
+    leaves, _, tables = problem(MASKS["documents_others"], (4, 2), (64, 48), torch.bfloat16)
     if layout == "tokens_first":
         leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
 
     def step() -> None:
-        out, lse = varlen(*leaves, *spans, tables, scale=0.1)
+        out, lse = attend_rounds(*leaves, tables, scale=0.1)
         (out.float().sum() + lse.sigmoid().sum()).backward()
 
     step_twice(step)

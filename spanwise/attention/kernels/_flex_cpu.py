@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from spanwise.attention.kernels._flex_tables import FlexTables, Mod, block_mask
+from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask
 
 _TEMPERATURE = 8.0
 _LARGEST = 80.0  # exp of it and of its negative are normal float32 numbers
@@ -56,7 +56,6 @@ def flex_cpu(
     score_mod: Mod | None,
     *,
     scale: float,
-    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, float32.
 
@@ -69,14 +68,14 @@ def flex_cpu(
     batch, kv_heads, kv_len, _ = k.shape
     v_dim = v.shape[3]
 
-    padded_k = F.pad(k, (0, 0, block_size, 0))
-    key_T = torch.arange(kv_len + block_size)
-    shares_T2 = torch.stack((key_T >= block_size, key_T == 0), -1).float()
+    padded_k = F.pad(k, (0, 0, BLOCK_SIZE, 0))
+    key_T = torch.arange(kv_len + BLOCK_SIZE)
+    shares_T2 = torch.stack((key_T >= BLOCK_SIZE, key_T == 0), -1).float()
     shares = shares_T2.expand(batch, kv_heads, -1, -1)
-    blocks = _sentinel_blocks(q.shape[2], kv_len, tables, mask_mod, block_size)
+    blocks = _sentinel_blocks(q.shape[2], kv_len, tables, mask_mod)
 
     def with_sentinel(values: Tensor, anchor_BHQ: Tensor | None, temperature: float) -> Tensor:
-        mod = _sentinel_mod(score_mod, anchor_BHQ, temperature, block_size)
+        mod = _sentinel_mod(score_mod, anchor_BHQ, temperature)
         return flex_attention(q, padded_k, values, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=gqa)
 
     def ratio(out: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ def flex_cpu(
         return out[..., -2].log() - out[..., -1].log()
 
     if score_mod is None:
-        own = block_mask(q.shape[2], kv_len, tables, mask_mod, block_size, transposed=False)
+        own = block_mask(q.shape[2], kv_len, tables, mask_mod, transposed=False)
         means = flex_attention(q, k, torch.cat((v, k), -1), block_mask=own, scale=scale, enable_gqa=gqa)
         out, mean_key = means.split((v_dim, k.shape[3]), -1)
         anchor = scale * (q * mean_key).sum(-1)
@@ -93,38 +92,38 @@ def flex_cpu(
     hot = ratio(with_sentinel(shares, None, _TEMPERATURE)).clamp(-_LARGEST, _LARGEST)
     # Between max and max + 8 log n: aim at the middle.
     anchor = _TEMPERATURE * (hot - 0.5 * visible_BQ.clamp(min=1).log()[:, None])
-    both = with_sentinel(torch.cat((F.pad(v, (0, 0, block_size, 0)), shares), -1), anchor, 1.0)
+    both = with_sentinel(torch.cat((F.pad(v, (0, 0, BLOCK_SIZE, 0)), shares), -1), anchor, 1.0)
     share = both[..., -2:-1]
     out = torch.where(share > 0, both[..., :v_dim] / share, 0.0)
     return out, anchor + ratio(both)
 
 
-def _sentinel_blocks(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod, block_size: int) -> BlockMask:
+def _sentinel_blocks(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod) -> BlockMask:
     """The blocks of ``tables`` after one more block of keys, whose first key is the sentinel; every row reads it."""
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx == 0) | mask_mod(b, h, q_idx, kv_idx - block_size)
+        return (kv_idx == 0) | mask_mod(b, h, q_idx, kv_idx - BLOCK_SIZE)
 
     return BlockMask(
-        (q_len, kv_len + block_size),
+        (q_len, kv_len + BLOCK_SIZE),
         kv_num_blocks=tables.kv_num_blocks + 1,
         kv_indices=F.pad(tables.kv_indices + 1, (1, 0)),
         full_kv_num_blocks=tables.full_kv_num_blocks,
         full_kv_indices=tables.full_kv_indices + 1,
         q_num_blocks=None, q_indices=None, full_q_num_blocks=None, full_q_indices=None,
-        BLOCK_SIZE=(block_size, block_size),
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=mask,
     )  # fmt: skip
 
 
-def _sentinel_mod(score_mod: Mod | None, anchor_BHQ: Tensor | None, temperature: float, block_size: int) -> Mod:
+def _sentinel_mod(score_mod: Mod | None, anchor_BHQ: Tensor | None, temperature: float) -> Mod:
     """``score_mod`` at a temperature, with the row's anchor (0 if None) as the sentinel's score."""
     captured = None if anchor_BHQ is None else _realized(anchor_BHQ)
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
             # In the sentinel's block, too, the function must get only indices that exist.
-            score = score_mod(score, b, h, q_idx, (kv_idx - block_size).clamp(min=0)) / temperature
+            score = score_mod(score, b, h, q_idx, (kv_idx - BLOCK_SIZE).clamp(min=0)) / temperature
         anchor = torch.zeros_like(score) if captured is None else captured[b, h, q_idx]
         return torch.where(kv_idx == 0, anchor, score)
 

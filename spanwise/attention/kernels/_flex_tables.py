@@ -34,13 +34,13 @@ def pad_spans(num_spans: int) -> int:
     return max(4, 1 << (num_spans - 1).bit_length())
 
 
-def kv_capacity(num_keys: int, block_size: int = BLOCK_SIZE) -> int:
+def kv_capacity(num_keys: int) -> int:
     """Rows of a K/V buffer for ``num_keys`` keys: whole blocks, at least two.
 
     torch.compile treats sizes 0 and 1 as constants, so a buffer of a single block would need another graph. Whole
     blocks spare the CUDA kernel its bounds checks.
     """
-    return max(2, -(-num_keys // block_size)) * block_size
+    return max(2, -(-num_keys // BLOCK_SIZE)) * BLOCK_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,7 @@ class FlexTables:
 _torch.register_pytree_dataclass(FlexTables)
 
 
-def block_mask(
-    q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod, block_size: int, *, transposed: bool = True
-) -> BlockMask:
+def block_mask(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod, *, transposed: bool = True) -> BlockMask:
     """``tables`` as torch's BlockMask; ``transposed`` adds the lists that the backward walks."""
     # The constructor, not from_kv_blocks, which derives the transposed tables, densely.
     return BlockMask(
@@ -110,6 +108,6 @@ def block_mask(
         q_indices=tables.q_indices if transposed else None,
         full_q_num_blocks=tables.full_q_num_blocks if transposed else None,
         full_q_indices=tables.full_q_indices if transposed else None,
-        BLOCK_SIZE=(block_size, block_size),
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=mask_mod,
     )

@@ -6,7 +6,7 @@ everything else stays on the device. Letters of shapes: see `varlen`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,10 +44,13 @@ class _Call(NamedTuple):
     keys: Tensor  # [B * T, 1, 1]
 
 
-def _calls(
-    batch: int, calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor
-) -> Iterator[_Call]:
-    """The rounds of `VarlenTables`; those of a single row are repeated for every batch row."""
+Tables = Sequence[Tensor]
+"""The fields of `varlen.VarlenTables`: calls, cu_seq_q, cu_seq_k, rows, keys."""
+
+
+def _calls(batch: int, tables: Tables) -> Iterator[_Call]:
+    """The rounds of the tables; those of a single row are repeated for every batch row."""
+    calls, cu_seq_q, cu_seq_k, rows, keys = tables
     repeats = batch // rows.shape[1]
 
     def offsets(cu_seq: Tensor, tokens: int) -> Tensor:
@@ -65,8 +68,9 @@ def _calls(
         yield _Call((cu_q, cu_k, max_q, max_k), (left, right), row_mask, key_mask.unsqueeze(2))
 
 
-def _groups(flash: Flash, batch: int, calls: Tensor, rows: Tensor) -> list[slice]:
+def _groups(flash: Flash, batch: int, tables: Tables) -> list[slice]:
     """Slices of batch rows, one per call; a single slice unless repeated rounds exceed `max_sequences`."""
+    calls, _, _, rows, _ = tables
     table_rows = rows.shape[1]
     most = max((call[-1] for call in calls.tolist()), default=0)  # host memory
     if batch == table_rows or batch // table_rows * most <= flash.max_sequences:
@@ -96,34 +100,23 @@ def _width(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[3], v.shape[3]) // 8) * 8
 
 
-def forward(
-    flash: Flash,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    calls: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale: float) -> tuple[Tensor, Tensor]:
     """Out and lse of `varlen`, computed by ``flash``."""
     batch, heads, q_len, _ = q.shape
-    groups = _groups(flash, batch, calls, rows)
+    groups = _groups(flash, batch, tables)
     if len(groups) > 1:
         out, lse = empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
         for g in groups:
-            out[g], lse[g] = forward(flash, q[g], k[g], v[g], calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+            out[g], lse[g] = forward(flash, q[g], k[g], v[g], tables, scale)
         return out, lse
     width = _width(q, v)
     q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
     total: tuple[Tensor, Tensor] | None = None
-    for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
+    for call in _calls(batch, tables):
         out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
         out.masked_fill_(~call.rows.unsqueeze(2), 0)
         lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
-        if calls.shape[0] > 1:
+        if len(tables[0]) > 1:
             out = out.to(lse_dtype(q))
         total = (out, lse) if total is None else merge([total, (out, lse)])
     if total is None:
@@ -142,11 +135,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    calls: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    rows: Tensor,
-    keys: Tensor,
+    tables: Tables,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, computed by ``flash``.
@@ -155,14 +144,13 @@ def backward(
     ring attention does (Liu et al., 2023), and the merge needs no gradient.
     """
     batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
-    groups = _groups(flash, batch, calls, rows)
+    groups = _groups(flash, batch, tables)
     if len(groups) > 1:
         dq, dk, dv = (empty_by_head(x, x.shape[3]) for x in (q, k, v))
         for g in groups:
             of_out, of_lse = (None if x is None else x[g] for x in (grad_out, grad_lse))
             sliced = (q[g], k[g], v[g], out[g], lse[g])
-            grads = backward(flash, of_out, of_lse, *sliced, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
-            dq[g], dk[g], dv[g] = grads
+            dq[g], dk[g], dv[g] = backward(flash, of_out, of_lse, *sliced, tables, scale)
         return dq, dk, dv
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     is_empty = lse == float("-inf")
@@ -172,13 +160,13 @@ def backward(
     q_flat, k_flat, v_flat, grad_flat, out_flat = (_flat(x, width) for x in (q, k, v, grad_out, out))
     lse_flat = lse.masked_fill(is_empty, 0).transpose(0, 1).flatten(1).contiguous()
     total: list[Tensor] | None = None
-    for call in _calls(batch, calls, cu_seq_q, cu_seq_k, rows, keys):
+    for call in _calls(batch, tables):
         grads = flash.backward(
             grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
         )
         read = (call.rows.unsqueeze(2), call.keys, call.keys)
         parts = [grad.masked_fill_(~where, 0) for grad, where in zip(grads, read, strict=True)]
-        if calls.shape[0] > 1:
+        if len(tables[0]) > 1:
             parts = [part.to(lse_dtype(q)) for part in parts]
         total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
     if total is None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spanwise import _torch
 from spanwise.attention.kernels import _engine
 from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels.merge import Part
@@ -26,24 +27,30 @@ from spanwise.masks.span_mask import SpanMask
 ScoreMod = Callable[..., Tensor]
 
 
-class Chunk(Protocol):
-    """Keys that a kernel attends to in one call, and the mask of the queries over them."""
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some of the keys that a rank reads, and the mask of its queries over them. A pytree.
 
-    @property
-    def start(self) -> Tensor:
-        """int32 ``[B or 1, n, T]``: first key of each span, an index into k and v."""
+    Attributes:
+        start, end: int32 ``[B or 1, n, T]``: first key of each span and one past its last, indices into the chunk;
+            ``end <= start`` is an empty span.
+        kv_pos: int32 ``[B or 1, keys]``, global position of each key.
+        tables: the result of `Kernel.tables` for this chunk.
+        route: tensors with which the exchange brings the keys; None for the rank's own.
+        rows: batch rows with different masks or layouts; 1 serves any batch.
+        flat: whether these rows are concatenated along one dim, queries and keys alike.
+    """
 
-    @property
-    def end(self) -> Tensor:
-        """int32 ``[B or 1, n, T]``: one past the last key; ``end <= start`` is an empty span."""
+    start: Tensor
+    end: Tensor
+    kv_pos: Tensor
+    tables: Any = None
+    route: Any = None
+    rows: int = 1
+    flat: bool = False
 
-    @property
-    def kv_pos(self) -> Tensor:
-        """int32 ``[B or 1, keys]``: global position of each key."""
 
-    @property
-    def tables(self) -> Any:
-        """The result of `Kernel.tables` for this chunk."""
+_torch.register_pytree_dataclass(Chunk, static=("rows", "flat"))
 
 
 @dataclasses.dataclass(frozen=True)

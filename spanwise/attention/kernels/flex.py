@@ -90,7 +90,6 @@ def flex(
     softcap: float | None = None,
     q_pos: Tensor | None = None,
     kv_pos: Tensor | None = None,
-    block_size: int = BLOCK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one local problem by a compiled FlexAttention kernel.
 
@@ -118,7 +117,6 @@ def flex(
         softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
         q_pos: Global position of each query, integer ``[B or 1, Q]``; ``0, 1, …`` if not given.
         kv_pos: Global position of each key, integer ``[B or 1, T]``; ``0, 1, …`` if not given.
-        block_size: Tokens of a block of `tables`, in both directions.
 
     Returns:
         ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and natural-log ``lse`` ``[B, H, Q]`` float32, both differentiable on
@@ -129,7 +127,7 @@ def flex(
             the CPU.
     """
     check_problem(q, k, v, start, end)
-    _check(q, k, v, tables, q_pos, kv_pos, block_size)
+    _check(q, k, v, tables, q_pos, kv_pos)
     if not _wants_grad(q, k, v):
         q, k, v = q.detach(), k.detach(), v.detach()  # torch's CPU kernel refuses requires_grad even under no_grad
     if score_mod is None:
@@ -140,7 +138,7 @@ def flex(
     # Before the graph and not in it, so that strides do not tell graphs apart.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.compiler.is_compiling():
-        out, lse = _attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap, block_size)
+        out, lse = _attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
         return out.to(dtype), lse
 
     # Marks stick to tensor objects: views keep them off the caller's.
@@ -151,10 +149,10 @@ def flex(
             _torch.mark_dynamic(x, dim)
     setting = (
         q.device, q.dtype, q.shape, k.shape[1], v.shape[3], start.shape, tables.kv_indices.shape[0], q.requires_grad,
-        scale, softcap, block_size, getattr(score_mod, "__code__", type(score_mod)),
+        scale, softcap, getattr(score_mod, "__code__", type(score_mod)),
     )  # fmt: skip
     attend = _compiled(setting)
-    out, lse = attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap, block_size)
+    out, lse = attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
     return out.to(dtype), lse
 
 
@@ -181,7 +179,6 @@ def _attend(
     scale: float,
     score_mod: Mod | None,
     softcap: float | None,
-    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The compiled part: turn the options into FlexAttention's two functions and call the device's form."""
     _torch.mark_static(q, 2)  # a dynamic number of queries fails to compile
@@ -190,8 +187,8 @@ def _attend(
     if q.device.type == "cpu":
         kv_pos = None if kv_pos is None else padded_positions(kv_pos)
         mod = _score_mod(score_mod, softcap, q_pos, kv_pos)
-        return flex_cpu(q, k, v, visible_BQ, tables, mask_mod, mod, scale=scale, block_size=block_size)
-    blocks = block_mask(q.shape[2], k.shape[2], tables, mask_mod, block_size)
+        return flex_cpu(q, k, v, visible_BQ, tables, mask_mod, mod, scale=scale)
+    blocks = block_mask(q.shape[2], k.shape[2], tables, mask_mod)
     return _with_lse(q, k, v, visible_BQ, blocks, _score_mod(score_mod, softcap, q_pos, kv_pos), scale=scale)
 
 
@@ -221,7 +218,6 @@ def max_logit(
     softcap: float | None = None,
     q_pos: Tensor | None = None,
     kv_pos: Tensor | None = None,
-    block_size: int = BLOCK_SIZE,
 ) -> Tensor:
     """Largest visible score of each query head, float32 ``[H]``, -inf without any. CUDA only, no gradient.
 
@@ -234,11 +230,11 @@ def max_logit(
         raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
     q, k = q.detach().contiguous(), k.detach().contiguous()
     check_problem(q, k, k, start, end)
-    _check(q, k, k, tables, q_pos, kv_pos, block_size)
+    _check(q, k, k, tables, q_pos, kv_pos)
     if score_mod is None:
         q_pos = kv_pos = None
     run = _largest if torch.compiler.is_compiling() else _compiled_largest()
-    return run(q, k, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap, block_size)
+    return run(q, k, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
 
 
 @functools.cache
@@ -257,13 +253,12 @@ def _largest(
     scale: float,
     score_mod: Mod | None,
     softcap: float | None,
-    block_size: int,
 ) -> Tensor:
     _torch.mark_static(q, 2)
     _, aux = flex_attention(
         q, k, k[..., :_MIN_CUDA_HEAD_DIM].contiguous(),  # values are not looked at; this is the narrowest kernel
         score_mod=_score_mod(score_mod, softcap, q_pos, kv_pos),
-        block_mask=block_mask(q.shape[2], k.shape[2], tables, _mask_mod(start, end), block_size),
+        block_mask=block_mask(q.shape[2], k.shape[2], tables, _mask_mod(start, end)),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(max_scores=True),
@@ -322,7 +317,6 @@ def _check(
     tables: FlexTables,
     q_pos: Tensor | None = None,
     kv_pos: Tensor | None = None,
-    block_size: int = BLOCK_SIZE,
 ) -> None:
     """Raise ``ValueError`` for a problem of sound shapes that this kernel cannot take, or tables of another one."""
     if q.device.type == "cpu" and _wants_grad(q, k, v):
@@ -341,12 +335,12 @@ def _check(
         return  # the graph is traced once for many shapes: comparing them here would only add guards
     if q.shape[2] == 0 or k.shape[2] == 0:
         raise ValueError(f"kernel 'flex' needs at least one query and one key, got {q.shape[2]} and {k.shape[2]}")
-    blocks = (-(-q.shape[2] // block_size), -(-k.shape[2] // block_size))
+    blocks = (-(-q.shape[2] // BLOCK_SIZE), -(-k.shape[2] // BLOCK_SIZE))
     listed = tuple(tables.kv_indices.shape)
     if listed[1:] != (1, *blocks) or listed[0] not in (1, q.shape[0]):
         raise ValueError(
             f"the tables list blocks {listed}, but {q.shape[2]} queries and {k.shape[2]} keys in blocks of "
-            f"{block_size} make {(q.shape[0], 1, *blocks)} (or batch 1); build them for the length of the K/V buffer"
+            f"{BLOCK_SIZE} make {(q.shape[0], 1, *blocks)} (or batch 1); build them for the length of the K/V buffer"
         )
     for name, pos, length in (("q_pos", q_pos, q.shape[2]), ("kv_pos", kv_pos, k.shape[2])):
         if pos is not None and tuple(pos.shape) not in ((1, length), (q.shape[0], length)):

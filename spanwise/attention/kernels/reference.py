@@ -87,51 +87,35 @@ def reference(
     ((1, 4, 6, 8), (1, 4, 6))
     """
     check_problem(q, k, v, start, end, softcap)
-    with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
-        return _reference(q, k, v, start, end, scale, score_mod, q_pos, kv_pos, softcap)
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    scale: float,
-    score_mod: ScoreMod | None,
-    q_pos: Tensor | None,
-    kv_pos: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     dtype = lse_dtype(q)
+    with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
+        keys = torch.arange(kv_len, device=q.device)
+        mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
+        exact_q, k, v, *rows = enter(q.to(dtype), k.to(dtype), v.to(dtype), mask, (end > start).any(1))
+        group = num_heads // kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
-    keys = torch.arange(kv_len, device=q.device)
-    mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
-    exact_q, k, v, *rows = enter(q.to(dtype), k.to(dtype), v.to(dtype), mask, (end > start).any(1))
-    group = num_heads // kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (exact_q @ k.mT) * scale
+        if score_mod is not None and scores.numel() > 0:
+            scores = _apply_score_mod(scores, score_mod, q_pos, kv_pos)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask[:, None], float("-inf"))
 
-    scores = (exact_q @ k.mT) * scale
-    if score_mod is not None and scores.numel() > 0:
-        scores = _apply_score_mod(scores, score_mod, q_pos, kv_pos)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[:, None], float("-inf"))
-
-    if kv_len == 0:
-        top = scores.new_full((batch, num_heads, q_len, 1), float("-inf"))
-    else:
-        top = scores.detach().amax(-1, keepdim=True)
-    has_key = top != float("-inf")
-    # Scores that overflow: the weights of keys that a row does not read stay 0.
-    top = torch.where(top.isfinite(), top, 0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    lse = torch.where(has_key, top + torch.log(torch.where(has_key, total, 1)), float("-inf")).squeeze(-1)
-    out = (weights @ v) / torch.where(has_key & total.isfinite(), total, 1)
-    out, lse = leave(out, lse, *rows)
+        if kv_len == 0:
+            top = scores.new_full((batch, num_heads, q_len, 1), float("-inf"))
+        else:
+            top = scores.detach().amax(-1, keepdim=True)
+        has_key = top != float("-inf")
+        # Scores that overflow: the weights of keys that a row does not read stay 0.
+        top = torch.where(top.isfinite(), top, 0)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        lse = torch.where(has_key, top + torch.log(torch.where(has_key, total, 1)), float("-inf")).squeeze(-1)
+        out = (weights @ v) / torch.where(has_key & total.isfinite(), total, 1)
+        out, lse = leave(out, lse, *rows)
     return out.to(q.dtype), lse
 
 

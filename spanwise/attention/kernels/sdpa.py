@@ -9,7 +9,6 @@ shapes: see `_checks`; R rows of a tile, C columns of a strip.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +61,6 @@ def sdpa(
     *,
     scale: float,
     softcap: float | None = None,
-    score_mod: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one local problem on the CPU.
 
@@ -76,14 +74,13 @@ def sdpa(
         end: One past the last key of each span, same shape. Keys that no span reads are not touched.
         scale: Factor on ``q @ k^T``.
         softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
-        score_mod: Not supported.
 
     Returns:
         ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and ``lse`` ``[B, H, Q]``, float32 (float64 for float64 inputs), both
         differentiable (once). A row without keys has out 0, lse -inf and no gradient.
 
     Raises:
-        ValueError: If a tensor is not on the CPU, the shapes do not fit together, or ``score_mod`` is given.
+        ValueError: If a tensor is not on the CPU, or the shapes do not fit together.
 
     >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
@@ -91,8 +88,6 @@ def sdpa(
     >>> tuple(out.shape), tuple(lse.shape)
     ((1, 4, 6, 8), (1, 4, 6))
     """
-    if score_mod is not None:
-        raise ValueError('kernel="sdpa" does not support score_mod; use kernel="reference" or kernel="flex"')
     check_cpu(q, k, v, start, end, softcap)
     out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
     return out, lse.to(lse_dtype(q))

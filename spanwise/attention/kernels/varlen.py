@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward
 from spanwise.attention.kernels._segments import Round, Segments, cut_rounds
@@ -111,7 +111,12 @@ _torch.register_pytree_dataclass(VarlenTables)
 
 
 class Varlen(Kernel):
-    """torch's variable-length flash kernel on CUDA; see `varlen`."""
+    """torch's variable-length flash kernel on CUDA, in bfloat16 or float16, with head dims up to 256.
+
+    The calls run one after the other and are merged in float32. Where V differs from D, or D is no multiple of 8, zeros
+    fill up both. ``torch.use_deterministic_algorithms(True)`` makes the backward deterministic, as in torch's kernel;
+    with ``warn_only=True`` the kernel only warns. Keys that no span reads are not touched.
+    """
 
     name = "varlen"
     table_type = VarlenTables
@@ -129,7 +134,7 @@ class Varlen(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
     ) -> None:
         super().check(q, k, v, chunk, options, max_logit=max_logit)
-        check(q, v, softcap=options.softcap, score_mod=options.score_mod)
+        check(q, v, options)
         check_tables(q, k, chunk.tables)
 
     def attend(
@@ -138,51 +143,10 @@ class Varlen(Kernel):
         return attend_rounds(q, k, v, chunk.tables, scale=options.scale_for(q))
 
 
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    tables: VarlenTables,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one local problem by variable-length flash calls, one a round.
-
-    The calls run one after the other and are merged in float32. Where V differs from D, or D is no multiple of 8, zeros
-    fill up both. ``torch.use_deterministic_algorithms(True)`` makes the backward deterministic, as in
-    torch's kernel; with ``warn_only=True`` the kernel only warns.
-
-    Args:
-        q: Queries ``[B, H, Q, D]`` on CUDA, bfloat16 or float16. Any strides.
-        k: Keys ``[B, K, T, D]``, ``H % K == 0``. Rows that no span reads are not touched.
-        v: Values ``[B, K, T, V]``.
-        start: First key of each span, int32 ``[B or 1, N, Q]``.
-        end: One past the last key of each span, same shape.
-        tables: Rounds of the same mask over T keys.
-        scale: Factor on ``q @ k^T``.
-        softcap, score_mod: Not supported.
-
-    Returns:
-        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and natural-log ``lse`` ``[B, H, Q]`` float32, both differentiable
-        (once). A row without keys has out 0, lse -inf and no gradient.
-
-    Raises:
-        ValueError: Inputs that do not fit together, or a device, dtype, head dim or option that the kernel lacks.
-    """
-    check(q, v, softcap=softcap, score_mod=score_mod)
-    check_problem(q, k, v, start, end)
-    check_tables(q, k, tables)
-    return attend_rounds(q, k, v, tables, scale=scale)
-
-
-def check(q: Tensor, v: Tensor, *, softcap: float | None = None, score_mod: ScoreMod | None = None) -> None:
+def check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Raise ``ValueError`` for an option, device, dtype or head dim that the kernel lacks."""
-    if softcap is not None or score_mod is not None:
-        option = "a softcap" if softcap is not None else "a score_mod"
+    if options.softcap is not None or options.score_mod is not None:
+        option = "a softcap" if options.softcap is not None else "a score_mod"
         raise ValueError(f"kernel 'varlen' cannot apply {option}; use kernel='flex' on CUDA, or 'reference'")
     if q.device.type != "cuda":
         raise ValueError(
@@ -210,7 +174,7 @@ def check_tables(q: Tensor, k: Tensor, tables: VarlenTables) -> None:
 
 
 def attend_rounds(q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`varlen` without its checks: the custom op, on any device for which it has a kernel."""
+    """`Varlen.attend` without a chunk: the custom op, on any device for which it has a kernel."""
     fields = (getattr(tables, f.name) for f in dataclasses.fields(tables))
     out, lse = torch.ops.spanwise.varlen(q, k, v, *fields, scale)
     return out, lse
@@ -231,7 +195,7 @@ def _varlen(
     keys: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return forward(FLASH, q, k, v, calls, cu_seq_q, cu_seq_k, rows, keys, scale)
+    return forward(FLASH, q, k, v, (calls, cu_seq_q, cu_seq_k, rows, keys), scale)
 
 
 @_varlen.register_fake
@@ -256,7 +220,7 @@ def _varlen_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tables = (calls, cu_seq_q, cu_seq_k, rows, keys)
-    return backward(FLASH, grad_out, grad_lse, q, k, v, out, lse, *tables, scale)
+    return backward(FLASH, grad_out, grad_lse, q, k, v, out, lse, tables, scale)
 
 
 @_varlen_backward.register_fake

@@ -144,10 +144,10 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         return torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
 
     q, grad = draw(local.tokens.shape[1]), draw(local.tokens.shape[1])
-    pieces = [(draw(chunk.kv_pos.shape[1]), draw(chunk.kv_pos.shape[1])) for chunk in chunks]
+    received = [(draw(chunk.kv_pos.shape[1]), draw(chunk.kv_pos.shape[1])) for chunk in chunks]
 
     def step() -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (q, *(x for piece in pieces for x in piece))]
+        leaves = [x.detach().requires_grad_() for x in (q, *(x for pair in received for x in pair))]
         # Tokens of other ranks are zero in padding already, or not sent.
         own_k, own_v = (zero_in_padding(x, local.kv_valid) for x in leaves[1:3])
         there = iter([ChunkKV(own_k, own_v), *map(ChunkKV, leaves[3::2], leaves[4::2])])

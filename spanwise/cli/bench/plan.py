@@ -3,7 +3,7 @@
 One core, everything a rank needs before its first kernel: the mask from document lengths, the layout, the traffic
 between ranks, the fingerprint, this rank's index tensors and FlexAttention block tables. Next to each time stand the
 imbalance of the plan, and the K/V tokens that a rank reads of other ranks and that all_gather brings. "auto" prices
-its candidates for the attention of Llama 3 8B on H100s; every other balancer plans the exchange "needed", in one piece.
+its candidates for the attention of Llama 3 8B on H100s; every other balancer plans the exchange "needed", in one chunk.
 """
 
 from __future__ import annotations

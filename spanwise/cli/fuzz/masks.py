@@ -68,11 +68,15 @@ def _args(kind: str, rng: Rng, q_len: int, kv_len: int) -> dict[str, Any]:
     cu_seqlens = cuts(rng, q_len, int(rng.integers(1, 7)))
     if kind == "prefix_lm":
         return {"cu_seqlens": cu_seqlens, "prefix_lens": [int(rng.integers(0, n + 1)) for n in np.diff(cu_seqlens)]}
+    return {"cu_seqlens": cu_seqlens, **_reach(rng, q_len, 0.4)}
+
+
+def _reach(rng: Rng, q_len: int, windows: float) -> dict[str, Any]:
+    """How far a row reads inside its document; `windows`: share of the masks that have one."""
     causal = bool(rng.random() < 0.7)
-    near = window(rng, q_len) if rng.random() < 0.4 else None
-    if near is not None and near == [-1, 0]:
-        causal = True  # without, libraries read it in two ways, and it is refused
-    return {"cu_seqlens": cu_seqlens, "causal": causal, "window": near}
+    near = window(rng, q_len) if rng.random() < windows else None
+    # Libraries read [-1, 0] of rows that are not causal in two ways, so it is refused.
+    return {"causal": causal or near == [-1, 0], "window": near}
 
 
 def _spans(rng: Rng, q_len: int, kv_len: int) -> dict[str, Any]:
@@ -111,14 +115,9 @@ def random_packing(rng: Rng, q_len: int, cross: bool, multiple: int | None) -> M
     kv_lens, kv_starts, kv_slots = q_lens, q_starts, q_slots
     if cross:
         kv_lens, kv_starts, kv_slots = _slots(rng, int(rng.integers(1, 2 * q_len + 1)), count, multiple)
-    causal = bool(rng.random() < 0.7)
-    near = window(rng, q_len) if rng.random() < 0.3 else None
-    if near is not None and near == [-1, 0]:
-        causal = True
     return MaskCase("packing", {
         "q_lens": q_lens, "kv_lens": kv_lens, "q_starts": q_starts, "kv_starts": kv_starts, "q_len": q_slots,
-        "kv_len": kv_slots, "causal": causal, "window": near,
-        "align": str(rng.choice(["top_left", "bottom_right"])),
+        "kv_len": kv_slots, **_reach(rng, q_len, 0.3), "align": str(rng.choice(["top_left", "bottom_right"])),
     })  # fmt: skip
 
 

@@ -88,8 +88,6 @@ def _collective_table(found: Figures) -> Table:
     caption = f"{MOST} of {len(most):,} that are exposed" if len(most) > MOST else None
     table = report_table("Most exposed collectives", columns, ("collective", "group", "why"), caption=caption)
     for one in most[:MOST]:
-        size = "" if one.num_bytes is None else num_bytes(one.num_bytes)
-        table.add_row(
-            describe_collective(one), one.group, size, milliseconds(one.ms), milliseconds(one.exposed), one.why
-        )
+        times = milliseconds(one.ms), milliseconds(one.exposed)
+        table.add_row(describe_collective(one), one.group, num_bytes(one.num_bytes), *times, one.why)
     return table

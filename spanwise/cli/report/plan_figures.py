@@ -156,8 +156,7 @@ def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
     intervals = tuple(plan.timeline(name).intervals)
     compute, exchange, exposed = np.zeros((3, plan.num_ranks))
     for rank in range(plan.num_ranks):
-        busy = _union([i for i in intervals if i.rank == rank and i.stream == "compute"])
-        moving = _union([i for i in intervals if i.rank == rank and i.stream == "exchange"])
+        busy, moving = (_union(intervals, rank, stream) for stream in ("compute", "exchange"))
         compute[rank], exchange[rank] = (float((runs[:, 1] - runs[:, 0]).sum()) for runs in (busy, moving))
         exposed[rank] = sum(stop - start for start, stop in uncovered(moving, busy))
     return MaskFigures(
@@ -182,10 +181,10 @@ def mask_figures(plan: Plan, name: str, note: str) -> MaskFigures:
     )
 
 
-def _union(intervals: list[Any]) -> np.ndarray:
-    """Union of the intervals, float ``[n, 2]``, ascending and disjoint."""
+def _union(intervals: tuple[Any, ...], rank: int, stream: str) -> np.ndarray:
+    """Seconds in which a stream of a rank is busy, float ``[n, 2]``, ascending and disjoint."""
     merged: list[list[float]] = []
-    for start, end in sorted((interval.start, interval.end) for interval in intervals):
+    for start, end in sorted((i.start, i.end) for i in intervals if i.rank == rank and i.stream == stream):
         if merged and start <= merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], end)
         else:
@@ -209,8 +208,7 @@ def uncovered(intervals: np.ndarray, cover: np.ndarray) -> list[tuple[float, flo
 
 def exposed_parts(intervals: tuple[Any, ...], rank: int) -> list[tuple[float, float]]:
     """(start, end) in seconds of each time that `rank` exchanges and computes nothing."""
-    of = {stream: [i for i in intervals if i.rank == rank and i.stream == stream] for stream in ("compute", "exchange")}
-    return uncovered(_union(of["exchange"]), _union(of["compute"]))
+    return uncovered(_union(intervals, rank, "exchange"), _union(intervals, rank, "compute"))
 
 
 def sample_ranks(values: np.ndarray, most: int) -> list[int]:

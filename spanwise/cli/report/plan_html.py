@@ -61,7 +61,7 @@ def _mask(result: Figures, mask: MaskFigures, key: str) -> dict[str, Any]:
         "gathered": gathered,
         "local_share": float(mask.local.sum()) / mask.pairs if mask.pairs else 1.0,
         "filled": mask.pairs / plan.seq_len**2,
-        "pieces": plan.num_chunks(mask.name),
+        "chunks": plan.num_chunks(mask.name),
         "received_words": _received(plan, mask),
         "crossing": [(group, _crossing(mask.traffic, group)) for group in groups],
         "partition": _svg(whole),

@@ -140,13 +140,13 @@ def _seconds_table(result: Figures) -> Table:
 
 
 def _candidate_table(result: Figures) -> Table:
-    columns = ("layout", "exchange", "pieces", "imbalance", "received a layer, mean", "most", "forward", "backward")
+    columns = ("layout", "exchange", "chunks", "imbalance", "received a layer, mean", "most", "forward", "backward")
     table = report_table("Candidates, fastest first", (*columns, "total"), ("layout", "exchange"))
     layers = sum(result.plan.weights.values())
     for one in ranked(result):
         of = one["seconds"]
         table.add_row(
-            one["balancer"] + (", recurrent layers contiguous" if one["relayout"] else ""),
+            one["balancer"],
             one["exchange"],
             str(one["stages"]),
             f"{one['imbalance']:.3f}",
@@ -166,7 +166,7 @@ def ranked(result: Figures) -> list[dict]:
 
 def is_chosen(plan: Plan, candidate: dict) -> bool:
     """Whether the plan is made the way of the `candidate`."""
-    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages", "relayout"))
+    return all(candidate[name] == getattr(plan, name) for name in ("balancer", "exchange", "stages"))
 
 
 def _comparison_table(comparison: Comparison) -> Table:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import spanwise
+
 # Describe the documents of the whole batch; wrong for a shard.
 DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
 
@@ -72,32 +74,46 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
     array([0, 3, 5])
     """
     rows, length = shape_of(batch)
-    starts = torch.zeros(rows, length, dtype=torch.bool)
-    starts[:, 0] = True
-    valid = _valid(batch.get("attention_mask"), rows, length)
     offsets, positions = batch.get("cu_seq_lens_q"), text_positions(batch.get("position_ids"))
-    if offsets is not None:
-        starts.view(-1)[_checked_offsets(offsets, rows * length)] = True
-    restarts = _restarts(positions, rows, length)
-    if valid is None:
-        if offsets is None and restarts is not None:
-            starts |= restarts
-        return Documents(rows, length, None, _offsets(starts.flatten()))
-    if offsets is not None:
-        raise ValueError(
-            "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
-        )
-    if restarts is not None:
-        inside = restarts & valid & torch.nn.functional.pad(valid, (1, -1))
-        if inside.any():
-            row, token = inside.nonzero()[0].tolist()
+    restarts = None if positions is None else _restarts(positions, rows, length)
+    if batch.get("attention_mask") is not None:
+        if offsets is not None:
             raise ValueError(
-                f"position_ids start anew at token {token} of row {row}, and attention_mask says that the row is one "
-                f"document; leave attention_mask out if the batch is packed"
+                "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
             )
-    starts = valid & ~torch.nn.functional.pad(valid, (1, -1))
-    keep = valid.flatten().nonzero().flatten()
-    return Documents(rows, length, keep if len(keep) < rows * length else None, _offsets(starts.flatten()[keep]))
+        return _padded(batch["attention_mask"], restarts, rows, length)
+    starts = np.arange(rows + 1) * length
+    if offsets is not None:
+        starts = np.union1d(starts, _checked_offsets(offsets, rows * length))
+    return Documents(rows, length, None, starts if restarts is None or offsets is not None else restarts)
+
+
+def _padded(mask: torch.Tensor, restarts: np.ndarray | None, rows: int, length: int) -> Documents:
+    """The documents of a padded batch, one a row.
+
+    Args:
+        restarts: where positions start anew in the flattened batch, with its end.
+    """
+    if tuple(mask.shape) != (rows, length):
+        raise ValueError(
+            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
+            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
+        )
+    mask = mask.detach().cpu()
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
+    packing = spanwise.Packing.from_attention_mask(mask.bool())
+    valid = packing.valid_q
+    if not valid.any():
+        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
+    for token in () if restarts is None else restarts[:-1]:
+        if token % length and valid[token] and valid[token - 1]:
+            raise ValueError(
+                f"position_ids start anew at token {token % length} of row {token // length}, and attention_mask says "
+                f"that the row is one document; leave attention_mask out if the batch is packed"
+            )
+    keep = None if valid.all() else torch.from_numpy(np.flatnonzero(valid))
+    return Documents(rows, length, keep, np.unique(np.append(0, np.cumsum(packing.q_lens))))
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -122,45 +138,16 @@ def text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
     return positions[0] if positions.shape[0] == 4 else None  # time, height and width do not count tokens
 
 
-def _valid(mask: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    if tuple(mask.shape) != (rows, length):
-        raise ValueError(
-            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
-            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
-        )
-    mask = mask.detach().cpu()
-    valid = mask.bool()
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
-    runs = (valid & ~torch.nn.functional.pad(valid, (1, -1))).sum(dim=1)
-    if (runs > 1).any():
-        raise ValueError(
-            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the "
-            f"left and right of a row only"
-        )
-    if not valid.any():
-        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
-    return valid
-
-
-def _checked_offsets(offsets: Any, total: int) -> torch.Tensor:
-    """Starts of documents, without empty ones."""
+def _checked_offsets(offsets: Any, total: int) -> np.ndarray:
+    """Offsets of documents in the flattened batch."""
     offsets = torch.as_tensor(offsets).detach().flatten().long().cpu()
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
         raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
-    return offsets[:-1][offsets.diff() > 0]
+    return offsets.numpy()
 
 
-def _restarts(positions: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
-    """bool ``[B, S]``: whether a position does not follow its predecessor in the row."""
-    if positions is None:
-        return None
+def _restarts(positions: torch.Tensor, rows: int, length: int) -> np.ndarray:
+    """Offsets in the flattened batch: a document starts where a position does not follow its predecessor in the row."""
     if positions.shape[1] != length or positions.shape[0] not in (1, rows):
         raise ValueError(f"position_ids must be [B, S] = {(rows, length)}, got shape {tuple(positions.shape)}")
-    return torch.nn.functional.pad(positions.detach().cpu().diff(dim=-1) != 1, (1, 0)).expand(rows, -1)
-
-
-def _offsets(starts: torch.Tensor) -> np.ndarray:
-    return np.concatenate([starts.nonzero().flatten().numpy(), [len(starts)]]).astype(np.int64)
+    return spanwise.Packing.from_position_ids(positions.expand(rows, -1)).q_offsets

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import spanwise
+from spanwise.attention.verify_gradients import summed, whole
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
@@ -134,32 +134,13 @@ def _gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor],
         raise RuntimeError(
             f"gradients of {sorted(set(got) ^ set(want))[:4]} exist on one device or cut, and not on both"
         )
-    norms = {name: _whole(x).norm().item() for name, x in want.items()}
+    norms = {name: whole(x).norm().item() for name, x in want.items()}
     floor = 1e-3 * max(norms.values(), default=0.0)
     worst = 0.0
     for name, reference in want.items():
-        gradient = _whole(_mean(got[name], mesh))
-        worst = max(worst, (gradient - _whole(reference)).norm().item() / max(norms[name], floor, 1e-30))
+        gradient = summed(got[name], mesh) / mesh.size()
+        worst = max(worst, (gradient - whole(reference)).norm().item() / max(norms[name], floor, 1e-30))
     return worst
-
-
-def _mean(gradient: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient averaged over the cp mesh, where no wrapper such as FSDP2 has done so."""
-    local = gradient
-    if isinstance(gradient, DTensor):
-        if set(mesh.mesh.flatten().tolist()) <= set(gradient.device_mesh.mesh.flatten().tolist()):
-            return gradient
-        local = gradient.to_local()
-    total = local.clone()
-    dist.all_reduce(total, group=mesh.get_group())
-    total /= mesh.size()
-    if isinstance(gradient, DTensor):
-        return DTensor.from_local(total, gradient.device_mesh, gradient.placements, run_check=False)
-    return total
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).double()
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import Role, arguments, attribute, nodes_in, tensors_of, traits
+from spanwise.overlap.fx.operators import Role, attribute, named_arguments, nodes_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ def node_flops(node: fx.Node) -> float:
     else:
         flops = _composite_flops(node, packet)
     if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
-        named = dict(arguments(node, traits(node)))
+        named = named_arguments(node)
         if named.get("is_causal"):
             q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
             seen = min(q_len, kv_len)
@@ -175,7 +175,7 @@ def _is_counted(op: _torch.OpOverload) -> bool:
 def _composite_flops(node: fx.Node, packet: Any) -> float:
     if packet in _COMPOSITE:
         names, formula = _COMPOSITE[packet]
-        named = dict(arguments(node, traits(node)))
+        named = named_arguments(node)
         given = [_value(arg) for name in names for arg in nodes_in(named.get(name))]
         shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
         if len(shapes) > len(names) and (flops := formula(*shapes)) is not None:
@@ -234,6 +234,6 @@ def _flops_when_run(op: Any, args: Any, kwargs: Any) -> float:
 
 
 def _spans_are_known(node: fx.Node) -> bool:
-    named = dict(arguments(node, traits(node)))
+    named = named_arguments(node)
     spans = [named[name].meta for name in ("start", "end") if name in named]
     return bool(spans) and not any(map(_torch.is_fake, (meta.get("known", meta.get("val")) for meta in spans)))

@@ -26,6 +26,7 @@ from spanwise.overlap.fx.operators import (
     arguments,
     group_of,
     is_free,
+    named_arguments,
     nodes_in,
     tensors_in,
     tensors_of,
@@ -281,7 +282,7 @@ class CostModel:
     def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
         sent = received = 0
         for node in nodes:
-            given = dict(arguments(node, traits(node)))
+            given = named_arguments(node)
             inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
             sent += sum(t.nbytes for n in inputs for t in tensors_of(n))
             received += sum(t.nbytes for t in tensors_of(node))

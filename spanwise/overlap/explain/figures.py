@@ -29,10 +29,10 @@ class Collective:
     Attributes:
         start: number of its start in the timeline's dag.
         name: name of that node.
-        operator: the operator's name; "" if unknown.
+        operator: the operator's name.
         group: label of its process group.
         members: number of collectives of the given graph that it replaces.
-        num_bytes: the larger of its operands and its results; None if unknown.
+        num_bytes: the larger of its operands and its results.
         ms: its time. `begin`: when it begins on its stream. `issued`: when the compute stream reaches its start.
         reason: why it is exposed; None if it is hidden.
         spread: for a bucket, milliseconds between the times at which its first and its last member could be issued
@@ -44,7 +44,7 @@ class Collective:
     operator: str
     group: str
     members: int
-    num_bytes: int | None
+    num_bytes: int
     ms: float
     begin: float
     issued: float

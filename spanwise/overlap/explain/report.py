@@ -259,8 +259,8 @@ def _exposed_rows(found: Figures) -> list[str]:
     """Lines of the table of the most exposed collectives; none if none is exposed."""
     rows = [("most exposed", "group", "size", "takes", "exposed", "why")]
     for one in found.most_exposed[:MOST]:
-        size = "" if one.num_bytes is None else num_bytes(one.num_bytes)
-        rows.append((one.name, one.group, size, milliseconds(one.ms), milliseconds(one.exposed), one.why))
+        times = milliseconds(one.ms), milliseconds(one.exposed)
+        rows.append((one.name, one.group, num_bytes(one.num_bytes), *times, one.why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map("{:{}{}}".format, row, "<<>>><", widths)).rstrip() for row in rows]
     return ["", *lines] if len(rows) > 1 else []

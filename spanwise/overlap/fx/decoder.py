@@ -240,7 +240,7 @@ class _Parameter(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.dp) / ctx.dp.size, None, None, None
 
 
-class _Moved(torch.autograd.Function):
+class Moved(torch.autograd.Function):
     """Move dim 0 over an axis by `there`, and its gradient by `back`."""
 
     @staticmethod
@@ -261,12 +261,12 @@ class _Moved(torch.autograd.Function):
 
 def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Gather dim 0 of all ranks; the gradient is reduce-scattered."""
-    return _Moved.apply(x, axis, _all_gather, _reduce_scatter)
+    return Moved.apply(x, axis, _all_gather, _reduce_scatter)
 
 
 def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over all ranks and keep this rank's part of dim 0; the gradient is gathered."""
-    return _Moved.apply(x, axis, _reduce_scatter, _all_gather)
+    return Moved.apply(x, axis, _reduce_scatter, _all_gather)
 
 
 class _Flash(torch.autograd.Function):

@@ -176,7 +176,7 @@ def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
         for node in gm.graph.nodes:
             if node.target in operators.STARTS:
                 sizes = found.setdefault(operators.group_of(node), {})
-                given = dict(operators.arguments(node, operators.traits(node)))
+                given = operators.named_arguments(node)
                 rows = given.get("output_split_sizes")  # of an all-to-all: one per rank
                 size = len(rows) if isinstance(rows, (list, tuple)) else given.get("group_size")
                 if isinstance(size, int):

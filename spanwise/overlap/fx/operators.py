@@ -285,6 +285,11 @@ def arguments(node: fx.Node, known: Traits) -> Iterator[tuple[str, Any]]:
     yield from node.kwargs.items()
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """`arguments` of a node, as a dict."""
+    return dict(arguments(node, traits(node)))
+
+
 def nodes_in(value: Any) -> Iterator[fx.Node]:
     """All nodes of an argument."""
     if isinstance(value, fx.Node):
@@ -298,7 +303,7 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 def group_of(node: fx.Node) -> str:
     """Name of the process group of a collective; `GraphError` if the graph does not contain it."""
-    group = dict(arguments(node, traits(node))).get("group_name")
+    group = named_arguments(node).get("group_name")
     if isinstance(group, torch.distributed.ProcessGroup):
         return _torch.group_name(group)
     if not isinstance(group, str) or not group:

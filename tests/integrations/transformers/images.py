@@ -11,31 +11,18 @@ from transformers import PreTrainedModel
 
 from tests.integrations.transformers import tiny
 
-_TEXT: dict[str, Any] = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=96,
-    vocab_size=tiny.VOCAB,
-    head_dim=16,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 _VISION: dict[str, Any] = dict(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=14
 )
 _IMAGE, _VIDEO, _START, _END = 150, 151, 152, 153
 _QWEN_IDS = dict(image_token_id=_IMAGE, video_token_id=_VIDEO, vision_start_token_id=_START, vision_end_token_id=_END)
-_QWEN_TEXT = _TEXT | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+_QWEN_TEXT = tiny.COMMON | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
 _QWEN_VISION = dict(num_heads=2, patch_size=7, spatial_merge_size=2, temporal_patch_size=1)
 TOKENS = 4  # of an image, and of a frame of a video
 
 
 def _llava() -> PreTrainedModel:
-    text, vision = transformers.LlamaConfig(**_TEXT), transformers.CLIPVisionConfig(**_VISION)
+    text, vision = transformers.LlamaConfig(**tiny.COMMON), transformers.CLIPVisionConfig(**_VISION)
     config = transformers.LlavaConfig(
         text_config=text, vision_config=vision, image_token_id=_IMAGE, image_token_index=_IMAGE, vision_feature_layer=-1
     )
@@ -43,7 +30,7 @@ def _llava() -> PreTrainedModel:
 
 
 def _gemma3() -> PreTrainedModel:
-    text = _TEXT | dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    text = tiny.COMMON | dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
     config = transformers.Gemma3Config(
         text_config=text, vision_config=_VISION, image_token_id=_IMAGE, boi_token_id=_START, eoi_token_id=_END,
         mm_tokens_per_image=TOKENS,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 Documents = list[torch.Tensor]
 
 VOCAB = 160
-_COMMON: dict[str, Any] = dict(
+COMMON: dict[str, Any] = dict(
     hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=4,
@@ -116,8 +116,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "smollm3": ("smollm3", dict(no_rope_layers=[1, 0]), {"head_dim"}),
     "ministral3": ("ministral3", {}, set()),
     "gpt_neox": ("gpt_neox", dict(hidden_dropout=0.0), {"head_dim", "num_key_value_heads"}),
-    "gpt2": ("gpt2", _GPT, set(_COMMON)),
-    "gpt_bigcode": ("gpt_bigcode", _GPT, set(_COMMON)),
+    "gpt2": ("gpt2", _GPT, set(COMMON)),
+    "gpt_bigcode": ("gpt_bigcode", _GPT, set(COMMON)),
     "opt": (
         "opt",
         dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
@@ -189,7 +189,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 def config_of(name: str, **changes: Any) -> Any:
     """The configuration called `name`."""
     kind, values, lacks = CONFIGS[name]
-    common = {key: value for key, value in _COMMON.items() if key not in lacks}
+    common = {key: value for key, value in COMMON.items() if key not in lacks}
     return AutoConfig.for_model(kind, **{**common, **values, **changes})
 
 
