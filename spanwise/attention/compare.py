@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,6 @@ _COMPILED = {
     "relayout": ("dtype, requires grad", "features of a token"),
 }
 _COMPILED_RECURRENCE = ("dtypes, requires grad, options", "shapes of a token")
-
-_Tensors = TypeVar("_Tensors", bound=torch.Tensor | None)
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
 # The first returns a copy of `plan`, for the second. That depends on a gradient, and so on nothing in a forward graph;
@@ -151,15 +149,14 @@ def _compare_compiled(
     return _Compiled(torch.ops.spanwise.compare_call(digest, groups, name, said, sizes), groups, name, said)
 
 
-def compare_backward(outputs: tuple[_Tensors, ...], compare: Compare | None) -> tuple[_Tensors, ...]:
+def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None) -> tuple[torch.Tensor, ...]:
     """The `outputs` of a call, whose backward begins with `compare`.
 
     It waits until all ranks have made the call, so that no gradient comes from calls that differ. And it compares the
     backward as a call of its own: a rank that has left out one of several equal calls differs only there.
     """
     if isinstance(compare, _Compiled):
-        marked = iter(_InBackward.apply(*compare, *[out for out in outputs if out is not None]))
-        return tuple([None if out is None else next(marked) for out in outputs])
+        return _InBackward.apply(*compare, *outputs)
     if compare is None:
         return outputs
     last = -1
@@ -171,9 +168,8 @@ def compare_backward(outputs: tuple[_Tensors, ...], compare: Compare | None) -> 
             compare()
 
     for out in outputs:
-        node = None if out is None else out.grad_fn
-        if node is not None:
-            node.register_prehook(once)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(once)
     return outputs
 
 
