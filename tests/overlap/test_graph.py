@@ -482,6 +482,22 @@ def test_operators_that_return_nothing_and_write_nothing_are_barriers() -> None:
     assert captured.barriers == (1,) and deps(captured, "note") == {"sin"} and deps(captured, "cos") == {"note"}
 
 
+def test_assertions_on_sizes_are_free() -> None:
+    """torch.compile makes them for an all-to-all whose sizes are known only when it runs."""
+
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        for op in (ATEN._assert_scalar.default, ATEN.sym_constrain_range_for_size.default):
+            text = ("must hold",) if op is ATEN._assert_scalar.default else ()
+            graph.call_function(op, (7, *text)).meta["val"] = None
+        y = graph.call_function(ATEN.cos.default, (x,))
+        y.meta["val"] = torch.empty(4, 4)
+        return y
+
+    captured = to_dag(by_hand(build), one)
+    assert captured.barriers == () and deps(captured, "cos") == set()
+    assert [node.ms for node in captured.dag.nodes] == [0.0, 0.0, 1.0]
+
+
 def test_collectives_stay_after_the_comparison_of_their_call(groups: dict[str, str]) -> None:
     """And nothing else does: attention of one call may overlap with the collectives of the next."""
     tp = groups["tp"]

@@ -1,7 +1,7 @@
 """Documents of a Hugging Face batch: which of its ``B * S`` tokens are kept, and where documents start among them.
 
-A batch is padded (`attention_mask`), packed (`cu_seq_lens_q`, or `position_ids` that start anew), or neither: then each
-row is a document.
+A batch is padded (`attention_mask`), packed (`cu_seq_lens_q`, `seq_idx`, `position_ids` that start anew), or neither:
+then each row is a document.
 """
 
 # B rows, S tokens a row, N tokens that are kept
@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-import spanwise
 
 # Describe the documents of the whole batch; wrong for a shard.
 DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
@@ -63,8 +61,9 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
         batch: ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, D]``, and at most one description of documents:
             ``attention_mask`` ``[B, S]``, 1 for tokens and 0 for padding, on the left or right of each row;
             ``cu_seq_lens_q``, offsets in the flattened batch; ``position_ids`` ``[B, S]`` or ``[1, S]`` (with four
-            rows in front, ``[4, B, S]``, the first counts), where a document starts wherever a number does not follow
-            its predecessor.
+            rows in front, ``[4, B, S]``, the first counts), where a document starts wherever they do not grow;
+            ``seq_idx`` ``[B, S]``, the number of each token's document. Position ids that skip numbers need one of
+            the other descriptions, and ``seq_idx`` may stand beside one that agrees with it.
 
     Raises:
         ValueError: no tokens, shapes that do not match, padding inside a row, or descriptions that contradict.
@@ -74,46 +73,37 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
     array([0, 3, 5])
     """
     rows, length = shape_of(batch)
+    starts = torch.zeros(rows, length, dtype=torch.bool)
+    starts[:, 0] = True
+    valid = _valid(batch.get("attention_mask"), rows, length)
     offsets, positions = batch.get("cu_seq_lens_q"), text_positions(batch.get("position_ids"))
-    restarts = None if positions is None else _restarts(positions, rows, length)
-    if batch.get("attention_mask") is not None:
-        if offsets is not None:
-            raise ValueError(
-                "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
-            )
-        return _padded(batch["attention_mask"], restarts, rows, length)
-    starts = np.arange(rows + 1) * length
     if offsets is not None:
-        starts = np.union1d(starts, _checked_offsets(offsets, rows * length))
-    return Documents(rows, length, None, starts if restarts is None or offsets is not None else restarts)
-
-
-def _padded(mask: torch.Tensor, restarts: np.ndarray | None, rows: int, length: int) -> Documents:
-    """The documents of a padded batch, one a row.
-
-    Args:
-        restarts: where positions start anew in the flattened batch, with its end.
-    """
-    if tuple(mask.shape) != (rows, length):
+        starts.view(-1)[_checked_offsets(offsets, rows * length)] = True
+    steps, changes = _steps(positions, rows, length), _changes(batch.get("seq_idx"), rows, length)
+    if valid is None:
+        if offsets is None and steps is not None:
+            _check_no_skip(steps)
+            starts |= steps < 1
+        elif offsets is None and changes is not None:
+            starts |= changes
+        _check_seq_idx(changes, starts)
+        return Documents(rows, length, None, _offsets(starts.flatten()))
+    if offsets is not None:
         raise ValueError(
-            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
-            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
+            "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
         )
-    mask = mask.detach().cpu()
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
-    packing = spanwise.Packing.from_attention_mask(mask.bool())
-    valid = packing.valid_q
-    if not valid.any():
-        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
-    for token in () if restarts is None else restarts[:-1]:
-        if token % length and valid[token] and valid[token - 1]:
+    _check_seq_idx(changes, ~(valid & torch.nn.functional.pad(valid, (1, -1))))
+    if steps is not None:
+        inside = (steps < 1) & valid & torch.nn.functional.pad(valid, (1, -1))
+        if inside.any():
+            row, token = inside.nonzero()[0].tolist()
             raise ValueError(
-                f"position_ids start anew at token {token % length} of row {token // length}, and attention_mask says "
-                f"that the row is one document; leave attention_mask out if the batch is packed"
+                f"position_ids start anew at token {token} of row {row}, and attention_mask says that the row is one "
+                f"document; leave attention_mask out if the batch is packed"
             )
-    keep = None if valid.all() else torch.from_numpy(np.flatnonzero(valid))
-    return Documents(rows, length, keep, np.unique(np.append(0, np.cumsum(packing.q_lens))))
+    starts = valid & ~torch.nn.functional.pad(valid, (1, -1))
+    keep = valid.flatten().nonzero().flatten()
+    return Documents(rows, length, keep if len(keep) < rows * length else None, _offsets(starts.flatten()[keep]))
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -138,16 +128,79 @@ def text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
     return positions[0] if positions.shape[0] == 4 else None  # time, height and width do not count tokens
 
 
-def _checked_offsets(offsets: Any, total: int) -> np.ndarray:
-    """Offsets of documents in the flattened batch."""
+def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask must be a tensor [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got a "
+            f"{type(mask).__name__}; masks of the model's kinds of layers follow from its config"
+        )
+    if tuple(mask.shape) != (rows, length):
+        raise ValueError(
+            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
+            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
+        )
+    mask = mask.detach().cpu()
+    valid = mask.bool()
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
+    runs = (valid & ~torch.nn.functional.pad(valid, (1, -1))).sum(dim=1)
+    if (runs > 1).any():
+        raise ValueError(
+            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the "
+            f"left and right of a row only"
+        )
+    if not valid.any():
+        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
+    return valid
+
+
+def _checked_offsets(offsets: Any, total: int) -> torch.Tensor:
+    """Starts of documents, without empty ones."""
     offsets = torch.as_tensor(offsets).detach().flatten().long().cpu()
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
         raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
-    return offsets.numpy()
+    return offsets[:-1][offsets.diff() > 0]
 
 
-def _restarts(positions: torch.Tensor, rows: int, length: int) -> np.ndarray:
-    """Offsets in the flattened batch: a document starts where a position does not follow its predecessor in the row."""
+def _steps(positions: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
+    """int64 ``[B, S]``: each position minus its predecessor in the row; 1 at the first token."""
+    if positions is None:
+        return None
     if positions.shape[1] != length or positions.shape[0] not in (1, rows):
         raise ValueError(f"position_ids must be [B, S] = {(rows, length)}, got shape {tuple(positions.shape)}")
-    return spanwise.Packing.from_position_ids(positions.expand(rows, -1)).q_offsets
+    return torch.nn.functional.pad(positions.detach().cpu().diff(dim=-1), (1, 0), value=1).expand(rows, -1)
+
+
+def _check_no_skip(steps: torch.Tensor) -> None:
+    """Raise ValueError for positions that skip numbers, as long documents are trained on in some methods."""
+    if (steps > 1).any():
+        row, token = (steps > 1).nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids grow by {int(steps[row, token])} at token {token} of row {row}, where a document may start "
+            f"or go on; pass an attention_mask of ones if each row is one document, or cu_seq_lens_q"
+        )
+
+
+def _changes(seq_idx: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
+    """bool ``[B, S]``: whether a token's document is not that of its predecessor in the row."""
+    if seq_idx is None:
+        return None
+    if tuple(seq_idx.shape) != (rows, length):
+        raise ValueError(f"seq_idx must be [B, S] = {(rows, length)}, got shape {tuple(seq_idx.shape)}")
+    return torch.nn.functional.pad(seq_idx.detach().cpu().diff(dim=-1) != 0, (1, 0))
+
+
+def _check_seq_idx(changes: torch.Tensor | None, starts: torch.Tensor) -> None:
+    """Raise ValueError where `seq_idx` changes inside a document that another description tells."""
+    if changes is not None and (changes & ~starts).any():
+        row, token = (changes & ~starts).nonzero()[0].tolist()
+        raise ValueError(
+            f"seq_idx changes at token {token} of row {row}, where no document starts by the rest of the batch; leave "
+            f"out what does not describe its documents"
+        )
+
+
+def _offsets(starts: torch.Tensor) -> np.ndarray:
+    return np.concatenate([starts.nonzero().flatten().numpy(), [len(starts)]]).astype(np.int64)

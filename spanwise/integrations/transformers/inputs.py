@@ -26,6 +26,7 @@ from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels")
+_CROSSED = ("encoder_hidden_states", "cross_attention_states")  # of another sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,17 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         **_routes(plan, documents, site, device),
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}
+    crossed = [name for name in _CROSSED if name in given]
+    if crossed:
+        raise ValueError(
+            f"{type(model).__name__} reads {crossed[0]} by cross attention, and another sequence is not cut; leave "
+            f"it out of the batch, or train with data parallelism"
+        )
+    if given.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise ValueError(
+            "output_attentions does not go with context parallelism, which makes no attention weights; call the model "
+            "without cutting, in evaluation mode"
+        )
     kept = given.pop("logits_to_keep", 0)
     if isinstance(kept, torch.Tensor) or kept:
         raise ValueError("logits_to_keep does not go with context parallelism: the logits of a rank are its shard's")

@@ -31,8 +31,11 @@ def layer_types(config: Any) -> tuple[str, ...]:
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-        kinds = [SLIDING if window is not None else CHUNKED if chunk is not None else FULL] * config.num_hidden_layers
+        number, windowed = (_of_all_layers(config, name) for name in ("num_hidden_layers", "sliding_window"))
+        if number is None:
+            raise ValueError(f"{type(config).__name__} tells neither layer_types nor num_hidden_layers, so no masks")
+        chunked = _of_all_layers(config, "attention_chunk_size")
+        kinds = [SLIDING if windowed is not None else CHUNKED if chunked is not None else FULL] * number
     known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
@@ -46,12 +49,22 @@ def layer_types(config: Any) -> tuple[str, ...]:
         )
     kinds = tuple(kinds[: config.num_hidden_layers])
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
-        if kind in kinds and not (getattr(config, name, None) or 0) > 0:
+        if kind in kinds and not (_of_all_layers(config, name) or 0) > 0:
             raise ValueError(
                 f"{type(config).__name__} has layers of type {kind!r} and {name}={getattr(config, name, None)}; set "
                 f"{name} to a number of tokens, or other layer_types"
             )
     return kinds
+
+
+def _of_all_layers(config: Any, name: str) -> Any:
+    """A value of a config; None without it. ValueError where layers have values of their own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:
+        raise ValueError(
+            f"layers of {type(config).__name__} differ in {name}; context parallelism takes one value for all of a kind"
+        ) from error
 
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:

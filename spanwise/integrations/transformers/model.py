@@ -78,7 +78,7 @@ def context_parallel(
     if hasattr(base, SITE):
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
     decoder = _checked_decoder(base)
-    _set_attention(base)
+    _set_attention(base, decoder)
     kinds = layer_kinds(base.config)
     for name, module in decoder.named_modules():
         if hasattr(module, "layer_idx"):  # by its path: shared layers have another number, or none
@@ -104,7 +104,7 @@ def context_parallel(
     return model
 
 
-def _checked_decoder(model: PreTrainedModel) -> nn.Module:
+def _checked_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of `model`, after the checks that need no batch."""
     name = type(model).__name__
     layer_kinds(model.config)
@@ -123,9 +123,16 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
             f"it to 0"
         )
     decoder = model.get_decoder()
+    while isinstance(decoder, PreTrainedModel) and decoder.get_decoder() is not decoder:  # a model with a head
+        decoder = decoder.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
         decoder = model.base_model
     check_known(decoder)
+    if getattr(decoder, "pooler", None) is not None:
+        raise ValueError(
+            f"the pooler of {type(decoder).__name__} reads the first token of a sequence, which another rank may hold; "
+            f"load the model with add_pooling_layer=False, or take one with a head for causal language models"
+        )
     masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
     if masked:
         raise ValueError(
@@ -153,7 +160,7 @@ def _checked_decoder(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _set_attention(model: PreTrainedModel) -> None:
+def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Let the layers of the decoder take their attention from `attention.register`."""
     text = model.config.get_text_config()
     if NO_ATTENTION in mask_weights(text):
@@ -163,6 +170,8 @@ def _set_attention(model: PreTrainedModel) -> None:
     name = register(before)
     if type(model)._can_set_attn_implementation():
         model.set_attn_implementation({key: name} if key else name)
+    elif type(decoder)._can_set_attn_implementation():  # an encoder of images cannot
+        decoder.set_attn_implementation(name)
     if text._attn_implementation != name:
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface; context parallelism needs a "
@@ -203,6 +212,8 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
                 f"it, or by a wrapper that calls forward itself; call the model, or pass hf.prepare(batch, model)"
             )
         return None
+    if not torch.compiler.is_compiling():
+        planned.reached.append(True)
     kwargs = by_name(decoder, args) | kwargs
     mask = kwargs.get("attention_mask")
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -218,6 +229,11 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After the model: its loss is the one that knows of ranks."""
     planned: PlannedBatch | None = kwargs.get(ARGUMENT)
+    if planned is not None and not planned.reached and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"{type(model).__name__} does not pass the plan on to its decoder, which computed on one rank's tokens "
+            f"alone; context parallelism needs a model that passes keyword arguments on"
+        )
     if (
         planned is None
         or kwargs.get("labels") is None
@@ -235,7 +251,9 @@ def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
         )
     known, version = planned.losses.pop()
     # Auxiliary losses of experts are computed from the router logits of all ranks.
-    if (loss is not known or loss._version != version) and not getattr(model.config, "output_router_logits", False):
+    experts = kwargs.get("output_router_logits")
+    experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
+    if (loss is not known or loss._version != version) and not experts:
         raise ValueError(
             f"{type(model).__name__} adds a term to its loss, which would be of one rank's tokens; leave labels out of "
             f"the batch, and add the term to spanwise.cross_entropy after spanwise.unshard of what it is made of"

@@ -29,6 +29,7 @@ class PlannedBatch:
         route: how layers that carry a state pass it on; None where the model has none.
         there, back: between the layout of attention and that of layers that carry a state; None where it is the same.
         losses: losses of this batch over all ranks, and how often each was changed in place when it was returned.
+        reached: not empty once the decoder was called with this batch.
     """
 
     plan: spanwise.RankPlan
@@ -39,6 +40,7 @@ class PlannedBatch:
     there: spanwise.RelayoutRoute | None = None
     back: spanwise.RelayoutRoute | None = None
     losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
+    reached: list[bool] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def positions(self) -> torch.Tensor:

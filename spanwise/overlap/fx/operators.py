@@ -105,6 +105,17 @@ _RANGES = frozenset(
     {_profiler._record_function_enter, _profiler._record_function_enter_new, _profiler._record_function_exit}
 )
 
+# Assertions on sizes that the host has. torch.export puts one before every cast. Sizes that are known at run time, such
+# as those of an all-to-all between experts, have two each: as barriers they would keep all collectives in place.
+_SIZE_CHECKS = frozenset(
+    {
+        _aten._assert_scalar,
+        _aten._assert_tensor_metadata,
+        _aten.sym_constrain_range,
+        _aten.sym_constrain_range_for_size,
+    }
+)
+
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 
@@ -201,7 +212,7 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
     handles = any("torch.classes." in str(a.type) for a in arguments)
     if op.namespace in _COMMUNICATION or "group_name" in names or "process_group" in names:
         return known(Role.BARRIER, communicates=True)
-    if op.overloadpacket is _aten._assert_tensor_metadata:  # torch.export puts one before every cast
+    if op.overloadpacket in _SIZE_CHECKS:
         return known(Role.FREE)
     if op.overloadpacket in _RANGES:
         return known(Role.FREE, ordered=True)

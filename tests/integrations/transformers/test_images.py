@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+import transformers
 
 from spanwise.integrations import transformers as hf
 from spanwise.integrations.transformers.documents import find_documents
@@ -45,6 +46,32 @@ def test_text_alone(name: str) -> None:
     model = images.model_of(name)
     results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
     tiny.check(results, images.reference(name, model, documents))
+
+
+def test_an_encoder_of_images_without_attention_interface() -> None:
+    """The decoder has it."""
+    text = {name: x for name, x in images._TEXT.items() if name != "head_dim"} | {"model_type": "qwen2"}
+    vision = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_dim=32, image_size=32, output_channels=8
+    )
+    config = transformers.GotOcr2Config(text_config=text, vision_config=vision | {"global_attn_indexes": [0]})
+    model = tiny.randomized(transformers.GotOcr2ForConditionalGeneration(config)).train()
+    documents = tiny.documents_of((23, 41))
+    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
+    tiny.check(results, tiny.reference(model, documents, attention="sdpa"))
+
+
+def test_a_decoder_with_a_head_of_its_own() -> None:
+    """A text model for causal language modeling inside of one for images, with layers that carry a state."""
+    text = tiny.config_of("nemotron_h").to_dict()
+    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, video_temporal_patch_size=2)
+    config = transformers.AutoConfig.for_model(
+        "nemotron_h_omni", text_config=text, vision_config=vision, projector_hidden_size=32, vision_hidden_size=32
+    )
+    model = tiny.randomized(transformers.AutoModelForImageTextToText.from_config(config)).train()
+    documents = tiny.documents_of((23, 41))
+    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
+    tiny.check(results, tiny.reference(model, documents))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import torch
+
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
@@ -31,6 +33,34 @@ def test_forms_of_a_batch(name: str) -> None:
     forms = [tiny.packed(documents, "cu_seq_lens_q"), tiny.padded(documents, "left"), tiny.padded(documents, "right")]
     for batch in forms:
         _compare(name, 2, batch, documents)
+
+
+def test_documents_by_seq_idx() -> None:
+    """As `DataCollatorWithFlattening` makes it for layers that carry a state; beside position_ids or alone."""
+    documents = tiny.documents_of(LENGTHS)
+    whole = tiny.packed(documents)
+    whole["seq_idx"] = torch.arange(len(documents)).repeat_interleave(torch.tensor(LENGTHS))[None]
+    for batch in (whole, {name: x for name, x in whole.items() if name != "position_ids"}):
+        _compare("lfm2", 2, batch, documents)
+
+
+@pytest.mark.parametrize("by", ["attention_mask", "cu_seq_lens_q"])
+def test_positions_that_skip_numbers(by: str) -> None:
+    """As training for long contexts on short documents makes them."""
+    (document,) = tiny.documents_of((40,))
+    positions = torch.cat([torch.arange(25), torch.arange(60, 75)])[None]
+    batch = tiny.packed([document], "cu_seq_lens_q") | {"position_ids": positions}
+    if by == "attention_mask":
+        batch = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+        batch["attention_mask"] = torch.ones_like(document)[None]
+    model = tiny.model_of("llama")
+    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
+    tiny.check(
+        results,
+        tiny.reference(
+            model, [document], [{"position_ids": positions, "attention_mask": torch.ones_like(document)[None]}]
+        ),
+    )
 
 
 EXCHANGES = ("needed", "all_gather", "ring", "ulysses")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BertModel, FNetModel, LlamaForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
@@ -37,15 +37,46 @@ def _attach(config: Any) -> None:
         ("deepseek_v32", {}, "layers of type .*indexed_attention"),
         ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
         ("camembert", SMALL | dict(is_decoder=True), "counts positions by a rule of its own"),
+        ("neomme", {}, "layers of NeoMMEConfig differ in sliding_window"),
+        ("perceiver", {}, "tells neither layer_types nor num_hidden_layers"),
     ],
 )
 def test_models(kind: str, values: dict[str, Any], text: str) -> None:
-    if kind == "deepseek_v32":
+    if kind in ("deepseek_v32", "neomme", "perceiver"):
         with pytest.raises(ValueError, match=text):
             hf.make_plan(BATCH, AutoConfig.for_model(kind), 2)
         return
     with pytest.raises(ValueError, match=text):
         _attach(AutoConfig.for_model(kind, **values))
+
+
+def test_poolers_and_layers_that_mix_all_tokens() -> None:
+    bert, fnet = tiny.config_of("bert"), AutoConfig.for_model("fnet", hidden_size=64, num_hidden_layers=2)
+    for model, text in (
+        (BertModel(bert), "the pooler of BertModel reads the first token"),
+        (FNetModel(fnet, add_pooling_layer=False), "FNetFourierTransform"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run_ranks(1, lambda rank, mesh, model=model: hf.context_parallel(model, mesh))
+    run_ranks(1, lambda rank, mesh: hf.context_parallel(BertModel(bert, add_pooling_layer=False), mesh))
+
+
+class WithoutKeywords(LlamaForCausalLM):
+    """A model that keeps keyword arguments for itself."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids)
+
+
+def test_a_decoder_that_gets_no_plan() -> None:
+    model = WithoutKeywords(tiny.config_of("llama")).eval()
+
+    @torch.no_grad()
+    def on_rank(rank: int, mesh: Any) -> None:
+        model(**hf.prepare({"input_ids": BATCH["input_ids"]}, hf.context_parallel(model, mesh)))
+
+    with pytest.raises(ValueError, match="WithoutKeywords does not pass the plan on to its decoder"):
+        run_ranks(1, on_rank)
 
 
 def test_what_is_no_model() -> None:
@@ -81,11 +112,24 @@ def _call(name: str, batch: dict[str, Any], ranks: int = 2, **changes: Any) -> N
         (BATCH | {"labels": BATCH["labels"][:, 1:]}, r"labels must be \[B, S\]"),
         (BATCH | {"use_cache": True}, "use_cache=False"),
         (BATCH | {"logits_to_keep": 1}, "logits_to_keep"),
+        (BATCH | {"output_attentions": True}, "makes no attention weights"),
+        (BATCH | {"position_ids": 2 * torch.arange(64)[None]}, "grow by 2 at token 1 of row 0, where a document may"),
+        (BATCH | {"seq_idx": torch.arange(64)[None] // 32}, "seq_idx changes at token 32 of row 0, where no document"),
+        (BATCH | {"seq_idx": torch.zeros(64)}, r"seq_idx must be \[B, S\] = \(1, 64\), got shape \(64,\)"),
+        ({"input_ids": BATCH["input_ids"], "attention_mask": {"full_attention": None}}, "got a dict"),
     ],
 )
 def test_batches(batch: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         _call("llama", batch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_cross_attention(name: str) -> None:
+    """GPT-2 gives its cross attention neither the plan nor a mask; states as long as the batch would be cut."""
+    batch = BATCH | {"encoder_hidden_states": torch.randn(1, 64, 64)}
+    with pytest.raises(ValueError, match="reads encoder_hidden_states by cross attention"):
+        _call(name, batch, add_cross_attention=True)
 
 
 def test_padding_between_tokens() -> None:

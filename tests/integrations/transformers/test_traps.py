@@ -162,6 +162,13 @@ def test_tuples() -> None:
     tiny.check(run_ranks(2, on_rank), tiny.reference(tiny.model_of(name), DOCUMENTS))
 
 
+def test_an_auxiliary_loss_that_only_the_call_asks_for() -> None:
+    name, asked = "mixtral, auxiliary loss", {"output_router_logits": True}
+    models = tiny.copies(tiny.model_of(name, output_router_logits=False), 2)
+    results = run_ranks(2, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), BATCH | asked))
+    tiny.check(results, tiny.reference(tiny.model_of(name), DOCUMENTS))
+
+
 @pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])
 def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(longer: bool) -> None:
     """transformers keeps the frequencies of the longest batch so far; recomputed ones differ as on one device."""

@@ -47,7 +47,7 @@ _MIXERS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "RecurrentGemmaRecurrentBlock": {WHOLE: forwards.griffin},
 }
 # Class names of other modules that carry something along the sequence.
-_UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection")
+_UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
 _BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments on
 
 
