@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spanwise.hardware import Hardware
 from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import offsets_of_documents
@@ -35,9 +36,18 @@ class HostTraffic(NamedTuple):
     bound: int
 
 
+def host_groups(hardware: Hardware, num_groups: int, inner: int = 1) -> int | None:
+    """Groups of `inner` ranks on a host: the innermost level of the network that joins some groups, but not all.
+
+    None without hosts, and where hosts cut through groups.
+    """
+    sizes = (link.ranks // inner for link in hardware.links if link.ranks is not None and link.ranks % inner == 0)
+    return next((size for size in sizes if 1 < size < num_groups), None)
+
+
 def host_size(plan: PlanData) -> int | None:
-    """Ranks of a host: the innermost level of the plan's `hardware` that joins some of the ranks, but not all."""
-    return next((x.ranks for x in plan.hardware.links if x.ranks is not None and 1 < x.ranks < plan.num_ranks), None)
+    """Ranks of a host; None without hosts smaller than the plan."""
+    return host_groups(plan.hardware, plan.num_ranks)
 
 
 def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:

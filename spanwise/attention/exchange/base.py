@@ -68,6 +68,7 @@ class Exchange:
         passes: copies of a chunk's K/V as it arrives, and of its gradients as they leave.
         keeps_kv: default of ``keep_kv``.
         saves_memory: considered by "auto" under a memory budget only.
+        by_host: a token enters a host once; for hardware that has hosts.
     """
 
     name: ClassVar[str] = ""
@@ -79,6 +80,7 @@ class Exchange:
     passes: ClassVar[tuple[float, float]] = (2.0, 2.0)
     keeps_kv: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = False
+    by_host: ClassVar[bool] = False
 
     # ---------------------------------------------------------------- planning
 
