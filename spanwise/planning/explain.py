@@ -72,10 +72,12 @@ def _network(plan: PlanData, mask: str) -> list[str]:
     if size is not None:
         moved = network.host_traffic(plan, mask, size)
         share = moved.inside / max(moved.inside + moved.between, 1)
-        between, bound, once = (count / plan.num_ranks for count in (moved.between, moved.bound, moved.once))
+        between, bound, once, least = (count / plan.num_ranks for count in moved[2:])
+        each = plan.kv_exchange.by_host
         lines.append(
-            f"  hosts of {size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross, at "
-            f"least {bound:,.0f} in any layout as balanced; {once:,.0f} if a token entered a host once"
+            f"  hosts of {size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross"
+            f"{', each once a host' if each else ''}, at least {least if each else bound:,.0f} in any layout as balanced"
+            f"{'' if each else f'; {once:,.0f} if a token entered a host once'}"
         )
     return lines
 

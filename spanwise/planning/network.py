@@ -25,8 +25,9 @@ class HostTraffic(NamedTuple):
         inside: from ranks of the same host.
         between: from other hosts; a token counts for each rank that receives it.
         once: tokens that some rank of a host reads and none holds; each counts once a host.
-        bound: tokens that cross between hosts in every layout whose busiest rank has no more work than this plan's; see
-            `between_bound`.
+        bound: tokens that cross between hosts, counted for each rank that reads them, in every layout whose busiest rank
+            has no more work than this plan's; see `bounds`.
+        once_bound: the same bound where each counts once a host, as exchange "hierarchical" sends them.
     """
 
     host_size: int
@@ -34,6 +35,7 @@ class HostTraffic(NamedTuple):
     between: int
     once: int
     bound: int
+    once_bound: int
 
 
 def host_groups(hardware: Hardware, num_groups: int, inner: int = 1) -> int | None:
@@ -60,9 +62,8 @@ def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraf
         )
     tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
     inside = int(tokens[host[:, None] == host].sum())
-    return HostTraffic(
-        size, inside, int(tokens.sum()) - inside, _entering(plan, mask, host), between_bound(plan, mask, size)
-    )
+    between, once = int(tokens.sum()) - inside, _entering(plan, mask, host)
+    return HostTraffic(size, inside, between, once, *bounds(plan, mask, size))
 
 
 def peers(plan: PlanData, mask: str) -> list[Int64]:
@@ -90,13 +91,13 @@ def talking_groups(plan: PlanData, mask: str) -> list[Int64]:
     return sorted((group for group in groups if len(group) > 1), key=lambda group: (-len(group), group[0]))
 
 
-def between_bound(plan: PlanData, mask: str, size: int) -> int:
-    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that receives them.
+def bounds(plan: PlanData, mask: str, size: int) -> tuple[int, int]:
+    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that reads them, and once a host.
 
-    Holds for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
-    with more work than a host may have, C = W * size, add to it.
+    Hold for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
+    with more work than a host may have, C = W * size, add to them.
 
-    Proof for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that a rank has,
+    Proof of the first for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that a rank has,
     and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or more, which
     is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over all ranks:
     ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the host of q.
@@ -106,19 +107,25 @@ def between_bound(plan: PlanData, mask: str, size: int) -> int:
     hosts' sum is fixed, most mass is at high levels where all hosts but one are full (k full ones). V is largest where
     the highest levels meet the shortest rows (rearrangement), so ``V <= half the work + sum of c(work before q)``, with
     c(x) = C - x / k down to the level of the last host, and then (work of the document - x) / (k + 1).
+
+    Proof of the second: order the k hosts that have rows of the document by their last row. The rows after the last row
+    of host i are on the k - i hosts after it, so at least the work of the document - (k - i) C comes before their start.
+    Host i reads all keys of these first c(i) rows. All hosts together hold each key once, the last host reads all: so
+    they receive ``sum of c(i), i < k`` or more. Contiguous parts with full hosts last receive as many.
     """
     if plan.inner > 1 or plan.kv_layout != plan.layout:
-        return 0
+        return 0, 0
     of, most = plan.mask(mask), float(plan.work(mask).max())
-    total = 0.0
+    each = once = 0.0
     for row in range(plan.batch_size):
         at = traffic.row_of(of, row)
         offsets = offsets_of_documents([of], at)
         length = np.diff(offsets).astype(np.float64)
         for i in np.flatnonzero(length * (length + 1) / 2 > most * size):
             if _is_causal(of, at, int(offsets[i]), int(offsets[i + 1])):
-                total += _document_bound(int(length[i]), most, size)
-    return int(total)
+                each += _document_bound(int(length[i]), most, size)
+                once += _document_bound_once(int(length[i]), most * size)
+    return int(each), int(once)
 
 
 def _document_bound(length: int, most: float, size: int) -> float:
@@ -129,6 +136,14 @@ def _document_bound(length: int, most: float, size: int) -> float:
     full = np.floor(work / capacity)
     level = np.maximum(capacity - before / full, (work - before) / (full + 1))
     return max(0.0, float((np.square(area).sum() - level.sum() - work / 2) / most))
+
+
+def _document_bound_once(length: int, capacity: float) -> float:
+    """The second bound for one causal document; hosts have at most the work `capacity`."""
+    work = length * (length + 1) / 2
+    before = work - capacity * np.arange(1, np.ceil(work / capacity))
+    rows = (np.sqrt(1 + 8 * before) - 1) / 2  # of this work together
+    return float(np.ceil(rows - 1e-6).sum())
 
 
 def _is_causal(mask: SpanMask, row: int, first: int, last: int) -> bool:

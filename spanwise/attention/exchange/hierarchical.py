@@ -85,13 +85,14 @@ class Hierarchical(Exchange):
         self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
     ) -> Iterator[KV]:
         batch, routes = k.shape[0], [chunk.route for chunk in chunks]
-        pending: list[Any] = needed.start(needed.token_rows(k, v), routes[:1], peers.name, label)
+        labels = f"{label}, from their owners", f"{label}, passed on inside hosts"
+        pending: list[Any] = needed.start(needed.token_rows(k, v), routes[:1], peers.name, labels[0])
 
         def arrived(i: int) -> torch.Tensor:
-            one, what = pending.pop(), f"{label}, chunk {i + 1} of {len(routes)}"
+            one = pending.pop()
             if i + 1 == len(routes):
-                return needed.wait(one, routes[i], peers.name, what)
-            keys, passing = pass_on(one, routes[i], routes[i + 1], peers.name, what)
+                return needed.wait(one, routes[i], peers.name, labels[i])
+            keys, passing = pass_on(one, (routes[i], routes[i + 1]), peers.name, labels)
             pending.append(passing)
             return keys
 
@@ -132,18 +133,18 @@ class _PassOn(torch.autograd.Function):
     """Waits for the first all-to-all and starts the second with rows of it.
 
     Backward: waits for the gradients of the second, adds them to those of the first, and starts these on their way.
-    Arguments: data and anchor of the first, rows to pass on, sizes of both, name, label.
+    Arguments: data and anchor of the first, rows to pass on, sizes of both, name, labels of both.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        data_NF, anchor_SF, send, sizes, next_sizes, name, label = args
+        data_NF, anchor_SF, send, sizes, next_sizes, name, labels = args
         ctx.save_for_backward(send)
-        ctx.sizes, ctx.name, ctx.label, ctx.sum_dtype = sizes, name, label, anchor_SF.dtype
-        arrived_NF = failure.wait(data_NF, f"all-to-all of {label}", name)
+        ctx.sizes, ctx.name, ctx.labels, ctx.sum_dtype = sizes, name, labels, anchor_SF.dtype
+        arrived_NF = failure.wait(data_NF, f"all-to-all of {labels[0]}", name)
         passed_MF = arrived_NF.index_select(0, send)
         send_sizes, recv_sizes = needed.halves(next_sizes)
-        what = f"all-to-all inside hosts after {label}"
+        what = f"all-to-all of {labels[1]}"
         data = failure.start(what, name, _torch.start_all_to_all, passed_MF, recv_sizes, send_sizes, name)
         ctx.mark_non_differentiable(data)
         return arrived_NF, data, anchor(passed_MF.shape, passed_MF)
@@ -154,20 +155,22 @@ class _PassOn(torch.autograd.Function):
         grad_NF, _, pending = grads
         (send,) = ctx.saved_tensors
         send_sizes, recv_sizes = needed.halves(ctx.sizes)
-        passed_MF = failure.wait(pending, f"all-to-all of gradients inside hosts before {ctx.label}", ctx.name)
+        passed_MF = failure.wait(pending, f"all-to-all of gradients, {ctx.labels[1]}", ctx.name)
         total_NF = grad_NF.to(ctx.sum_dtype).index_add(0, send, passed_MF)
-        what = f"all-to-all of gradients, {ctx.label}"
+        what = f"all-to-all of gradients, {ctx.labels[0]}"
         home = failure.start(what, ctx.name, _torch.start_all_to_all, total_NF, send_sizes, recv_sizes, ctx.name)
         return None, returned(home), None, None, None, None, None
 
 
 def pass_on(
-    pending: needed.Pending, route: needed.Route, then: needed.Route, name: str, label: str
+    pending: needed.Pending, routes: tuple[needed.Route, needed.Route], name: str, labels: tuple[str, str]
 ) -> tuple[torch.Tensor, needed.Pending]:
-    """Wait for a chunk and start to pass rows of it on; returns its keys in order, ``[keys, F]``, and the next chunk.
+    """Wait for the first chunk and start to pass rows of it on; returns its keys in order, and the second chunk.
 
     Args:
-        route, then: of the chunk, and of the next; its `send` are rows of the first as they arrive.
+        routes: of both chunks; `send` of the second are rows of the first as they arrive.
+        labels: name the two transfers in errors.
     """
-    arrived_NF, *passing = _PassOn.apply(*pending, then.send, route.sizes, then.sizes, name, label)
+    route, then = routes
+    arrived_NF, *passing = _PassOn.apply(*pending, then.send, route.sizes, then.sizes, name, labels)
     return needed.in_order(arrived_NF, route), needed.Pending(*passing)
