@@ -25,9 +25,9 @@ class HostTraffic(NamedTuple):
         inside: from ranks of the same host.
         between: from other hosts; a token counts for each rank that receives it.
         once: tokens that some rank of a host reads and none holds; each counts once a host.
-        bound: tokens that cross between hosts, counted for each rank that reads them, in every layout whose busiest rank
-            has no more work than this plan's; see `bounds`.
-        once_bound: the same bound where each counts once a host, as exchange "hierarchical" sends them.
+        bound: tokens that cross between hosts in every layout whose busiest rank has no more work than this plan's,
+            counted for each rank that reads them; see `bounds`.
+        once_bound: the same, each counted once a host, as exchange "hierarchical" sends them.
     """
 
     host_size: int
@@ -97,11 +97,12 @@ def bounds(plan: PlanData, mask: str, size: int) -> tuple[int, int]:
     Hold for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
     with more work than a host may have, C = W * size, add to them.
 
-    Proof of the first for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that a rank has,
-    and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or more, which
-    is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over all ranks:
-    ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the host of q.
-    V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before it.
+    Proof of the first for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that
+    a rank has, and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or
+    more, which is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over
+    all ranks: ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the
+    host of q. V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before
+    it.
     Take each row's work as a mass a(q) with levels between w(q) - a(q) and w(q); then V is half the work of all rows
     plus the sum of level / a(q) over the mass. A host with work m <= C has mass evenly on the levels 0 to m. As the
     hosts' sum is fixed, most mass is at high levels where all hosts but one are full (k full ones). V is largest where
@@ -109,9 +110,9 @@ def bounds(plan: PlanData, mask: str, size: int) -> tuple[int, int]:
     c(x) = C - x / k down to the level of the last host, and then (work of the document - x) / (k + 1).
 
     Proof of the second: order the k hosts that have rows of the document by their last row. The rows after the last row
-    of host i are on the k - i hosts after it, so at least the work of the document - (k - i) C comes before their start.
-    Host i reads all keys of these first c(i) rows. All hosts together hold each key once, the last host reads all: so
-    they receive ``sum of c(i), i < k`` or more. Contiguous parts with full hosts last receive as many.
+    of host i are on the k - i hosts after it, so the c(i) rows up to it have the work of the document - (k - i) C or
+    more. Host i reads the keys of all of these. The last host reads all keys, and all hosts together hold each once: so
+    they receive ``sum of c(i), i < k`` or more. Contiguous parts, the last hosts full, receive as many.
     """
     if plan.inner > 1 or plan.kv_layout != plan.layout:
         return 0, 0

@@ -65,11 +65,16 @@ class _Pieces(NamedTuple):
         return np.column_stack([receiver, sender[piece], start, start + self.tokens[piece]])
 
 
+def places(plan: PlanData) -> int:
+    """Groups of ranks on a host; all of them where no host holds several."""
+    return network.host_groups(plan.hardware, plan.num_groups, plan.inner) or plan.num_groups
+
+
 def moves(plan: PlanData, mask: str) -> Moves:
     """How the rows of K/V travel that groups read and do not hold; computed once for a plan."""
     if (mask, "moves") not in plan.derived:
-        places = network.host_groups(plan.hardware, plan.num_groups, plan.inner) or plan.num_groups
-        load = np.zeros((-(-plan.num_groups // places), places), np.int64)
+        size = places(plan)
+        load = np.zeros((-(-plan.num_groups // size), size), np.int64)
         rows = range(num_rows(plan.mask(mask), plan.layout))
         tables = [_row_moves(plan.needs_of_all(mask, row), plan.kv_groups, row, load) for row in rows]
         plan.derived[mask, "moves"] = Moves(*(np.concatenate(each) for each in zip(*tables, strict=True)))

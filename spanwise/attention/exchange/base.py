@@ -125,6 +125,13 @@ class Exchange:
         tables = (table.T if gradients else table for table in over_ranks(plan, plan.moved(mask)))
         return np.array([plan.hardware.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
 
+    def joined(self, plan: PlanData, mask: str) -> Int64 | None:
+        """Which ranks wait for one another in each chunk's collective: those with equal numbers, int64 ``[n, P]``.
+
+        A rank with a negative number takes no part. None: all wait for all.
+        """
+        return None
+
     def chunk_work(self, plan: PlanData, mask: str) -> Float64:
         """(query, key) pairs of each chunk, ``[P, n]``; here in proportion to its tokens."""
         received = over_ranks(plan, plan.moved(mask)).sum(axis=2).T

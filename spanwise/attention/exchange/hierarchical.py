@@ -64,6 +64,12 @@ class Hierarchical(Exchange):
         moments += [plan.keep_kv * came[0] + 2 * chunk for chunk in came[1:]]
         return np.asarray(np.max(moments, axis=0))
 
+    def joined(self, plan: PlanData, mask: str) -> Int64 | None:
+        tokens, rank = plan.moved(mask), np.arange(plan.num_ranks)
+        takes_part = np.repeat((tokens.sum(axis=1) + tokens.sum(axis=2)) > 0, plan.inner, axis=1)
+        host = rank // (relays.places(plan) * plan.inner)
+        return np.where(takes_part, np.arange(len(tokens))[:, None] * host, -1)  # the second chunk stays inside hosts
+
     def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
         rows, group, chunks = builder.rows(mask), builder.group, [builder.own(mask)]
         held = builder.held(group, rows)
