@@ -1,5 +1,8 @@
 """Planning for up to 1,024 ranks: CPU time, balance, and bytes between hosts beside a lower bound.
 
+Exchange "hierarchical" is compared with "needed" in the same layout: bytes that stay inside hosts, and the predicted
+seconds of attention in a step ("needed" in 1, 2 or 4 chunks, the best).
+
 Documents have lognormal lengths, as in packed training data. Masks of one document are there for comparison. Times are
 CPU seconds of one process with one thread; each is the least of a few calls. `floor` is the CPU time of the least that
 any plan has to do: read the mask once and sum its area.
@@ -25,6 +28,7 @@ from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
 
 HOST = 8
+SHAPE = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
 MIX = {"median 2k": (2_000, 1.6), "median 16k": (16_000, 1.2)}
 
 
@@ -78,16 +82,21 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
     """One row: CPU seconds, balance and traffic of the plan."""
 
     def planned(**options: Any) -> Any:
-        return spanwise.make_plan(mask, ranks, hardware=spanwise.H100, **options)
+        return spanwise.make_plan(mask, ranks, hardware=spanwise.H100, **SHAPE, **options)
 
     plan_seconds, plan = cpu_seconds(lambda: planned(balancer="local", exchange="needed", stages=1), repeats)
-    auto_seconds, auto = cpu_seconds(lambda: planned(num_q_heads=32, num_kv_heads=8, head_dim=128), 1)
+    auto_seconds, auto = cpu_seconds(lambda: planned(), 1)
     traffic_seconds, _ = cpu_seconds(lambda: plan.replace(layout=plan.layout).traffic(), 1)
     plan.traffic()
     build(plan, 0)  # digests the mask, once for all ranks
     tensor_seconds, _ = cpu_seconds(lambda: build(plan, 1), repeats + 1)
     moved, count = plan.host_traffic(host_size=HOST), np.array([len(one) for one in plan.peers()])
-    groups = plan.talking_groups()
+    groups, relayed = plan.talking_groups(), plan.replace(exchange="hierarchical")
+    plan.count()
+    relay_seconds, _ = cpu_seconds(relayed.moved, 1)
+    relayed_tensor_seconds, _ = cpu_seconds(lambda: build(relayed, 1), repeats + 1)
+    once = relayed.host_traffic(host_size=HOST)
+    needed_steps = [plan.replace(stages=stages).predict()["total"] for stages in (1, 2, 4)]
     return {
         "mask": name,
         "ranks": ranks,
@@ -107,6 +116,16 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
         "bound_a_rank": moved.bound / ranks,
         "between_over_bound": moved.between / moved.bound if moved.bound else None,
         "once_a_rank": moved.once / ranks,
+        "hierarchical": {
+            "relay_seconds": relay_seconds,
+            "tensor_seconds": relayed_tensor_seconds,
+            "inside_share": once.inside / max(once.inside + once.between, 1),
+            "between_a_rank": once.between / ranks,
+            "bound_a_rank": once.once_bound / ranks,
+            "between_over_bound": once.between / once.once_bound if once.once_bound else None,
+            "step_seconds": relayed.predict()["total"],
+            "needed_step_seconds": min(needed_steps),
+        },
         "peers_mean_max": [float(count.mean()), int(count.max())],
         "largest_group": len(groups[0]) if groups else 0,
     }

@@ -379,14 +379,30 @@ def grids() -> str:
 def plan_scale() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
-        over = "–" if row["between_over_bound"] is None else f"{row['between_over_bound']:.2f}"
         body.append(
             [row["mask"], f"{row['ranks']:,}", f"{row['plan_seconds']:.2f} ({row['floor_seconds']:.2f})",
-             f"{row['auto_seconds']:.2f}", f"{row['tensor_seconds']:.2f}", f"{row['imbalance']:.3f}",
-             f"{row['received_a_rank']:,.0f}", f"{row['inside_share']:.0%}", over, f"{row['once_a_rank']:,.0f}"]
+             f"{row['auto_seconds']:.2f}", row["auto_choice"], f"{row['tensor_seconds']:.2f}",
+             f"{row['imbalance']:.3f}", f"{row['received_a_rank']:,.0f}"]
         )  # fmt: skip
-    header = ["mask", "ranks", "local (floor), s", "auto, s", "tensors, s", "imbalance", "K/V tokens received a rank",
-              "inside hosts", "between hosts / bound", "entering a host, a rank"]  # fmt: skip
+    header = ["mask", "ranks", "local (floor), s", "auto, s", "auto takes", "tensors, s", "imbalance",
+              "K/V tokens received a rank"]  # fmt: skip
+    return table(header, body)
+
+
+def hosts() -> str:
+    body = []
+    for row in load("plan-scale")["rows"]:
+        both = row, row["hierarchical"]
+        over = ["–" if x["between_over_bound"] is None else f"{x['between_over_bound']:.2f}" for x in both]
+        steps = [f"{1e3 * row['hierarchical'][key]:,.0f}" for key in ("needed_step_seconds", "step_seconds")]
+        body.append(
+            [row["mask"], f"{row['ranks']:,}", *(f"{x['inside_share']:.0%}" for x in both),
+             *(f"{x['between_a_rank']:,.0f}" for x in both), *over, *steps,
+             f"{row['hierarchical']['relay_seconds']:.2f}"]
+        )  # fmt: skip
+    header = ["mask", "ranks", "inside hosts: needed", "hierarchical", "tokens between hosts, a rank: needed",
+              "hierarchical", "over its bound: needed", "hierarchical", "step, ms: needed", "hierarchical",
+              "relays, s"]  # fmt: skip
     return table(header, body)
 
 
@@ -438,6 +454,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "planning": planning,
     "plan scale": plan_scale,
+    "hosts": hosts,
     "fuzz": fuzz,
     "fuzz errors": fuzz_errors,
     "fuzz mutants": fuzz_mutants,

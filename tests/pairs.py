@@ -35,8 +35,8 @@ def covering(*axes: Sequence[Any], possible: Callable[..., bool] = lambda *cell:
 
 
 def named(value: Any) -> str | None:
-    """The id of a setting that is a dictionary: its values; of others pytest's own."""
-    return "-".join(map(str, value.values())) if isinstance(value, dict) else None
+    """The id of a setting that is a dictionary: its values, or their names; of others pytest's own."""
+    return "-".join(str(getattr(x, "name", x)) for x in value.values()) if isinstance(value, dict) else None
 
 
 def _values(axes: Sequence[Sequence[Any]], at: Sequence[int]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import torch
 from spanwise import _torch
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.layouts.runs import ragged_arange
-from spanwise.layouts.traffic import row_of
+from spanwise.layouts.traffic import num_rows, row_of
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
@@ -41,7 +41,7 @@ class ChunkBuilder:
 
     def rows(self, mask: str) -> int:
         """Batch rows that differ in mask or layout."""
-        return max(self.plan.mask(mask).batch_size, self.plan.layout.batch_size)
+        return num_rows(self.plan.mask(mask), self.plan.layout)
 
     def held(self, group: int, rows: int) -> list[Int64]:
         """Runs of the keys that a group holds, for each of `rows` batch rows."""

@@ -24,6 +24,11 @@ def row_of(x: SpanMask | Layout, row: int) -> int:
     return row if x.batch_size > 1 else 0
 
 
+def num_rows(mask: SpanMask, layout: Layout) -> int:
+    """Batch rows that differ in mask or layout; a single row serves all."""
+    return max(mask.batch_size, layout.batch_size)
+
+
 def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
     per_row = mask.area()

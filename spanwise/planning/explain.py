@@ -7,8 +7,10 @@ import numpy as np
 from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.explain.units import num_bytes
 from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning import documents, network, recurrent
+from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import predict
 
@@ -69,15 +71,26 @@ def _network(plan: PlanData, mask: str) -> list[str]:
     groups = network.talking_groups(plan, mask)
     largest = f"{len(groups)} groups that talk, the largest has {len(groups[0])} ranks" if groups else "no rank talks"
     lines = [f"  a rank talks to {count.mean():.1f} others on the mean, {count.max()} at most; {largest}"]
-    if size is not None:
-        moved = network.host_traffic(plan, mask, size)
-        share = moved.inside / max(moved.inside + moved.between, 1)
-        between, bound, once = (count / plan.num_ranks for count in (moved.between, moved.bound, moved.once))
-        lines.append(
-            f"  hosts of {size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross, at "
-            f"least {bound:,.0f} in any layout as balanced; {once:,.0f} if a token entered a host once"
-        )
-    return lines
+    return lines if size is None else [*lines, f"  {describe_hosts(plan, mask)}"]
+
+
+def describe_hosts(plan: PlanData, mask: str) -> str:
+    """What stays inside hosts and what crosses between them, on one line; for hardware with hosts.
+
+    >>> import spanwise
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4096), 16, exchange="hierarchical", hardware=spanwise.H100)
+    >>> describe_hosts(plan, "default").split(";")[0]
+    'hosts of 8 ranks: 89.9% of the K/V tokens stay inside'
+    """
+    moved = network.host_traffic(plan, mask)
+    share = moved.inside / max(moved.inside + moved.between, 1)
+    between, bound, once, least = (count / plan.num_ranks for count in moved[2:])
+    said = f"hosts of {moved.host_size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross"
+    if plan.num_q_heads and plan.head_dim:
+        said += f" ({num_bytes(between * float(kv_token_bytes(plan).mean()))})"
+    if plan.kv_exchange.by_host:
+        return f"{said}, each once a host, at least {least:,.0f} in any layout as balanced"
+    return f"{said}, at least {bound:,.0f} in any layout as balanced; {once:,.0f} if a token entered a host once"
 
 
 def _recurrent(plan: PlanData) -> list[str]:

@@ -64,7 +64,8 @@ def make_plan(
             other ranks, under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
             object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross attention) takes
             "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
-        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read), "ring"
+        exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read),
+            "hierarchical" (the same, but they enter each host of `hardware` once, where ranks pass them on), "ring"
             (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), an `Exchange` object,
             or "auto".
         stages: number of chunks in which "needed" brings the K/V, each computed while the next travels. None: 1, 2 or
@@ -95,10 +96,10 @@ def make_plan(
 
     "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local; lpt instead of local
     where the caller asks for all_gather, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2
-    or 4 chunks; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which is never
-    the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
-    comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
-    where plans change from batch to batch.
+    or 4 chunks; hierarchical, if the ranks are on several hosts of `hardware`; Ulysses, if the number of heads is given
+    and divides; under a `memory_budget` the ring, which is never the fastest. The simplest within 5 % of the fastest is
+    taken; `Plan.candidates` and `Plan.reason` show the comparison. `torch.compile` makes one graph for each exchange
+    and number of chunks: name `exchange` and `stages` where plans change from batch to batch.
 
     Raises:
         ValueError: masks that differ in length or batch size, unknown names, bad numbers, heads that Ulysses cannot

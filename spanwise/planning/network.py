@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spanwise.hardware import Hardware
 from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import offsets_of_documents
@@ -24,8 +25,9 @@ class HostTraffic(NamedTuple):
         inside: from ranks of the same host.
         between: from other hosts; a token counts for each rank that receives it.
         once: tokens that some rank of a host reads and none holds; each counts once a host.
-        bound: tokens that cross between hosts in every layout whose busiest rank has no more work than this plan's; see
-            `between_bound`.
+        bound: tokens that cross between hosts in every layout whose busiest rank has no more work than this plan's,
+            counted for each rank that reads them; see `bounds`.
+        once_bound: the same, each counted once a host, as exchange "hierarchical" sends them.
     """
 
     host_size: int
@@ -33,11 +35,21 @@ class HostTraffic(NamedTuple):
     between: int
     once: int
     bound: int
+    once_bound: int
+
+
+def host_groups(hardware: Hardware, num_groups: int, inner: int = 1) -> int | None:
+    """Groups of `inner` ranks on a host: the innermost level of the network that joins some groups, but not all.
+
+    None without hosts, and where hosts cut through groups.
+    """
+    sizes = (link.ranks // inner for link in hardware.links if link.ranks is not None and link.ranks % inner == 0)
+    return next((size for size in sizes if 1 < size < num_groups), None)
 
 
 def host_size(plan: PlanData) -> int | None:
-    """Ranks of a host: the innermost level of the plan's `hardware` that joins some of the ranks, but not all."""
-    return next((x.ranks for x in plan.hardware.links if x.ranks is not None and 1 < x.ranks < plan.num_ranks), None)
+    """Ranks of a host; None without hosts smaller than the plan."""
+    return host_groups(plan.hardware, plan.num_ranks)
 
 
 def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:
@@ -50,9 +62,8 @@ def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraf
         )
     tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
     inside = int(tokens[host[:, None] == host].sum())
-    return HostTraffic(
-        size, inside, int(tokens.sum()) - inside, _entering(plan, mask, host), between_bound(plan, mask, size)
-    )
+    between, once = int(tokens.sum()) - inside, _entering(plan, mask, host)
+    return HostTraffic(size, inside, between, once, *bounds(plan, mask, size))
 
 
 def peers(plan: PlanData, mask: str) -> list[Int64]:
@@ -80,35 +91,42 @@ def talking_groups(plan: PlanData, mask: str) -> list[Int64]:
     return sorted((group for group in groups if len(group) > 1), key=lambda group: (-len(group), group[0]))
 
 
-def between_bound(plan: PlanData, mask: str, size: int) -> int:
-    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that receives them.
+def bounds(plan: PlanData, mask: str, size: int) -> tuple[int, int]:
+    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that reads them, and once a host.
 
-    Holds for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
-    with more work than a host may have, C = W * size, add to it.
+    Hold for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
+    with more work than a host may have, C = W * size, add to them.
 
-    Proof for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that a rank has,
-    and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or more, which
-    is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over all ranks:
-    ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the host of q.
-    V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before it.
+    Proof of the first for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that
+    a rank has, and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or
+    more, which is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over
+    all ranks: ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the
+    host of q. V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before
+    it.
     Take each row's work as a mass a(q) with levels between w(q) - a(q) and w(q); then V is half the work of all rows
     plus the sum of level / a(q) over the mass. A host with work m <= C has mass evenly on the levels 0 to m. As the
     hosts' sum is fixed, most mass is at high levels where all hosts but one are full (k full ones). V is largest where
     the highest levels meet the shortest rows (rearrangement), so ``V <= half the work + sum of c(work before q)``, with
     c(x) = C - x / k down to the level of the last host, and then (work of the document - x) / (k + 1).
+
+    Proof of the second: order the k hosts that have rows of the document by their last row. The rows after the last row
+    of host i are on the k - i hosts after it, so the c(i) rows up to it have the work of the document - (k - i) C or
+    more. Host i reads the keys of all of these. The last host reads all keys, and all hosts together hold each once: so
+    they receive ``sum of c(i), i < k`` or more. Contiguous parts, the last hosts full, receive as many.
     """
     if plan.inner > 1 or plan.kv_layout != plan.layout:
-        return 0
+        return 0, 0
     of, most = plan.mask(mask), float(plan.work(mask).max())
-    total = 0.0
+    each = once = 0.0
     for row in range(plan.batch_size):
         at = traffic.row_of(of, row)
         offsets = offsets_of_documents([of], at)
         length = np.diff(offsets).astype(np.float64)
         for i in np.flatnonzero(length * (length + 1) / 2 > most * size):
             if _is_causal(of, at, int(offsets[i]), int(offsets[i + 1])):
-                total += _document_bound(int(length[i]), most, size)
-    return int(total)
+                each += _document_bound(int(length[i]), most, size)
+                once += _document_bound_once(int(length[i]), most * size)
+    return int(each), int(once)
 
 
 def _document_bound(length: int, most: float, size: int) -> float:
@@ -119,6 +137,14 @@ def _document_bound(length: int, most: float, size: int) -> float:
     full = np.floor(work / capacity)
     level = np.maximum(capacity - before / full, (work - before) / (full + 1))
     return max(0.0, float((np.square(area).sum() - level.sum() - work / 2) / most))
+
+
+def _document_bound_once(length: int, capacity: float) -> float:
+    """The second bound for one causal document; hosts have at most the work `capacity`."""
+    work = length * (length + 1) / 2
+    before = work - capacity * np.arange(1, np.ceil(work / capacity))
+    rows = (np.sqrt(1 + 8 * before) - 1) / 2  # of this work together
+    return float(np.ceil(rows - 1e-6).sum())
 
 
 def _is_causal(mask: SpanMask, row: int, first: int, last: int) -> bool:

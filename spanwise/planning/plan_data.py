@@ -45,6 +45,7 @@ class KVExchange(Protocol):
     passes: ClassVar[tuple[float, float]]
     keeps_kv: ClassVar[bool]
     saves_memory: ClassVar[bool]
+    by_host: ClassVar[bool]
 
     def levels(self, num_ranks: int) -> tuple[int, int]: ...
     def chunk_counts(self, stages: int | None) -> tuple[int, ...]: ...
@@ -54,6 +55,7 @@ class KVExchange(Protocol):
     def most_held(self, plan: PlanData, mask: str) -> Int64: ...
     def packed(self, plan: PlanData, mask: str) -> Int64: ...
     def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64: ...
+    def joined(self, plan: PlanData, mask: str) -> Int64 | None: ...
     def chunk_work(self, plan: PlanData, mask: str) -> Float64: ...
     def chunks(self, builder: Any, mask: str) -> Any: ...
 
@@ -187,12 +189,14 @@ class PlanData:
 
     def moved(self, mask: str = "default") -> Int64:
         """Tokens of each chunk and pair of groups, with padding; int64 ``[chunks, G receivers, G senders]``."""
-        if mask not in self._moved:
-            self._moved[mask] = self.kv_exchange.moved(self, mask)
-        return self._moved[mask]
+        if (mask, "moved") not in self.derived:
+            self.derived[mask, "moved"] = self.kv_exchange.moved(self, mask)
+        moved: Int64 = self.derived[mask, "moved"]
+        return moved
 
     @functools.cached_property
-    def _moved(self) -> dict[str, Int64]:
+    def derived(self) -> dict[tuple[str, str], Any]:
+        """Tables of the exchange, by mask and name, computed once for this object."""
         return {}
 
     @property
@@ -308,10 +312,7 @@ class PlanData:
         return self.kv_exchange.num_chunks(self, mask)
 
     def recv_tokens(self, mask: str = "default") -> Int64:
-        """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``.
-
-        The sums of `traffic` by receiver.
-        """
+        """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``."""
         return self.traffic(mask).sum(axis=1)
 
     # ---------------------------------------------------------------- the attention's shape

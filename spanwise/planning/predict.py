@@ -69,9 +69,10 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
         backward[:, -1] += output
     to_come = exchange.seconds(plan, mask, kv_bytes, gradients=False)
     to_return = exchange.seconds(plan, mask, grad_bytes, gradients=True)
+    refetch, joined = None if plan.keep_kv else to_come, exchange.joined(plan, mask)
     passes = (
-        timeline.forward(pack, forward, to_come, chained=exchange.chained),
-        timeline.backward(backward, to_return, unpack, None if plan.keep_kv else to_come, chained=exchange.chained),
+        timeline.forward(pack, forward, to_come, chained=exchange.chained, joined=joined),
+        timeline.backward(backward, to_return, unpack, refetch, chained=exchange.chained, joined=joined),
     )
     if plan.head_exchange is None:
         return timeline.Timeline(*passes)

@@ -12,7 +12,7 @@ from spanwise import hardware as rates
 from spanwise.attention.exchange import table
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import recurrence
+from spanwise.planning import network, recurrence
 from spanwise.planning.plan_data import KVExchange
 from spanwise.planning.recurrence import Recurrence
 
@@ -74,6 +74,7 @@ class Request:
             if exchange.levels(2) == (2, 1)
             and exchange.chunk_counts(self.stages)
             and (not exchange.saves_memory or (self.budget and self.stages is None))
+            and (not exchange.by_host or network.host_groups(self.hardware, *self.levels))
         ]
 
     def keeps_kv(self, exchange: KVExchange) -> bool:
@@ -117,6 +118,11 @@ def checked(
     if chosen is not None and not chosen.chunk_counts(stages):
         raise ValueError(
             f"exchange {chosen.name!r} brings K/V {chosen.arrival}, got stages={stages}; use exchange='needed'"
+        )
+    if chosen is not None and chosen.by_host and len((hardware or ASSUMED).links) == 1:
+        raise ValueError(
+            f"exchange {chosen.name!r} needs hardware that has hosts, such as spanwise.H100 or "
+            f"spanwise.H100.with_host_size(4); got {(hardware or ASSUMED).name!r} with one level of links"
         )
     if packing is not None:
         _check_packing(packing, masks, cu_seqlens)

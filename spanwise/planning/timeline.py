@@ -1,7 +1,7 @@
 """Simulated times of compute and collectives in one attention layer's forward and backward.
 
-Each rank has one compute stream, in order. All ranks share one exchange stream, in order. A collective on it begins
-when every rank has started it and the previous one has ended. Numbers only; `predict` derives them from a plan.
+Each rank has a compute stream and an exchange stream, both in order. A collective begins when all ranks that it joins
+have started it and their previous one has ended. Numbers only; `predict` derives them from a plan.
 
     forward    pack · local · chunk 1 (waits for its arrival) · … · chunk n
     backward   chunk n · (its gradients depart) · … · chunk 1 · local · sum (waits for the last gradients)
@@ -15,7 +15,7 @@ import dataclasses
 
 import numpy as np
 
-from spanwise.masks.arrays import Float64
+from spanwise.masks.arrays import Float64, Int64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ class Timeline:
         return tuple(found)
 
 
-def forward(pack: Float64, attention: Float64, exchange: Float64, *, chained: bool = False) -> Pass:
+def forward(
+    pack: Float64, attention: Float64, exchange: Float64, *, chained: bool = False, joined: Int64 | None = None
+) -> Pass:
     """Simulate a forward.
 
     Args:
@@ -107,21 +109,41 @@ def forward(pack: Float64, attention: Float64, exchange: Float64, *, chained: bo
         exchange: ``[n]`` seconds of each chunk's collective.
         chained: ranks pass a chunk on (ring). Its collective starts when the ranks begin the previous chunk; otherwise
             all collectives start first.
+        joined: ``[n, P]``, the ranks with equal numbers wait for one another in a chunk's collective; a rank with a
+            negative one takes no part. None: all wait for all.
     """
     compute = np.concatenate([pack[:, None], attention], axis=1)
     start, end = np.empty(compute.shape), np.empty(compute.shape)
-    through = np.empty(len(exchange))
-    now, free = np.zeros(len(compute)), 0.0
+    through = np.empty((len(exchange), len(compute)))
+    now, free = np.zeros(len(compute)), np.zeros(len(compute))
     for i in range(compute.shape[1]):
         start[:, i] = np.maximum(now, through[i - 2] if i >= 2 else 0.0)
         depart = i - 1  # the first chunk leaves after packing; a ring's next when the previous one's turn begins
         if i >= 1 and depart < len(exchange):
-            ready = float(start[:, i].max()) if chained or depart == 0 else 0.0
-            through[depart] = free = max(free, ready) + exchange[depart]
+            ready = start[:, i] if chained or depart == 0 else np.zeros(len(compute))
+            ranks = None if joined is None else joined[depart]
+            through[depart] = free = _arrival(ready, free, float(exchange[depart]), ranks)
         now = end[:, i] = start[:, i] + compute[:, i]
     chunks = range(1, len(exchange) + 1)
     names = ("pack", "local attention", *(f"attention, chunk {i}" for i in chunks))
-    return Pass(names, start, end, tuple(f"K/V, chunk {i}" for i in chunks), through - exchange, through)
+    last = through.max(axis=1)
+    return Pass(names, start, end, tuple(f"K/V, chunk {i}" for i in chunks), last - exchange, last)
+
+
+def _arrival(ready: Float64, free: Float64, seconds: float, joined: Int64 | None = None) -> Float64:
+    """When a collective ends on each rank.
+
+    Args:
+        ready, free: ``[P]``, when each rank has started it, and when its stream is free.
+        seconds: of the collective.
+        joined: of its ranks, as in `forward`.
+    """
+    begin = np.maximum(ready, free)
+    if joined is None:
+        return np.full_like(begin, begin.max() + seconds)
+    latest = np.zeros(int(joined.max(initial=0)) + 1)
+    np.maximum.at(latest, joined[joined >= 0], begin[joined >= 0])
+    return np.where(joined < 0, begin, latest[joined] + seconds)
 
 
 def backward(
@@ -131,6 +153,7 @@ def backward(
     refetch: Float64 | None = None,
     *,
     chained: bool = False,
+    joined: Int64 | None = None,
 ) -> Pass:
     """Simulate a backward.
 
@@ -141,17 +164,18 @@ def backward(
         refetch: ``[n]`` seconds of each chunk's K/V collective if the backward refetches: the next chunk departs when
             this one's turn begins.
         chained: a chunk's gradients are added to those of the chunk after it; a rank waits for these first.
+        joined: as in `forward`.
     """
     num_chunks = len(exchange)
     order = [*range(num_chunks - 1, -1, -1), -1]  # of the compute; -1 is the local part
     stream: list[tuple[str, float, float]] = []
-    arrived = [0.0] * num_chunks
-    home = 0.0  # arrival of the gradients sent last
+    arrived = [np.zeros(len(attention))] * num_chunks
+    home = free = np.zeros(len(attention))  # arrival of the gradients sent last, end of the last collective
 
-    def send(name: str, ready: float, seconds: float) -> float:
-        begin = max(ready, stream[-1][2] if stream else 0.0)
-        stream.append((name, begin, begin + seconds))
-        return begin + seconds
+    def send(name: str, ready: Float64, seconds: float, joined: Int64 | None = None) -> Float64:
+        through = _arrival(ready, free, seconds, joined)
+        stream.append((name, float(through.max()) - seconds, float(through.max())))
+        return through
 
     start, end = np.empty((len(attention), num_chunks + 2)), np.empty((len(attention), num_chunks + 2))
     now = np.zeros(len(attention))
@@ -159,13 +183,14 @@ def backward(
         if refetch is not None and i >= 0:
             for j in (i, i - 1) if turn == 0 else (i - 1,):
                 if j >= 0:
-                    arrived[j] = send(f"K/V refetched, chunk {j + 1}", float(now.max()), float(refetch[j]))
+                    arrived[j] = free = send(f"K/V refetched, chunk {j + 1}", now, float(refetch[j]))
         start[:, turn] = np.maximum(now, arrived[i] if i >= 0 else 0.0)
         now = end[:, turn] = start[:, turn] + attention[:, i + 1]
         if i >= 0:
             if chained:
                 now = np.maximum(now, home)
-            home = send(f"dK/dV, chunk {i + 1}", float(now.max()), float(exchange[i]))
+            ranks = None if joined is None else joined[i]
+            home = free = send(f"dK/dV, chunk {i + 1}", now, float(exchange[i]), ranks)
     start[:, -1] = np.maximum(now, home)
     end[:, -1] = start[:, -1] + unpack
     names = (*(f"attention backward, chunk {i + 1}" for i in order[:-1]), "local attention backward", "sum gradients")

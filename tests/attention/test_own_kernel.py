@@ -51,6 +51,7 @@ MASKS = {
 EXCHANGES: list[dict[str, Any]] = [
     {"exchange": "needed", "stages": 2},
     {"exchange": "all_gather"},
+    {"exchange": "hierarchical", "hardware": spanwise.H100.with_host_size(2)},
     {"exchange": "ring"},
     {"exchange": "ulysses"},
 ]

@@ -105,10 +105,10 @@ def test_balancers_of_the_caller_may_leave_ranks_empty() -> None:
     assert plan.layout.tokens_per_rank.tolist() == [300, 0, 0] and plan.block_size == 128
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring", "ulysses"])
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "hierarchical", "ring", "ulysses"])
 def test_fewer_tokens_than_ranks(exchange: str) -> None:
     """Ranks without tokens take part: outputs and gradients are those of one device."""
-    plan = spanwise.make_plan(SpanMask.causal(3), 4, exchange=exchange)
+    plan = spanwise.make_plan(SpanMask.causal(3), 4, exchange=exchange, hardware=spanwise.H100.with_host_size(2))
     problem = make_problem(plan.mask().dense(), heads=(4, 4))
     assert sorted(plan.layout.tokens_per_rank) == [0, 1, 1, 1]
 

@@ -41,13 +41,19 @@ def test_no_layout_beats_the_bound(length, ranks, size):
     mask = SpanMask.causal(length)
     area = np.arange(1, length + 1)
     least: dict[int, int] = {}
+    least_once: dict[int, int] = {}
     for owner in itertools.product(range(ranks), repeat=length):
         most = int(np.bincount(owner, area, ranks).max())
         if owner[0] == 0 and most < area.sum():
-            least[most] = min(least.get(most, 10**9), brute_force_crossing(mask, owner, size)[0])
+            each, once = brute_force_crossing(mask, owner, size)
+            least[most] = min(least.get(most, 10**9), each)
+            least_once[most] = min(least_once.get(most, 10**9), once)
     bounds = {most: network._document_bound(length, most, size) for most in least if most * size < area.sum()}
     assert all(bound <= least[most] + 1e-9 for most, bound in bounds.items())
     assert max(bounds.values()) > 0
+    once_bounds = {most: network._document_bound_once(length, most * size) for most in bounds}
+    assert all(bound <= least_once[most] for most, bound in once_bounds.items())
+    assert any(bound == least_once[most] > 0 for most, bound in once_bounds.items())  # as high as can be
 
 
 def test_the_bound_is_close_for_a_document_over_two_hosts():
@@ -56,6 +62,7 @@ def test_the_bound_is_close_for_a_document_over_two_hosts():
     edges = np.round(length * np.sqrt(np.arange(ranks + 1) / ranks)).astype(int)
     crossing = sum(edges[8] for _ in range(8))
     work = np.diff(edges.astype(float) * (edges + 1) / 2).max()
+    assert 0.99 * edges[8] < network._document_bound_once(length, 8 * work) <= edges[8]
     assert 0.9 * crossing < network._document_bound(length, work, 8) <= crossing
 
 
@@ -83,3 +90,5 @@ def test_explain_tells_hosts_and_peers():
     text = make_plan(mask, 16, exchange="needed", hardware=spanwise.H100).explain()
     assert "a rank talks to" in text and "hosts of 8 ranks: " in text
     assert "hosts of" not in make_plan(mask, 4, exchange="needed").explain()
+    text = make_plan(mask, 16, exchange="hierarchical", hardware=spanwise.H100).explain()
+    assert "a rank cross, each once a host, at least" in text and "entered" not in text

@@ -16,14 +16,15 @@ import torch
 import spanwise
 from spanwise import AuxRequest
 from spanwise.layouts.packing import Packing
-from tests.pairs import covering
+from tests.pairs import covering, named
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_attention import mesh_of
+from tests.ranks.test_attention import HOSTS, mesh_of
 
 ONE_LEVEL = [
     {"exchange": "all_gather"},
     {"exchange": "needed", "stages": 1},
     {"exchange": "needed", "stages": 3},
+    {"exchange": "hierarchical", "hardware": HOSTS},
     {"exchange": "ring"},
     {"exchange": "ulysses"},
 ]
@@ -37,7 +38,7 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def ways(*ranks: int) -> list[Any]:
     """Parameters ``num_ranks, exchange``: every exchange on so many ranks, and on 2 x 2 of them."""
     cases = [(p, way) for p in ranks for way in ONE_LEVEL] + [((2, 2), way) for way in TWO_LEVELS]
-    return [pytest.param(p, way, id="-".join(map(str, (p, *way.values())))) for p, way in cases]
+    return [pytest.param(p, way, id=f"{p}-{named(way)}") for p, way in cases]
 
 
 def covering_ways(ranks: tuple[int, ...], *axes: Any) -> list[tuple[Any, ...]]:

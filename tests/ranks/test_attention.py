@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.ranks.harness import run_ranks
 
 LENGTH = 67  # divides by nothing
 CU_SEQLENS = [0, 1, 2, 19, 19, 40, 67]  # documents of length 1 and 0
+HOSTS = dataclasses.replace(spanwise.H100.with_host_size(2), name="hosts of 2")
 EXCHANGES = [
     {"exchange": "all_gather"},
     {"exchange": "all_gather", "keep_kv": False},
     {"exchange": "needed", "stages": 1},
     {"exchange": "needed", "stages": 3},
     {"exchange": "needed", "stages": 3, "keep_kv": False},
+    {"exchange": "hierarchical", "hardware": HOSTS},
     {"exchange": "ring"},
     {"exchange": "ring", "keep_kv": True},
     {"exchange": "ulysses"},
@@ -161,7 +164,7 @@ def test_batch_rows_with_masks_of_their_own(exchange: dict[str, Any], balancer: 
     check(problem, plan, run(problem, plan, kernel), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=named)
 def test_one_mask_for_a_whole_batch(exchange: dict[str, Any]) -> None:
     mask = SpanMask.causal(LENGTH)
     problem = make_problem(mask.dense(), batch=3)
@@ -169,7 +172,7 @@ def test_one_mask_for_a_whole_batch(exchange: dict[str, Any]) -> None:
     check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=named)
 @pytest.mark.parametrize(("heads", "tolerance"), [((4, 4), 2.5e-2), ((4, 1), 3.5e-2)])
 def test_bfloat16(exchange: dict[str, Any], heads: tuple[int, int], tolerance: float) -> None:
     mask = SpanMask.documents(CU_SEQLENS)
@@ -179,7 +182,7 @@ def test_bfloat16(exchange: dict[str, Any], heads: tuple[int, int], tolerance: f
         check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=named)
 def test_gradients_are_summed_in_float32(exchange: dict[str, Any]) -> None:
     """One key that all of eight ranks read: dv is a sum whose terms bfloat16 would lose one by one."""
     ranks = 8
@@ -201,7 +204,7 @@ def test_gradients_are_summed_in_float32(exchange: dict[str, Any]) -> None:
     assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=named)
 def test_ranks_without_tokens(exchange: dict[str, Any]) -> None:
     mask = SpanMask.causal(3)
     problem = make_problem(mask.dense())

@@ -17,8 +17,10 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
 from tests.oracle import Problem, make_problem, relative_error
+from tests.pairs import named
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_attention import HOSTS
 
 pytestmark = pytest.mark.compiles
 
@@ -138,7 +140,7 @@ def expected(exchange: str, pieces: int) -> tuple[list[str], list[str]]:
         return [*trade * 2, "wait", "wait", "sdpa", *trade, "wait"], [
             *trade, "wait", "sdpa backward", *trade * 2, "wait", "wait"
         ]  # fmt: skip
-    if exchange == "ring":
+    if exchange in ("ring", "hierarchical"):
         hop = ["all_to_all_single"]
         forward = [*hop, "sdpa", *["wait", *hop, "sdpa"] * (pieces - 1), "wait", "sdpa"]
         backward = ["sdpa backward", *hop, *["sdpa backward", "wait", *hop] * (pieces - 1), "sdpa backward", "wait"]
@@ -156,9 +158,10 @@ def expected(exchange: str, pieces: int) -> tuple[list[str], list[str]]:
         pytest.param(2, {"exchange": "needed", "stages": 3}, 5, marks=pytest.mark.slow),
         (3, {"exchange": "needed", "stages": 1, "reads": (3, 0, 1, 5, 1, 0, 2)}, 7),
         pytest.param(3, {"exchange": "ring", "keep_kv": True}, 4, marks=pytest.mark.slow),
+        (4, {"exchange": "hierarchical", "hardware": HOSTS}, 3),
         pytest.param(2, {"exchange": "ulysses"}, 5, marks=pytest.mark.slow),
     ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+    ids=named,
 )
 def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: dict[str, Any], num_plans: int) -> None:
     pieces = plan_number(0, num_ranks, **way).num_chunks()

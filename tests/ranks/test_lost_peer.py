@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention.exchange import failure, findings
+from tests.ranks.test_attention import HOSTS
 from tests.scripts import forked
 
 TIMEOUT = 2.0  # seconds, of the process groups
@@ -270,6 +271,7 @@ ATTENTION.append(({"exchange": "ring", "keep_kv": False}, "backward"))
 ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "hop 2 of 3 of K/V"))
 ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "hop 2 of 3 of gradients"))
 ATTENTION.append(({"exchange": "all_gather"}, "all-reduce of max_logit"))
+ATTENTION += [({"exchange": "hierarchical", "hardware": HOSTS}, moment) for moment in ("forward", "backward")]
 TWO_LEVELS = [
     ({"exchange": exchange}, moment)
     for exchange, moment in (("all_gather", "forward"), ("needed", "backward"), ("ring", "backward"))

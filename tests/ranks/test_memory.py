@@ -17,7 +17,7 @@ from spanwise.attention.attention import context_parallel_attention
 from spanwise.cli.bench import memory
 from spanwise.planning.explain import describe_exchange
 from tests.ranks.gloo import GlooPool
-from tests.ranks.test_attention import mesh_of
+from tests.ranks.test_attention import HOSTS, mesh_of
 
 LENGTH = 67  # divides by nothing
 
@@ -110,6 +110,7 @@ WAYS = [
     {"exchange": "all_gather", "keep_kv": True}, {"exchange": "all_gather", "keep_kv": False},
     {"exchange": "needed", "stages": 1}, {"exchange": "needed", "stages": 3},
     {"exchange": "needed", "stages": 3, "keep_kv": False},
+    {"exchange": "hierarchical", "hardware": HOSTS}, {"exchange": "hierarchical", "hardware": HOSTS, "keep_kv": False},
     {"exchange": "ring", "keep_kv": True}, {"exchange": "ring"},
 ]  # fmt: skip
 MASKS = {

@@ -68,6 +68,7 @@ class Exchange:
         passes: copies of a chunk's K/V as it arrives, and of its gradients as they leave.
         keeps_kv: default of ``keep_kv``.
         saves_memory: considered by "auto" under a memory budget only.
+        by_host: a token enters a host once; for hardware that has hosts.
     """
 
     name: ClassVar[str] = ""
@@ -79,6 +80,7 @@ class Exchange:
     passes: ClassVar[tuple[float, float]] = (2.0, 2.0)
     keeps_kv: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = False
+    by_host: ClassVar[bool] = False
 
     # ---------------------------------------------------------------- planning
 
@@ -122,6 +124,13 @@ class Exchange:
         """
         tables = (table.T if gradients else table for table in over_ranks(plan, plan.moved(mask)))
         return np.array([plan.hardware.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
+
+    def joined(self, plan: PlanData, mask: str) -> Int64 | None:
+        """Which ranks wait for one another in each chunk's collective: those with equal numbers, int64 ``[n, P]``.
+
+        A rank with a negative number takes no part. None: all wait for all.
+        """
+        return None
 
     def chunk_work(self, plan: PlanData, mask: str) -> Float64:
         """(query, key) pairs of each chunk, ``[P, n]``; here in proportion to its tokens."""

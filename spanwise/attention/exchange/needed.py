@@ -28,7 +28,7 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
 from spanwise.layouts.runs import count_tokens, merge_tokens, overlaps, positions_in, ragged_arange
-from spanwise.layouts.traffic import row_of
+from spanwise.layouts.traffic import num_rows, row_of
 from spanwise.masks.arrays import Int64
 from spanwise.planning import chunking
 from spanwise.planning.plan_data import PlanData
@@ -104,7 +104,7 @@ class Needed(Exchange):
             keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
             spare = builder.spare(int(np.count_nonzero(mine)))
             leaves = send_chunk == i
-            route = _route(builder, sender[mine], reader[leaves], place[leaves], spare)
+            route = route_of(builder, sender[mine], reader[leaves], place[leaves], spare)
             chunks.append(builder.chunk(mask, keys, route, spare=spare))
         return tuple(chunks)
 
@@ -112,15 +112,26 @@ class Needed(Exchange):
         self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], peers: Peers, label: str
     ) -> Iterator[KV]:
         batch, routes = k.shape[0], [chunk.route for chunk in chunks]
-        # All batch rows of a token in one row; they go to the same ranks (where they do not, batch is 1 here).
-        pending: list[Any] = start(side_by_side(k, v).transpose(0, 1).flatten(1), routes, peers.name, label)
+        pending: list[Any] = start(token_rows(k, v), routes, peers.name, label)
 
         def arrived(i: int) -> torch.Tensor:
             one, pending[i] = pending[i], None  # otherwise the buffer lives while the caller works on the chunk
-            what = f"{label}, chunk {i + 1} of {len(routes)}"
-            return wait(one, routes[i], peers.name, what).unflatten(1, (batch, -1)).transpose(0, 1)
+            return wait(one, routes[i], peers.name, f"{label}, chunk {i + 1} of {len(routes)}")
 
-        return (by_head(arrived(i), k, v) for i in range(len(routes)))
+        return (by_head(by_batch(arrived(i), batch), k, v) for i in range(len(routes)))
+
+
+def token_rows(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``[T, F]``, all batch rows of a token in one row.
+
+    They go to the same ranks; where they do not, the batch is 1.
+    """
+    return side_by_side(k, v).transpose(0, 1).flatten(1)
+
+
+def by_batch(rows_KF: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[B, K, F]``, the inverse of `token_rows` for received rows."""
+    return rows_KF.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def _lists(plan: PlanData, mask: str) -> tuple[Int64, int]:
@@ -128,8 +139,7 @@ def _lists(plan: PlanData, mask: str) -> tuple[Int64, int]:
 
     One list serves all batch rows, unless mask or layout differ between them.
     """
-    rows = max(plan.mask(mask).batch_size, plan.layout.batch_size)
-    alike = plan.batch_size // rows
+    alike = plan.batch_size // num_rows(plan.mask(mask), plan.layout)
     return plan.needed_traffic(mask) // alike, alike
 
 
@@ -164,12 +174,19 @@ def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> tupl
     return reader, place, chunk
 
 
-def _route(builder: ChunkBuilder, sender: Int64, reader: Int64, sent: Int64, spare: int) -> Route:
-    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent, by reader."""
-    device, groups = builder.device, builder.plan.num_groups
-    # Rows arrive by sending group, then batch row, then token; the chunk wants them by batch row, then token.
+def arrival(sender: Int64) -> Int64:
+    """For each key its place among the received rows.
+
+    Rows arrive by sending group, then batch row, then token; a chunk has them by batch row, then token.
+    """
     order = np.empty(len(sender), dtype=np.int64)
     order[np.argsort(sender, kind="stable")] = np.arange(len(order))
+    return order
+
+
+def route_of(builder: ChunkBuilder, sender: Int64, reader: Int64, sent: Int64, spare: int) -> Route:
+    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent, by reader."""
+    device, groups, order = builder.device, builder.plan.num_groups, arrival(sender)
     places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
     # With spare keys the size is never 0 or 1, and kernels must know that it is not 0.
     mark = _torch.mark_dynamic if builder.has_spare else _torch.mark_unbacked
@@ -206,7 +223,7 @@ class _Start(torch.autograd.Function):
         data, anchors = [], []
         for i, send in enumerate(sends):
             sent_SF = x_RF.index_select(0, send)
-            send_sizes, recv_sizes = _halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
+            send_sizes, recv_sizes = halves(sizes[2 * num_ranks * i : 2 * num_ranks * (i + 1)])
             what = f"all-to-all of {label}, chunk {i + 1} of {len(sends)}"
             data.append(failure.start(what, name, _torch.start_all_to_all, sent_SF, recv_sizes, send_sizes, name))
             anchors.append(anchor(sent_SF.shape, x_RF))
@@ -235,14 +252,15 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
         check_first_order()
-        send_sizes, recv_sizes = _halves(ctx.sizes)
+        send_sizes, recv_sizes = halves(ctx.sizes)
         what = f"all-to-all of gradients, {ctx.label}"
         sent_NF = grad_NF.to(ctx.sum_dtype)
         pending = failure.start(what, ctx.name, _torch.start_all_to_all, sent_NF, send_sizes, recv_sizes, ctx.name)
         return None, returned(pending), None, None, None
 
 
-def _halves(sizes: list[int]) -> tuple[list[int], list[int]]:
+def halves(sizes: list[int]) -> tuple[list[int], list[int]]:
+    """Rows sent and rows received, of `Route.sizes`."""
     return sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
 
 
@@ -260,7 +278,11 @@ def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) ->
 
 def wait(pending: Pending, route: Route, name: str, label: str) -> torch.Tensor:
     """Wait for one chunk; returns its keys in order, ``[keys, F]``."""
-    arrived_NF = _Wait.apply(*pending, route.sizes, name, label)
+    return in_order(_Wait.apply(*pending, route.sizes, name, label), route)
+
+
+def in_order(arrived_NF: torch.Tensor, route: Route) -> torch.Tensor:
+    """The keys of a chunk, ``[keys, F]``, from its rows as they arrived."""
     if route.spare:
         arrived_NF = torch.nn.functional.pad(arrived_NF, (0, 0, 0, 1))
     return arrived_NF.index_select(0, route.order)

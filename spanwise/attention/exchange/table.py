@@ -7,6 +7,7 @@ from typing import Any
 
 from spanwise.attention.exchange.all_gather import AllGather
 from spanwise.attention.exchange.base import Exchange
+from spanwise.attention.exchange.hierarchical import Hierarchical
 from spanwise.attention.exchange.needed import Needed
 from spanwise.attention.exchange.ring import Ring
 from spanwise.attention.exchange.ulysses import Ulysses
@@ -15,6 +16,7 @@ ULYSSES = Ulysses()  # also the trade inside groups of another exchange
 EXCHANGES: dict[str, Exchange] = {
     "all_gather": AllGather(),
     "needed": Needed(),
+    "hierarchical": Hierarchical(),
     "ring": Ring(),
     "ulysses": ULYSSES,
 }

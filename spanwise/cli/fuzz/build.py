@@ -85,6 +85,7 @@ def plan_of(case: Case) -> Plan:
         "num_ranks": outer if inner == 1 else case.levels,
         "balancer": case.balancer,
         "exchange": case.exchange,
+        "hardware": spanwise.H100.with_host_size(2 + case.index % 3) if case.exchange == "hierarchical" else None,
         "stages": case.stages,
         "keep_kv": case.keep_kv,
         "block_size": case.block_size,

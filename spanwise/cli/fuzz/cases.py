@@ -122,6 +122,8 @@ def random_case(seed: int, index: int) -> Case:
     stages = None
     if exchange in ("needed", "auto") and rng.random() < 0.8:
         stages = int(rng.choice([1, 2, 4]))
+    if exchange == "needed" and stages is None and index % 2:
+        exchange = "hierarchical"
     keep_kv = [None, True, False][int(rng.integers(0, 3))]
     if between == 1 and keep_kv is False:
         keep_kv = None

@@ -10,6 +10,8 @@ from spanwise.cli.report import grids, units, wording
 from spanwise.cli.report.compare import Comparison
 from spanwise.cli.report.plan_figures import Figures, MaskFigures, sample_ranks
 from spanwise.cli.report.terminal import console, report_table
+from spanwise.planning.explain import describe_hosts
+from spanwise.planning.network import host_size
 from spanwise.planning.plan import Plan
 
 #: Most rows of a table of ranks; of more ranks a sample is shown, from the busiest to the idlest.
@@ -63,6 +65,7 @@ def heading(result: Figures) -> list[str]:
         f"why: {plan.reason}",
         memory_line(result),
         *([] if plan.inner == 1 else [heads_line(plan)]),
+        *([] if host_size(plan) is None else [describe_hosts(plan, name) for name in plan.masks]),
     ]
 
 

@@ -1,0 +1,110 @@
+"""Which rank passes what on, against tables of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import spanwise
+from spanwise import SpanMask, make_plan
+from spanwise.attention.rank_plan import build
+from spanwise.layouts.traffic import num_rows
+from spanwise.planning import network, relays
+from spanwise.planning.plan import Plan
+from tests.planning.test_traffic import Dense, problems
+
+
+@given(problems(exchange="hierarchical"), st.integers(2, 8))
+def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], host_size: int) -> None:
+    plan, dense = problem
+    plan = plan.replace(hardware=spanwise.H100.with_host_size(host_size))
+    groups = plan.num_groups
+    places = network.host_groups(plan.hardware, groups, plan.inner) or groups
+    host = np.arange(groups) // places
+    found = relays.moves(plan, "default")
+    for row in range(num_rows(plan.mask(), plan.layout)):
+        owner = dense.kv_rank[row] // plan.inner
+        came = np.zeros((groups, plan.kv_len), int)
+        for _, receiver, sender, start, stop in found.direct[found.direct[:, 0] == row]:
+            assert (owner[start:stop] == sender).all()
+            came[receiver, start:stop] += 1
+        direct = came > 0
+        for _, receiver, sender, start, stop in found.passed[found.passed[:, 0] == row]:
+            assert host[sender] == host[receiver]
+            assert direct[sender, start:stop].all() and (host[owner[start:stop]] != host[receiver]).all()
+            came[receiver, start:stop] += 1
+        reads = np.stack([dense.reads(group, plan.inner)[row] & (owner != group) for group in range(groups)])
+        assert (came == reads).all()
+        for one in range(host[-1] + 1):
+            entering = direct[host == one][:, host[owner] != one].sum(axis=0)
+            assert (entering == reads[host == one][:, host[owner] != one].any(axis=0)).all()
+
+
+@given(problems(exchange="hierarchical"), st.integers(2, 4))
+def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size: int) -> None:
+    """On every pair of ranks, in each all-to-all; and all of it is in `moved`."""
+    plan, _ = problem
+    plan = plan.replace(hardware=spanwise.H100.with_host_size(host_size))
+    alike = plan.batch_size // num_rows(plan.mask(), plan.layout)
+    chunks = [build(plan, group * plan.inner).chunks["default"][1:] for group in range(plan.num_groups)]
+    if plan.exchange == "ulysses":
+        return
+    assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.moved())}
+    for i, tokens in enumerate(plan.moved()):
+        sizes = np.array([of_rank[i].route.sizes for of_rank in chunks])
+        sent, received = np.split(alike * sizes, 2, axis=1)
+        assert (received == sent.T).all() and (received == tokens).all()
+    assert (plan.moved().sum(axis=(0, 2)) == plan.needed_traffic().sum(axis=1)).all()
+
+
+@given(
+    arrays.arrays(np.int64, (3, 5), elements=st.integers(0, 30)),
+    arrays.arrays(bool, (3, 5)),
+    arrays.arrays(np.int64, 3, elements=st.integers(1, 60)),
+)
+def test_shares_go_to_the_least_loaded(load: np.ndarray, may: np.ndarray, amount: np.ndarray) -> None:
+    may[:, 2] = True  # somebody reads it
+    shares = relays._filled(load, may, amount)
+    for one, allowed, tokens, share in zip(load, may, amount, shares, strict=True):
+        level = one.copy()
+        for _ in range(tokens):  # one after another
+            level[np.flatnonzero(allowed)[np.argmin(level[allowed])]] += 1
+        assert share.sum() == tokens and (share >= 0).all() and not share[~allowed].any()
+        assert sorted((one + share)[allowed]) == sorted(level[allowed])
+
+
+@pytest.mark.parametrize("places", [2, 3, 4])
+def test_relays_share_what_enters(places: int) -> None:
+    mask = SpanMask.causal(960)
+    hardware = spanwise.H100.with_host_size(places)
+    plan = make_plan(mask, 12, balancer="contiguous", exchange="hierarchical", hardware=hardware, block_size=1)
+    host = np.arange(12) // places
+    entered = (plan.moved()[0] * (host[:, None] != host)).sum(axis=1)
+    assert entered.tolist() == [80 * (rank // places * places) // places for rank in range(12)]
+    moved = plan.host_traffic()
+    assert moved.between == moved.once == entered.sum()
+    assert make_plan(mask, 12, balancer="contiguous", exchange="needed").host_traffic(host_size=places).between == (
+        places * moved.once
+    )
+
+
+def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
+    plan = make_plan(
+        SpanMask.sliding_window(512, 32), 8, balancer="contiguous", exchange="hierarchical",
+        hardware=spanwise.H100.with_host_size(4),
+    )  # fmt: skip
+    needed = plan.replace(exchange="needed", stages=1)
+    assert plan.num_chunks() == 1 and (plan.moved() == needed.moved()).all()
+    everyone = make_plan(SpanMask.full(512), 8, exchange="hierarchical", hardware=spanwise.H100)
+    assert everyone.num_chunks() == 1 and (everyone.traffic() == everyone.needed_traffic()).all()
+    nothing = SpanMask.documents(np.arange(0, 513, 64))
+    alone = make_plan(nothing, 8, balancer="contiguous", exchange="hierarchical", hardware=spanwise.H100)
+    assert alone.num_chunks() == 0
+
+
+def test_hosts_must_be_known() -> None:
+    with pytest.raises(ValueError, match="'hierarchical' needs hardware that has hosts, such as spanwise.H100"):
+        make_plan(SpanMask.causal(64), 4, exchange="hierarchical")
