@@ -18,7 +18,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.merge import without_buckets
+from spanwise.overlap.bucketing.merge import Merged, without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.explain.report import Doubts, Result
@@ -31,7 +31,7 @@ from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
-from spanwise.overlap.search.schedule import schedule
+from spanwise.overlap.search.schedule import Schedule, schedule
 from spanwise.overlap.split.choose import QUICK, described, find_split
 from spanwise.overlap.split.record import Split
 
@@ -132,33 +132,43 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
-    def run(cut: fx.GraphModule, of: Cost, quick: bool) -> Result:
+    def search(cut: Captured, of: Cost, quick: bool) -> tuple[Merged, Schedule]:
         effort = min(QUICK, QUICK if options["effort"] is None else options["effort"])
-        return _optimized(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
+        return _searched(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
 
-    trial = find_split(gm, cost, run, whole.timeline)
+    trial = find_split(gm, cost, search, whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(
         described(gm, trial), unsplit=unsplit, unsplit_bound=bound, heavy=frozenset(arithmetic(gm))
     )
-    return dataclasses.replace(trial.result, before=whole.before, split=found)
+    result = _emitted(trial.module, trial.cost, trial.captured, trial.merged, trial.found)
+    return dataclasses.replace(result, before=whole.before, split=found)
 
 
 def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
-    found = schedule(captured.dag, budget=memory_budget, **options)
-    before = found.before if memory_budget is None else run(captured.dag)
-    merged = without_buckets(captured.dag)
-    if bucket:
-        keys, price = bucket_keys(captured), _bucket_price(captured, cost)
-        merged, found = into_buckets(captured.dag, found, keys, price, **options)
+    return _emitted(gm, cost, captured, *_searched(captured, cost, memory_budget, bucket, options))
 
+
+def _searched(
+    captured: Captured, cost: Cost, memory_budget: int | None, bucket: bool, options: Any
+) -> tuple[Merged, Schedule]:
+    """The buckets of a graph, and the schedule with them."""
+    found = schedule(captured.dag, budget=memory_budget, **options)
+    if not bucket:
+        return without_buckets(captured.dag), found
+    keys, price = bucket_keys(captured), _bucket_price(captured, cost)
+    return into_buckets(captured.dag, found, keys, price, **options)
+
+
+def _emitted(gm: fx.GraphModule, cost: Cost, captured: Captured, merged: Merged, found: Schedule) -> Result:
+    """A copy of `gm` with these buckets, in this order."""
     made = _torch.copy_module(gm)
     emit(bind(captured.dag, made.graph), found.order, merged.members)
     doubts = _doubts(captured, cost)
-    return Result(made, found.timeline, before, found.bounds, merged.members, found.budget, doubts)
+    return Result(made, found.timeline, run(captured.dag), found.bounds, merged.members, found.budget, doubts)
 
 
 def _doubts(captured: Captured, cost: Cost) -> Doubts:
