@@ -27,12 +27,12 @@ from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
-from spanwise.overlap.ir.bounds import lower_bounds
+from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
 from spanwise.overlap.search.schedule import Schedule, schedule
-from spanwise.overlap.split.choose import QUICK, described, find_split
+from spanwise.overlap.split.choose import Searches, described, find_split
 from spanwise.overlap.split.record import Split
 
 
@@ -132,11 +132,16 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
-    def search(cut: Captured, of: Cost, quick: bool) -> tuple[Merged, Schedule]:
-        effort = min(QUICK, QUICK if options["effort"] is None else options["effort"])
-        return _searched(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
+    def find(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
+        effort = options["effort"]
+        if quick is not None:
+            effort = quick if effort is None else min(quick, effort)
+        return schedule(cut.dag, budget=whole.budget, bounds=bounds, **{**options, "effort": effort})
 
-    trial = find_split(gm, cost, search, whole.timeline)
+    def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
+        return _bucketed(cut, of, found, bucket, options, quick=quick)
+
+    trial = find_split(gm, cost, Searches(find, merge), whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(
@@ -149,18 +154,18 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
 def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
-    return _emitted(gm, cost, captured, *_searched(captured, cost, memory_budget, bucket, options))
+    found = schedule(captured.dag, budget=memory_budget, **options)
+    return _emitted(gm, cost, captured, *_bucketed(captured, cost, found, bucket, options))
 
 
-def _searched(
-    captured: Captured, cost: Cost, memory_budget: int | None, bucket: bool, options: Any
+def _bucketed(
+    captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: Any, *, quick: bool = False
 ) -> tuple[Merged, Schedule]:
     """The buckets of a graph, and the schedule with them."""
-    found = schedule(captured.dag, budget=memory_budget, **options)
     if not bucket:
         return without_buckets(captured.dag), found
     keys, price = bucket_keys(captured), _bucket_price(captured, cost)
-    return into_buckets(captured.dag, found, keys, price, **options)
+    return into_buckets(captured.dag, found, keys, price, quick=quick, **options)
 
 
 def _emitted(gm: fx.GraphModule, cost: Cost, captured: Captured, merged: Merged, found: Schedule) -> Result:

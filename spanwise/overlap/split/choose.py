@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,6 +19,7 @@ from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.merge import Merged
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
+from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Dag, GraphError, Node
 from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.search.schedule import Schedule
@@ -34,11 +36,22 @@ PIECES = (2, 4, 8)
 WORTH = 0.995
 
 
-Search = Callable[[Captured, Cost, bool], tuple[Merged, Schedule]]
-"""``(captured, cost, quick)``: buckets and order by `optimize`; ``ValueError`` if no order fits the budget."""
+class Searches(NamedTuple):
+    """The scheduler and the buckets of `optimize`, with its limits.
+
+    Attributes:
+        schedule: ``(captured, most orders or None, bounds)``; ``ValueError`` if no order fits the budget.
+        bucket: ``(captured, cost, schedule, quick)``: buckets, and the schedule with them.
+    """
+
+    schedule: Callable[[Captured, int | None, Bounds], Schedule]
+    bucket: Callable[[Captured, Cost, Schedule, bool], tuple[Merged, Schedule]]
+
 
 #: Orders of a quick schedule. With 4 in place of 8, four layers of Llama-8B gain 3.2 % rather than 9.3 %.
 QUICK = 8
+#: A trial whose schedule without buckets is that much longer than the best trial's gets no buckets.
+HOPELESS = 1.02
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +61,7 @@ class Trial:
     Attributes:
         kinds: of segments and of sums that were cut.
         cuts: of the nodes that were cut, by name.
-        module, captured, cost: the cut graph in its own order, its dag and its costs.
+        module, captured, cost, bounds: the cut graph in its own order, its dag, and its costs.
         merged, found: buckets and schedule of the cut graph.
     """
 
@@ -60,6 +73,7 @@ class Trial:
     module: fx.GraphModule
     captured: Captured
     cost: PieceCost
+    bounds: Bounds
     merged: Merged
     found: Schedule
 
@@ -68,14 +82,13 @@ class Trial:
         return float(self.found.timeline.makespan)
 
 
-def find_split(gm: fx.GraphModule, cost: Cost, search: Search, whole: Timeline) -> Trial | None:
+def find_split(gm: fx.GraphModule, cost: Cost, searches: Searches, whole: Timeline) -> Trial | None:
     """The best cut graph found; None if none is shorter than the given one by more than `WORTH`.
 
     Args:
-        search: schedules a graph, with the limits that hold for `gm`.
         whole: of the best schedule of `gm`.
     """
-    trials = _Trials(gm, cost, search, WORTH * whole.makespan)
+    trials = _Trials(gm, cost, searches, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
         part = trials.best is not None and set(region.collectives) < set(trials.best.region.collectives)
         if not part and _floor(whole.dag, region.group) < trials.makespan:
@@ -83,7 +96,9 @@ def find_split(gm: fx.GraphModule, cost: Cost, search: Search, whole: Timeline) 
     best = trials.best
     if best is None:
         return None
-    merged, found = search(best.captured, best.cost, False)
+    merged, found = searches.bucket(
+        best.captured, best.cost, searches.schedule(best.captured, None, best.bounds), False
+    )
     better = found.timeline.makespan <= best.makespan
     return dataclasses.replace(best, merged=merged, found=found) if better else best
 
@@ -101,8 +116,9 @@ def _floor(dag: Dag, group: str) -> float:
 class _Trials:
     """The best trial so far, and what it must be shorter than."""
 
-    def __init__(self, gm: fx.GraphModule, cost: Cost, search: Search, makespan: float) -> None:
-        self.gm, self.cost, self.search, self.makespan = gm, cost, search, makespan
+    def __init__(self, gm: fx.GraphModule, cost: Cost, searches: Searches, makespan: float) -> None:
+        self.gm, self.cost, self.searches, self.makespan = gm, cost, searches, makespan
+        self.unmerged = math.inf  # milliseconds of the best trial before its buckets
         self.values = Values()
         self.names = frozenset(node.name for node in gm.graph.nodes)
         self.best: Trial | None = None
@@ -111,10 +127,10 @@ class _Trials:
         """Try more and more pieces while that helps, then without each kind of segment; if all is in vain, one kind."""
         kinds, last, pieces = frozenset(region.segments), math.inf, PIECES[0]
         for number in PIECES:
-            trial = self.trial(region, kinds, number) if number <= region.tokens else None
-            if trial is None or trial.makespan >= last:
+            found = self.trial(region, kinds, number) if number <= region.tokens else math.inf
+            if found >= last:
                 break
-            last, pieces = trial.makespan, number
+            last, pieces = found, number
         before = self.best
         kinds = self.without(region, kinds, kinds, pieces)
         if self.best is before and len(kinds) > 2:
@@ -134,33 +150,42 @@ class _Trials:
         return kinds
 
     def tried(self, region: Region, kinds: frozenset[str], pieces: int) -> bool:
-        """Whether a trial is the best so far."""
-        return self.trial(region, kinds, pieces) is self.best is not None
+        """Whether a trial is better than all before."""
+        before = self.best
+        self.trial(region, kinds, pieces)
+        return self.best is not before
 
-    def trial(self, region: Region, kinds: frozenset[str], pieces: int) -> Trial | None:
-        """The cut graph; None if it cannot be made, does not fit the budget."""
+    def trial(self, region: Region, kinds: frozenset[str], pieces: int) -> float:
+        """Milliseconds of the cut graph, or a bound that is no better; infinite if it has no order in the budget."""
         cuts = {node.name: cut for node, cut in chosen(region, kinds).items()}
         if not cuts:
-            return None
+            return math.inf
         module = _torch.copy_module(self.gm)
         try:
             made = apply(module.graph, cuts, region.tokens, pieces, self.values)
         except CannotSplit:
-            return None
+            return math.inf
         cost = PieceCost(self.cost, made.rows, self.names)
         captured = to_dag(module, cost)
         if captured.dag.compute_ms >= self.makespan:
-            return None
+            return math.inf
+        bounds = lower_bounds(captured.dag)
+        # Buckets shorten the work of a group's stream, but no collective, and so neither of these.
+        if (least := max(bounds.path, bounds.streams["compute"])) >= self.makespan:
+            return least
         try:
-            merged, found = self.search(captured, cost, True)
+            found = self.searches.schedule(captured, QUICK, bounds)
         except GraphError:
             raise
         except ValueError:  # no order within the budget
-            return None
-        trial = Trial(region, kinds, cuts, pieces, made, module, captured, cost, merged, found)
+            return math.inf
+        if (unmerged := found.timeline.makespan) > HOPELESS * self.unmerged:
+            return unmerged
+        merged, found = self.searches.bucket(captured, cost, found, True)
+        trial = Trial(region, kinds, cuts, pieces, made, module, captured, cost, bounds, merged, found)
         if trial.makespan < self.makespan:
-            self.best, self.makespan = trial, trial.makespan
-        return trial
+            self.best, self.makespan, self.unmerged = trial, trial.makespan, unmerged
+        return trial.makespan
 
 
 def apply(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, values: Values | None = None) -> Made:

@@ -223,11 +223,12 @@ def _sums(
             for cut in _cuts_of(start, dim, growth.tokens):
                 if legal(start, cut, growth.tokens) is not None:
                     lone.update(growth.forward(start, cut))
+    known = {**lone, **cuts}
     found: dict[str, list[dict[fx.Node, Cut]]] = {}
     for node in growth.graph.nodes:
-        cut = sum_over(node, {**lone, **cuts}, growth.tokens) if node not in cuts and growth.allows(node) else None
-        if cut is not None and legal(node, cut, growth.tokens) is not None:
-            members, todo = {node: cut}, [node]
+        of_sum = None if node in cuts or not growth.allows(node) else sum_over(node, known, growth.tokens)
+        if of_sum is not None and legal(node, of_sum, growth.tokens) is not None:
+            members, todo = {node: of_sum}, [node]
             for reader in todo:
                 for arg in reader.all_input_nodes:
                     if arg in lone and arg not in members and arg not in cuts:

@@ -16,7 +16,7 @@ from torch import fx
 
 from spanwise.overlap.fx.operators import arguments, tensors_of, traits
 from spanwise.overlap.split.cut import Cut
-from spanwise.overlap.split.rules import Legal, Rule, is_transposed, together
+from spanwise.overlap.split.rules import Arguments, Legal, Rule, is_transposed, together
 
 _aten = torch.ops.aten
 _LOW = frozenset({torch.bfloat16, torch.float16})
@@ -55,7 +55,7 @@ def _product(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal |
         return together((left, columns), (right, rows))
     if tensors_of(node)[0].device.type != "cuda":
         return None  # torch has no product in bfloat16 with a result in float32 there
-    args = (left, right, torch.float32), {}
+    args: Arguments = (left, right, torch.float32), {}
     return together((left, columns), (right, rows), resized=lambda n: args, target=_aten.mm.dtype)
 
 
@@ -65,11 +65,11 @@ def _sum(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | Non
     shape, dims = tensors_of(source)[0].shape, given.get("dim") or []
     if cut.dim not in {dim % len(shape) for dim in dims} or shape[cut.dim] != cut.size(tokens):
         return None
-    resized = None
+    rows = dataclasses.replace(cut, summed=False)
     if _is_low(node):
-        args = (source, dims, given.get("keepdim", False)), {"dtype": torch.float32}
-        resized = lambda n: args  # noqa: E731
-    return together((source, dataclasses.replace(cut, summed=False)), resized=resized)
+        args: Arguments = (source, dims, given.get("keepdim", False)), {"dtype": torch.float32}
+        return together((source, rows), resized=lambda n: args)
+    return together((source, rows))
 
 
 def _is_low(node: Any) -> bool:
