@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"effort": 1, "bucket": False}  # a quick search
 
 
 class BySize:
-    """Collectives by their bytes, longer than the products next to them; all else nearly nothing."""
+    """Collectives by their bytes, as long as the products next to them; all else nearly nothing."""
 
     half_rate = 0
 
@@ -42,7 +42,7 @@ class BySize:
     def __call__(self, node: fx.Node) -> float:
         if node.target in operators.STARTS:
             return 1e-2 + 1e-3 * sum(t.nbytes for n in node.all_input_nodes for t in operators.tensors_of(n))
-        return 1e-4 + 2e-6 * node_flops(node)
+        return 1e-4 + 2e-5 * node_flops(node)
 
 
 class Block(nn.Module):

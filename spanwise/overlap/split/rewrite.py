@@ -78,6 +78,7 @@ class _Rewrite:
         self._add = functools.partial(add_call, graph, values)
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.taken: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
+        self.opened: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.restored: dict[fx.Node, fx.Node] = {}
         self.made = Made()
 
@@ -159,9 +160,10 @@ class _Rewrite:
             return self._add(source, _aten.slice.Tensor, (source, cut.dim, first, end))
         shape = list(tensors_of(source)[0].shape)
         before, after = shape[: cut.dim], shape[cut.dim + 1 :]
-        opened = [*before, cut.blocks, self.tokens * cut.unit, *after]
-        apart = self._add(source, _aten.view.default, (source, opened))
-        apart = self._add(source, _aten.slice.Tensor, (apart, cut.dim + 1, first, end))
+        if (source, cut) not in self.opened:
+            sizes = [*before, cut.blocks, self.tokens * cut.unit, *after]
+            self.opened[source, cut] = self._add(source, _aten.view.default, (source, sizes))
+        apart = self._add(source, _aten.slice.Tensor, (self.opened[source, cut], cut.dim + 1, first, end))
         copy = self._clone(apart)
         return self._add(source, _aten.view.default, (copy, [*before, cut.blocks * (end - first), *after]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Values:
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, Any]] = {}  # with the arguments, which keeps their identities
-        self._taken: set[Any] = set()
+        self._taken: Counter[Any] = Counter()
 
     def next_graph(self) -> None:
         """Let nodes of another graph have the known values."""
@@ -37,12 +38,11 @@ class Values:
     def of(self, node: fx.Node) -> Any:
         """The value of a node; raises whatever its operator raises."""
         given = [arg.meta.get("val") for arg in node.all_input_nodes]
-        key = node.target, _hashable(node.args), _hashable(node.kwargs)
-        if key in self._taken:
-            return _value(node)
-        self._taken.add(key)
+        call = node.target, _hashable(node.args), _hashable(node.kwargs)
+        key = call, self._taken[call]
         if key not in self._known:
             self._known[key] = _value(node), given
+        self._taken[call] += 1
         return self._known[key][0]
 
 
