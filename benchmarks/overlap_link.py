@@ -1,6 +1,7 @@
 """A training step over a slow link, run and timed: unscheduled, by PyTorch's overlap pass, by `spanwise.overlap`.
 
     sudo python benchmarks/overlap_link.py --out benchmarks/results/overlap-link-cpu.json
+    sudo python benchmarks/overlap_link.py --split --out benchmarks/results/overlap-link-split-cpu.json
     sudo python benchmarks/overlap_link.py --quick               # a minute or two
 
 Two hosts are network namespaces of one process each (`hosts.py`), joined by a link with a limited rate. A model with
@@ -8,6 +9,10 @@ sharded parameters gathers each weight where it is used and reduce-scatters its 
 backward, is compiled by ``torch.compile``: as AOTAutograd leaves it (unscheduled), with PyTorch's pass on the same
 graphs and the same costs, with `overlap.backend("aot_eager")`, and, with `--inductor`, by Inductor as it is and by
 `overlap.backend("inductor")`. All are timed in turns within one run.
+
+With `--split`, weights are split over the ranks and activations sharded by tokens (tensor and sequence parallelism):
+a gather before two linear layers and a reduce-scatter after them, with nothing else to run. Timed are the schedules of
+the whole graphs and those in pieces (`split=True`); operators of pieces are measured, too.
 
 Costs are measured on the hosts by `overlap.measure`, at a first rate; then the link is set to the rate at which
 communication equals compute, and what is reported was measured again at that one. Predicted is the simulation of the
@@ -44,6 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--inductor", action="store_true", help="compile by Inductor, too")
+    parser.add_argument("--split", action="store_true", help="tensor parallelism, and schedules in pieces")
     parser.add_argument("--quick", action="store_true", help="2 layers, 3 repeats")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -60,13 +66,15 @@ def main() -> None:
     command = [sys.executable, str(Path(__file__).with_name("overlap_link_rank.py"))]
     environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ways = ["unscheduled", "PyTorch", "spanwise", *(["Inductor", "spanwise, Inductor"] if args.inductor else [])]
+    ways += ["spanwise, split"] if args.split else []
     rate = args.rate * 1e6
     with Hosts(NUM_HOSTS, rate, command, environment) as hosts:
-        first = run(hosts, {"model": model, "ways": [], "repeats": 0})[0]["costs"]
+        task = {"model": model, "split": args.split}
+        first = run(hosts, {**task, "rate": rate, "ways": [], "repeats": 0})[0]["costs"]
         for share in args.shares:
             # A collective's time is its bytes over the rate, to a few percent.
             hosts.set_rate(rate * first["communication"] / (share * first["compute"]))
-            answers = run(hosts, {"model": model, "ways": ways, "repeats": args.repeats})
+            answers = run(hosts, {**task, "rate": hosts.rate, "ways": ways, "repeats": args.repeats})
             costs = {name: max(answer["costs"][name] for answer in answers) for name in first}
             print(f"\n{hosts.rate / 1e6:.0f} Mbit/s; milliseconds of a step: " + describe(costs))
             print(f"{'':<20}{'predicted':>10}{'measured':>10}{'least':>10}{'faster':>8}{'largest difference':>20}")

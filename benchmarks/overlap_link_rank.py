@@ -1,4 +1,4 @@
-"""One rank of `overlap_link.py`: a model with sharded parameters, compiled in several ways, on its host.
+"""One rank of `overlap_link.py`: a model with sharded parameters or activations, compiled in several ways, on its host.
 
 Reads jobs as JSON, one a line, from standard input and writes what it measured to the file that the job names. Times
 are readings of the monotonic clock, which all processes of one machine share.
@@ -7,6 +7,7 @@ are readings of the monotonic clock, which all processes of one machine share.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -21,16 +22,19 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.nn import functional as F
 
-from spanwise import overlap
+from spanwise import CPU_HOST, overlap
+from spanwise.hardware import Link
 from spanwise.overlap.costs.measure import measure
+from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes, node_flops
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.fx.operators import Cost
+from spanwise.overlap.fx.operators import STARTS, Cost
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.split.choose import PIECES, cut_graphs
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
 Step = Callable[[], list[torch.Tensor]]
@@ -53,13 +57,18 @@ def main() -> None:
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     """Costs of the step, and of each way what was predicted, measured and computed."""
     torch.compiler.reset()
-    tokens = job["model"].pop("tokens")
-    model = Model(**job["model"])
+    tokens, split = job["model"].pop("tokens"), job["split"]
+    model = Model(**job["model"], layer=Parallel if split else Feed)
     x = torch.randn(tokens, job["model"]["dim"], generator=torch.Generator().manual_seed(1 + job["rank"]))
     recorder = Recorder()
     steps = {"unscheduled": step_of(model, x, recorder)}
     outputs = {"unscheduled": steps["unscheduled"]()}
     cost = measure(*recorder.graphs.values(), repeats=5, fuse=False)
+    if split and job["ways"]:
+        graphs = list(recorder.graphs.values())
+        pieces = [piece for gm in graphs for piece in cut_graphs(gm, PIECES)]
+        cost = measure(*graphs, *pieces, fallback=fitted(graphs, cost, job["rate"]), repeats=5, fuse=False)
+        say_once(job["rank"], f"measured {len(cost.table)} operators, those of pieces among them")
     dags = [to_dag(gm, cost).dag for gm in recorder.graphs.values()]
     found: dict[str, Any] = {
         "compute": sum(dag.compute_ms for dag in dags),
@@ -74,9 +83,11 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             steps[way] = step_of(model, x, recorder)
             outputs[way] = steps[way]()
             predicted[way] = sum(simulate(to_dag(gm, cost).dag).makespan for gm in recorder.graphs.values())
-        elif way == "spanwise":
-            steps[way], outputs[way], results = ours(model, x, "aot_eager", cost)
+        elif way in ("spanwise", "spanwise, split"):
+            steps[way], outputs[way], results = ours(model, x, "aot_eager", cost, split=way != "spanwise")
             predicted[way] = sum(result.timeline.makespan for result in results)
+            for result in results if split else ():
+                say_once(job["rank"], cut_text(result))
         elif way == "Inductor":
             steps[way] = step_of(model, x, "inductor")
             outputs[way] = steps[way]()
@@ -100,6 +111,60 @@ def ours(
     return step, step(), results
 
 
+def fitted(graphs: list[fx.GraphModule], cost: Cost, rate: float) -> CostModel:
+    """Costs of what is not measured, such as tensors taken apart in other places: rates of what is."""
+    flops, moved = [0.0, 0.0], [0.0, 0.0]  # work, milliseconds
+    for node in (node for gm in graphs for node in gm.graph.nodes if node.op == "call_function"):
+        if node.target in STARTS:
+            continue
+        of = flops if node_flops(node) else moved
+        of[0] += node_flops(node) or node_bytes(node, fuse=False)
+        of[1] += cost(node)
+    fit = {"matmul_flops": 1e3 * flops[0] / flops[1], "memory_bandwidth": 1e3 * moved[0] / moved[1]}
+    here = dataclasses.replace(CPU_HOST, **fit, links=(Link(rate / 8, CPU_HOST.links[-1].latency),))
+    return CostModel(here, rates=VECTOR_UNITS, fuse=False)
+
+
+def cut_text(result: overlap.Result) -> str:
+    cut = result.split
+    if cut is None or not cut.is_cut:
+        return f"whole: {result.timeline.makespan:.0f} ms predicted"
+    return (
+        f"{dict(cut.collectives)} and {cut.products} products in {cut.pieces} pieces, {cut.sums} sums over pieces; "
+        f"{result.timeline.makespan:.0f} ms predicted, {cut.unsplit:.0f} without"
+    )
+
+
+class Feed(nn.Module):
+    """Two linear layers with parameters sharded over the ranks."""
+
+    def __init__(self, up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        self.up, self.down = Sharded(up), Sharded(down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Parallel(nn.Module):
+    """Two linear layers over all ranks, activations in shards of the tokens: a gather before, a reduce-scatter after.
+
+    Args:
+        up: the whole of it, ``[ffn, dim]``; kept is this rank's part of dim 0. `down`: ``[dim, ffn]``, of dim 1.
+    """
+
+    def __init__(self, up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.up, self.down = (nn.Parameter(w.chunk(ranks, dim)[rank].clone()) for w, dim in ((up, 0), (down, 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert dist.group.WORLD is not None
+        whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        part = F.linear(F.silu(F.linear(whole, self.up)), self.down)
+        return reduce_scatter_tensor_autograd(part, "sum", 0, dist.group.WORLD)
+
+
 class Sharded(nn.Module):
     """A linear layer whose weight is gathered for each use, and its gradient reduce-scattered (ZeRO-3, FSDP).
 
@@ -119,21 +184,20 @@ class Sharded(nn.Module):
 
 
 class Model(nn.Module):
-    """Residual blocks of two linear layers each."""
+    """Residual blocks of two linear layers each, `Feed` or `Parallel`."""
 
-    def __init__(self, layers: int, dim: int, ffn: int) -> None:
+    def __init__(self, layers: int, dim: int, ffn: int, layer: Callable[..., nn.Module]) -> None:
         super().__init__()
         weights = torch.Generator().manual_seed(0)  # the same on all ranks
 
-        def draw(out_dim: int, in_dim: int) -> Sharded:
-            return Sharded(torch.randn(out_dim, in_dim, generator=weights) * in_dim**-0.5)
+        def draw(out_dim: int, in_dim: int) -> torch.Tensor:
+            return torch.randn(out_dim, in_dim, generator=weights) * in_dim**-0.5
 
-        self.up = nn.ModuleList(draw(ffn, dim) for _ in range(layers))
-        self.down = nn.ModuleList(draw(dim, ffn) for _ in range(layers))
+        self.layers = nn.ModuleList(layer(draw(ffn, dim), draw(dim, ffn)) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(F.silu(up(F.rms_norm(x, x.shape[-1:]))))
+        for layer in self.layers:
+            x = x + layer(F.rms_norm(x, x.shape[-1:]))
         return x.square().mean()
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.merge import without_buckets
+from spanwise.overlap.bucketing.merge import Merged, without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.explain.report import Doubts, Result
@@ -27,12 +27,12 @@ from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
-from spanwise.overlap.ir.bounds import lower_bounds
+from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
-from spanwise.overlap.search.schedule import schedule
-from spanwise.overlap.split.choose import QUICK, described, find_split
+from spanwise.overlap.search.schedule import Schedule, schedule
+from spanwise.overlap.split.choose import Searches, described, find_split
 from spanwise.overlap.split.record import Split
 
 
@@ -132,33 +132,48 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
-    def run(cut: fx.GraphModule, of: Cost, quick: bool) -> Result:
-        effort = min(QUICK, QUICK if options["effort"] is None else options["effort"])
-        return _optimized(cut, of, whole.budget, bucket, {**options, **({"effort": effort} if quick else {})})
+    def find(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
+        effort = options["effort"]
+        if quick is not None:
+            effort = quick if effort is None else min(quick, effort)
+        return schedule(cut.dag, budget=whole.budget, bounds=bounds, **{**options, "effort": effort})
 
-    trial = find_split(gm, cost, run, whole.timeline)
+    def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
+        return _bucketed(cut, of, found, bucket, options, quick=quick)
+
+    trial = find_split(gm, cost, Searches(find, merge), whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(
         described(gm, trial), unsplit=unsplit, unsplit_bound=bound, heavy=frozenset(arithmetic(gm))
     )
-    return dataclasses.replace(trial.result, before=whole.before, split=found)
+    result = _emitted(trial.module, trial.cost, trial.captured, trial.merged, trial.found)
+    return dataclasses.replace(result, before=whole.before, split=found)
 
 
 def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
     found = schedule(captured.dag, budget=memory_budget, **options)
-    before = found.before if memory_budget is None else run(captured.dag)
-    merged = without_buckets(captured.dag)
-    if bucket:
-        keys, price = bucket_keys(captured), _bucket_price(captured, cost)
-        merged, found = into_buckets(captured.dag, found, keys, price, **options)
+    return _emitted(gm, cost, captured, *_bucketed(captured, cost, found, bucket, options))
 
+
+def _bucketed(
+    captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: Any, *, quick: bool = False
+) -> tuple[Merged, Schedule]:
+    """The buckets of a graph, and the schedule with them."""
+    if not bucket:
+        return without_buckets(captured.dag), found
+    keys, price = bucket_keys(captured), _bucket_price(captured, cost)
+    return into_buckets(captured.dag, found, keys, price, quick=quick, **options)
+
+
+def _emitted(gm: fx.GraphModule, cost: Cost, captured: Captured, merged: Merged, found: Schedule) -> Result:
+    """A copy of `gm` with these buckets, in this order."""
     made = _torch.copy_module(gm)
     emit(bind(captured.dag, made.graph), found.order, merged.members)
     doubts = _doubts(captured, cost)
-    return Result(made, found.timeline, before, found.bounds, merged.members, found.budget, doubts)
+    return Result(made, found.timeline, run(captured.dag), found.bounds, merged.members, found.budget, doubts)
 
 
 def _doubts(captured: Captured, cost: Cost) -> Doubts:

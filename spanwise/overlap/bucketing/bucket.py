@@ -55,6 +55,7 @@ def bucket(
     in_flight: int | None = None,
     in_flight_bytes: int | None = None,
     effort: int | None = None,
+    quick: bool = False,
 ) -> tuple[Merged, Schedule]:
     """Merge collectives of equal keys where that shortens the makespan, or keeps it and saves launches.
 
@@ -64,6 +65,7 @@ def bucket(
         merged_ms: milliseconds of the collective that some starts, by number, become.
         multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, for the new schedule. A bucket is one
             collective in flight, with all of its bytes. If `found` exceeds a limit, its own peak is the limit.
+        quick: only the first greedy buckets, to compare graphs.
 
     Returns:
         The merged dag and a schedule of it; if no bucket pays, `dag` itself and `found`.
@@ -85,7 +87,8 @@ def bucket(
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
     trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort != 0 else 0
-    searches = [_BucketSearch(dag, found, keys, merged_ms, options, effort, share) for share in _LONGEST]
+    longest = _LONGEST[:1] if quick else _LONGEST
+    searches = [_BucketSearch(dag, found, keys, merged_ms, options, effort, share) for share in longest]
     for search in searches:
         for slack in _SLACKS:
             search.try_greedy(slack)
@@ -93,7 +96,7 @@ def bucket(
     for other in others:  # fewer launches are worth a little
         if other.best.timeline.makespan < _WORTH * best.best.timeline.makespan:
             best = other
-    if best.improve(trials):
+    if not quick and best.improve(trials):
         best.try_greedy(_SLACKS[-1])
     return best.merged, best.best
 

@@ -147,6 +147,7 @@ def _split_facts(result: Result, names: Mapping[str, str]) -> dict[str, Any] | N
         "group": names.get(split.group, split.group),
         "collectives": dict(split.collectives),
         "products": split.products,
+        "sums": split.sums,
         "unsplit": split.unsplit,
         "unsplit_bound": split.unsplit_bound,
         "copies": split.copies,
@@ -226,10 +227,11 @@ def _split_text(found: Figures) -> dict[str, str]:
     if split["pieces"] == 1:
         return {"split": f"nothing: {split['why']}"}
     gain, cut = split["unsplit"] - after.makespan, _named(split["collectives"])
+    sums = f", {split['sums']:,} sums over tokens among what is cut" if split["sums"] else ""
     others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split["sensitivity"].items())
     return {
         "split": f"{cut} of {split['group']} and {split['products']:,} matrix products in "
-        f"{split['pieces']} pieces; {milliseconds(gain)} ({gain / split['unsplit']:.1%}) shorter than "
+        f"{split['pieces']} pieces{sums}; {milliseconds(gain)} ({gain / split['unsplit']:.1%}) shorter than "
         f"{milliseconds(split['unsplit'])}, the best without, whose bound is {milliseconds(split['unsplit_bound'])}",
         "pieces": f"copies take {milliseconds(split['copies'])}; products of M rows run at "
         f"M / (M + {split['half_rate']}) of the rate; this order takes {others}",

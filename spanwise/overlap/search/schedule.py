@@ -94,6 +94,7 @@ def schedule(
     in_flight_bytes: int | None = None,
     effort: int | None = None,
     fallback: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
 ) -> Schedule:
     """Search for the order of the shortest makespan.
 
@@ -107,6 +108,7 @@ def schedule(
         effort: most orders to try, and three more where memory binds; default: `default_effort`. Above `EFFORT`, more
             never gives a longer makespan.
         fallback: an order to start from instead of the graph's own. The schedule is no worse than it.
+        bounds: `lower_bounds` of `dag`, if they are known.
 
     Raises:
         ValueError: no order was found within the budget, the fallback exceeds it, the multiplier is not positive and
@@ -136,7 +138,7 @@ def schedule(
     budget = default_budget(dag, order) if budget is None else budget
     limits = [ResourceLimit(dag.lifetimes, budget, order), *_flight_limits(dag, order, in_flight, in_flight_bytes)]
     assumed = dag if multiplier == 1.0 else _slower_collectives(dag, multiplier)
-    search = _ScheduleSearch(dag, SchedulingProblem(assumed, order, limits), before, budget)
+    search = _ScheduleSearch(dag, SchedulingProblem(assumed, order, limits), before, budget, bounds)
     search.run(effort)
     return Schedule(search.best, before, budget, search.bounds)
 
@@ -152,14 +154,16 @@ class _ScheduleSearch:
         scale: milliseconds of the longest path, of which constants are shares.
     """
 
-    def __init__(self, dag: Dag, problem: SchedulingProblem, before: Timeline, budget: int) -> None:
+    def __init__(
+        self, dag: Dag, problem: SchedulingProblem, before: Timeline, budget: int, bounds: Bounds | None
+    ) -> None:
         self.dag, self.problem, self.before, self.budget = dag, problem, before, budget
         self.same_costs = problem.dag is dag
         busiest = max(_stream_ms(dag).values())
         self.floor = max(busiest, problem.longest if self.same_costs else 0.0)
         self.scale = problem.longest
         self.best, self.makespan, self.peak = before, before.makespan, before.peak_bytes
-        self.bounds: Bounds | None = None
+        self.bounds = bounds
         self.more = 0  # orders tried beyond the effort
 
     def _score(self, makespan: float, peak: int) -> float:
@@ -174,7 +178,7 @@ class _ScheduleSearch:
         if effort == 0:
             return
         if effort > 1 and not self.done:
-            self.bounds = lower_bounds(self.dag)  # takes as long as two tries, and often saves more
+            self.bounds = self.bounds or lower_bounds(self.dag)  # takes as long as two tries, and often saves more
             self.floor = self.bounds.makespan
         better: list[int] | None = None
         for tried, found in enumerate(self._candidates(), 1):

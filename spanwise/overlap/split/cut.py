@@ -19,11 +19,13 @@ class Cut:
     Attributes:
         blocks: how often the region's token axis repeats, such as once for each gathered rank.
         unit: elements of the dim for one token of a block.
+        summed: the dim is one of the operands, over which the result is a sum: it is the sum of those of its pieces.
     """
 
     dim: int
     blocks: int = 1
     unit: int = 1
+    summed: bool = False
 
     def size(self, tokens: int) -> int:
         """Size of the dim in a piece of that many tokens of each block."""

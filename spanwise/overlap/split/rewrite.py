@@ -2,12 +2,13 @@
 
 Pieces stand where their node stood, so that what reads and writes memory around them keeps its order. `schedule` moves
 them later. A whole tensor is taken apart where a piece needs a part of it; pieces are put together again, in the order
-of the whole, where something needs all of it.
+of the whole, where something needs all of it. Pieces of a sum over tokens are added up at once, the first one first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from spanwise.overlap.fx.operators import WAIT, is_free, nodes_in, tensors_of
 from spanwise.overlap.split.cut import Cut, bounds
 from spanwise.overlap.split.rules import Legal
 from spanwise.overlap.split.tokenwise import COLLECTIVES, is_product_of_rows, legal
-from spanwise.overlap.split.values import CannotSplit, add_call
+from spanwise.overlap.split.values import CannotSplit, Values, add_call
 
 _aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ class Made:
     """What a rewrite made.
 
     Attributes:
-        rows: of each piece of a matrix product, by name: rows of its left operand.
+        rows: of each piece of a matrix product, by name: rows of its left operand, or tokens that it sums over.
         copies: names of the nodes that only move data: tensors taken apart and put together.
     """
 
@@ -37,16 +38,19 @@ class Made:
     copies: list[str] = dataclasses.field(default_factory=list)
 
 
-def rewrite(graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int) -> Made:
+def rewrite(
+    graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int, values: Values | None = None
+) -> Made:
     """Replace each node of `cuts` by its pieces, in place; the graph computes the same.
 
     Args:
         tokens: size of the region's token axis on a rank. Pieces differ by at most one token.
+        values: known from rewrites of other copies of the graph.
 
     Raises:
         CannotSplit: a piece cannot be made. The graph is then of no use.
     """
-    work = _Rewrite(graph, cuts, tokens, bounds(tokens, pieces))
+    work = _Rewrite(graph, cuts, tokens, bounds(tokens, pieces), values or Values())
     for node in list(graph.nodes):
         if node in cuts:
             work.cut(node)
@@ -62,11 +66,19 @@ class _Rewrite:
     """Pieces and whole tensors of the nodes so far."""
 
     def __init__(
-        self, graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, of_pieces: list[tuple[int, int]]
+        self,
+        graph: fx.Graph,
+        cuts: Mapping[fx.Node, Cut],
+        tokens: int,
+        of_pieces: list[tuple[int, int]],
+        values: Values,
     ) -> None:
         self.graph, self.cuts, self.tokens, self.bounds = graph, cuts, tokens, of_pieces
+        values.next_graph()
+        self._add = functools.partial(add_call, graph, values)
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.taken: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
+        self.opened: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.restored: dict[fx.Node, fx.Node] = {}
         self.made = Made()
 
@@ -87,7 +99,11 @@ class _Rewrite:
         if node.target is WAIT and not all(arg in self.cuts for arg in node.all_input_nodes):
             raise CannotSplit(f"{node.name!r} would be cut without its collective")
         with self.graph.inserting_before(node):
-            self.pieces[node] = [self._piece(node, known, i) for i in range(len(self.bounds))]
+            pieces = [self._piece(node, known, i) for i in range(len(self.bounds))]
+            if self.cuts[node].summed:
+                node.replace_all_uses_with(self._added(node, pieces))
+            else:
+                self.pieces[node] = pieces
 
     def _piece(self, node: fx.Node, known: Legal, i: int) -> fx.Node:
         first, end = self.bounds[i]
@@ -101,17 +117,30 @@ class _Rewrite:
         if node.target in COLLECTIVES:
             parts = {arg: self._compact(part, arg) for arg, part in parts.items()}
         try:
-            made = self._call(node, args, kwargs, parts)
+            made = self._call(node, known, args, kwargs, parts)
         except CannotSplit:  # a view of a part that has gaps
-            made = self._call(node, args, kwargs, {arg: self._compact(part, None) for arg, part in parts.items()})
+            parts = {arg: self._compact(part, None) for arg, part in parts.items()}
+            made = self._call(node, known, args, kwargs, parts)
         if is_product_of_rows(node):
             left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known.cuts)])[0]
-            self.made.rows[made.name] = math.prod(left.shape[:-1])
+            summed = self.cuts[node].summed
+            self.made.rows[made.name] = left.shape[-1] if summed else math.prod(left.shape[:-1])
         return made
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _added(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
+        """The sum of the results of pieces, one after the other, with the dtype and layout of the whole."""
+        total, value = pieces[0], node.meta["val"]
+        for piece in pieces[1:]:
+            total = self._add(node, _aten.add.Tensor, (total, piece))
+        if total.meta["val"].dtype != value.dtype:
+            total = self._add(node, torch.ops.prims.convert_element_type.default, (total, value.dtype))
+        if not _same_layout(total.meta["val"], value):
+            raise CannotSplit(f"{node.name!r} has strides {value.stride()}, which the sum of its pieces has not")
+        return total
+
+    def _call(self, node: fx.Node, known: Legal, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
         args, kwargs = fx.node.map_arg((args, kwargs), lambda arg: parts.get(arg, arg))
-        return add_call(self.graph, node, node.target, tuple(args), kwargs)
+        return self._add(node, known.target or node.target, tuple(args), kwargs)
 
     def _part(self, arg: fx.Node, cut: Cut, i: int, user: fx.Node) -> fx.Node:
         """Piece `i` of an argument: of a cut node, or taken from a whole tensor."""
@@ -128,17 +157,18 @@ class _Rewrite:
             raise CannotSplit(f"{source.name!r} has several results, of which none can be taken apart")
         first, end = (at * cut.unit for at in self.bounds[i])
         if cut.blocks == 1:
-            return add_call(self.graph, source, _aten.slice.Tensor, (source, cut.dim, first, end))
+            return self._add(source, _aten.slice.Tensor, (source, cut.dim, first, end))
         shape = list(tensors_of(source)[0].shape)
         before, after = shape[: cut.dim], shape[cut.dim + 1 :]
-        opened = [*before, cut.blocks, self.tokens * cut.unit, *after]
-        apart = add_call(self.graph, source, _aten.view.default, (source, opened))
-        apart = add_call(self.graph, source, _aten.slice.Tensor, (apart, cut.dim + 1, first, end))
+        if (source, cut) not in self.opened:
+            sizes = [*before, cut.blocks, self.tokens * cut.unit, *after]
+            self.opened[source, cut] = self._add(source, _aten.view.default, (source, sizes))
+        apart = self._add(source, _aten.slice.Tensor, (self.opened[source, cut], cut.dim + 1, first, end))
         copy = self._clone(apart)
-        return add_call(self.graph, source, _aten.view.default, (copy, [*before, cut.blocks * (end - first), *after]))
+        return self._add(source, _aten.view.default, (copy, [*before, cut.blocks * (end - first), *after]))
 
     def _clone(self, source: fx.Node) -> fx.Node:
-        copy = add_call(self.graph, source, _aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+        copy = self._add(source, _aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
         self.made.copies.append(copy.name)
         return copy
 
@@ -174,18 +204,18 @@ class _Rewrite:
         permuted, at = order != list(range(value.ndim)), order.index(cut.dim)
         shape, parts = [value.shape[dim] for dim in order], []
         for piece, (first, end) in zip(self.pieces[node], self.bounds, strict=True):
-            part = add_call(self.graph, node, _aten.permute.default, (piece, order)) if permuted else piece
+            part = self._add(node, _aten.permute.default, (piece, order)) if permuted else piece
             if cut.blocks > 1:
                 opened = [*shape[:at], cut.blocks, (end - first) * cut.unit, *shape[at + 1 :]]
-                part = add_call(self.graph, node, _aten.view.default, (part, opened))
+                part = self._add(node, _aten.view.default, (part, opened))
             parts.append(part)
-        made = add_call(self.graph, node, _aten.cat.default, (parts, at + (cut.blocks > 1)))
+        made = self._add(node, _aten.cat.default, (parts, at + (cut.blocks > 1)))
         self.made.copies.append(made.name)
         if cut.blocks > 1:
-            made = add_call(self.graph, node, _aten.view.default, (made, shape))
+            made = self._add(node, _aten.view.default, (made, shape))
         if permuted:
             back = [order.index(dim) for dim in range(value.ndim)]
-            made = add_call(self.graph, node, _aten.permute.default, (made, back))
+            made = self._add(node, _aten.permute.default, (made, back))
         if not _same_layout(made.meta["val"], value):
             raise CannotSplit(f"{node.name!r} has strides {value.stride()}, which its pieces cannot give")
         return made

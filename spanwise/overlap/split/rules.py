@@ -34,22 +34,26 @@ class Legal:
     Attributes:
         cuts: of arguments that must be pieces; all others are whole.
         resized: arguments of the node for a piece of a given number of tokens; None if they stay.
+        target: operator of a piece; None if it is the node's.
     """
 
     cuts: Mapping[fx.Node, Cut]
     resized: Callable[[int], Arguments] | None = None
+    target: Any = None
 
 
 Rule = Callable[[Any, dict[str, Any], Cut, int], Legal | None]
 
 
-def _together(*pairs: tuple[Any, Cut | None], resized: Callable[[int], Arguments] | None = None) -> Legal | None:
+def together(
+    *pairs: tuple[Any, Cut | None], resized: Callable[[int], Arguments] | None = None, target: Any = None
+) -> Legal | None:
     """`Legal` of arguments with cuts, None for whole ones; None if a node is there with two cuts."""
     found: dict[fx.Node, Cut | None] = {}
     for arg, cut in pairs:
         if isinstance(arg, fx.Node) and found.setdefault(arg, cut) != cut:
             return None
-    return Legal({arg: cut for arg, cut in found.items() if cut is not None}, resized)
+    return Legal({arg: cut for arg, cut in found.items() if cut is not None}, resized, target)
 
 
 def _shape(node: Any) -> list[int]:
@@ -73,7 +77,7 @@ def pointwise(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal 
         if not whole and shape[dim] != cut.size(tokens):
             return None
         pairs.append((arg, None if whole else dataclasses.replace(cut, dim=dim)))
-    return _together(*pairs) if any(of for _, of in pairs) else None
+    return together(*pairs) if any(of for _, of in pairs) else None
 
 
 def _view(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -82,7 +86,7 @@ def _view(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | No
     before = through_view(new, _shape(source), cut, tokens)
     if before is None or through_view(_shape(source), new, before, tokens) != cut:
         return None
-    return _together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
+    return together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
 
 
 def _resized(shape: list[int], cut: Cut, tokens: int) -> list[int]:
@@ -97,13 +101,13 @@ def _flatten(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal |
         return None
     if "sizes" in given and given["dim"] % len(_shape(source)) == before.dim:
         return None
-    return _together((source, before))
+    return together((source, before))
 
 
 def _chunk(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Only along another dim than the tokens': it counts parts, not rows."""
     along = given.get("dim", 0) % tensors_of(node)[0].ndim
-    return None if along == cut.dim else _together((given["self"], cut))
+    return None if along == cut.dim else together((given["self"], cut))
 
 
 def _expand(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -112,28 +116,28 @@ def _expand(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | 
     if dim < 0 or _shape(source)[dim] != new[cut.dim] or given.get("implicit"):
         return None
     before = dataclasses.replace(cut, dim=dim)
-    return _together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
+    return together((source, before), resized=lambda n: ((source, [*_resized(new, cut, n)]), {}))
 
 
 def _permute(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     source, dims = given["self"], [dim % len(_shape(node)) for dim in given["dims"]]
-    return _together((source, dataclasses.replace(cut, dim=dims[cut.dim])))
+    return together((source, dataclasses.replace(cut, dim=dims[cut.dim])))
 
 
 def _transpose(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     ndim = len(_shape(node))
     if ndim < 2:
-        return _together((given["self"], cut))
+        return together((given["self"], cut))
     pair = [given.get("dim0", 0) % ndim, given.get("dim1", 1) % ndim]
     dim = pair[1 - pair.index(cut.dim)] if cut.dim in pair else cut.dim
-    return _together((given["self"], dataclasses.replace(cut, dim=dim)))
+    return together((given["self"], dataclasses.replace(cut, dim=dim)))
 
 
 def _unsqueeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     at = given["dim"] % len(_shape(node))
     if at == cut.dim:
         return None
-    return _together((given["self"], dataclasses.replace(cut, dim=cut.dim - (at < cut.dim))))
+    return together((given["self"], dataclasses.replace(cut, dim=cut.dim - (at < cut.dim))))
 
 
 def _squeeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -144,7 +148,7 @@ def _squeeze(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal |
     left = [dim for dim in range(len(shape)) if dim not in gone]
     if shape[left[cut.dim]] == 1:
         return None
-    return _together((given["self"], dataclasses.replace(cut, dim=left[cut.dim])))
+    return together((given["self"], dataclasses.replace(cut, dim=left[cut.dim])))
 
 
 def _reduction(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -157,7 +161,7 @@ def _reduction(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal
     gone = {dim % ndim for dim in dims}
     left = [dim for dim in range(ndim) if given.get("keepdim") or dim not in gone]
     dim = left[cut.dim]
-    return None if dim in gone else _together((source, dataclasses.replace(cut, dim=dim)))
+    return None if dim in gone else together((source, dataclasses.replace(cut, dim=dim)))
 
 
 def _along(*names: str) -> Rule:
@@ -172,7 +176,7 @@ def _along(*names: str) -> Rule:
         whole = _shape(node)[cut.dim]
         if any(len(_shape(x)) != ndim or _shape(x)[cut.dim] != whole for x in tensors):
             return None
-        return _together(*((x, cut) for x in tensors)) if len(tensors) == len(_all_nodes(node)) else None
+        return together(*((x, cut) for x in tensors)) if len(tensors) == len(_all_nodes(node)) else None
 
     return rule
 
@@ -183,10 +187,10 @@ def _norm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | No
     if cut.dim >= len(_shape(first)) - len(given["normalized_shape"]):
         return None
     others = [arg for arg in _all_nodes(node) if arg is not first]
-    return _together((first, cut), *((arg, None) for arg in others))
+    return together((first, cut), *((arg, None) for arg in others))
 
 
-def _is_transposed(node: Any) -> bool:
+def is_transposed(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target in _TRANSPOSED
 
 
@@ -195,36 +199,36 @@ def _mm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None
     bias, left, right = given.get("self"), given.get("mat1"), given.get("mat2")
     if left is None:
         bias, left = None, given["self"]
-    if cut.dim != 0 or _is_transposed(left):
+    if cut.dim != 0 or is_transposed(left):
         return None
     rows = None
     if isinstance(bias, fx.Node) and len(_shape(bias)) == 2 and _shape(bias)[0] != 1:
         rows = cut
-    return _together((left, cut), (right, None), (bias, rows))
+    return together((left, cut), (right, None), (bias, rows))
 
 
 def _bmm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     left, right = given["self"], given["mat2"]
     if cut.dim == 2:
         return None
-    return _together((left, cut), (right, cut if cut.dim == 0 else None))
+    return together((left, cut), (right, cut if cut.dim == 0 else None))
 
 
 def _linear(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """`linear`, and `matmul` with a matrix at the right."""
     left = given.get("input", given.get("self"))
     right = given.get("weight", given.get("other"))
-    if cut.dim >= len(_shape(node)) - 1 or len(_shape(right)) != 2 or _is_transposed(left):
+    if cut.dim >= len(_shape(node)) - 1 or len(_shape(right)) != 2 or is_transposed(left):
         return None
     if len(_shape(left)) != len(_shape(node)):
         return None
-    return _together((left, cut), (right, None), (given.get("bias"), None))
+    return together((left, cut), (right, None), (given.get("bias"), None))
 
 
 def _embedding(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     if cut.dim >= len(_shape(given["indices"])):
         return None
-    return _together((given["indices"], cut), (given["weight"], None))
+    return together((given["indices"], cut), (given["weight"], None))
 
 
 def _cat(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -233,11 +237,11 @@ def _cat(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | Non
     if any(len(_shape(x)) != len(_shape(node)) for x in tensors):
         return None
     if along != cut.dim:
-        return _together(*((x, cut) for x in tensors))
+        return together(*((x, cut) for x in tensors))
     sizes = {_shape(x)[along] for x in tensors}
     if len(sizes) > 1 or cut.blocks % len(tensors):
         return None
-    return _together(*((x, dataclasses.replace(cut, blocks=cut.blocks // len(tensors))) for x in tensors))
+    return together(*((x, dataclasses.replace(cut, blocks=cut.blocks // len(tensors))) for x in tensors))
 
 
 def _split(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -245,7 +249,7 @@ def _split(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | N
     source, results = given["self"], tensors_of(node)
     along = given.get("dim", 0) % results[0].ndim
     if along != cut.dim:
-        return _together((source, cut))
+        return together((source, cut))
     size: Any = given.get("split_size", given.get("split_sizes"))
     several = isinstance(size, (list, tuple))
 
@@ -256,7 +260,7 @@ def _split(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | N
     before = dataclasses.replace(cut, blocks=cut.blocks * len(results))
     if not same or _shape(source)[along] != before.size(tokens):
         return None
-    return _together((source, before), resized=lambda n: ((source, parts(n), along), {}))
+    return together((source, before), resized=lambda n: ((source, parts(n), along), {}))
 
 
 def _slice(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
@@ -264,7 +268,7 @@ def _slice(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | N
     source = given["self"]
     along = given.get("dim", 0) % len(_shape(node))
     if along != cut.dim:
-        return _together((source, cut))
+        return together((source, cut))
     size, block = _shape(source)[along], tokens * cut.unit
     first, end = given.get("start") or 0, given.get("end")
     first = first + size if first < 0 else first
@@ -277,40 +281,40 @@ def _slice(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | N
     def args(n: int) -> Arguments:
         return (source, along, at * n * cut.unit, (at + cut.blocks) * n * cut.unit), {}
 
-    return _together((source, before), resized=args)
+    return together((source, before), resized=args)
 
 
 def _select(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     source = given["self"]
     at = given["dim"] % len(_shape(source))
-    return _together((source, dataclasses.replace(cut, dim=cut.dim + (at <= cut.dim))))
+    return together((source, dataclasses.replace(cut, dim=cut.dim + (at <= cut.dim))))
 
 
 def _same(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Items of tuples, waits, all-reduces: the one tensor argument has the cut of the result."""
-    return _together((node.all_input_nodes[0], cut))
+    return together((node.all_input_nodes[0], cut))
 
 
 def _complex(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """Views between complex numbers and pairs in the last dim."""
     pair = len(_shape(node)) if len(_shape(node)) > len(_shape(given["self"])) else -1
-    return None if cut.dim == pair - 1 else _together((given["self"], cut))
+    return None if cut.dim == pair - 1 else together((given["self"], cut))
 
 
 def _gather(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """All-gather along dim 0 of another axis, or of the tokens'."""
     size = given["group_size"]
     if cut.dim != 0:
-        return _together((given["input"], cut))
+        return together((given["input"], cut))
     if cut.blocks % size:
         return None
-    return _together((given["input"], dataclasses.replace(cut, blocks=cut.blocks // size)))
+    return together((given["input"], dataclasses.replace(cut, blocks=cut.blocks // size)))
 
 
 def _scatter(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     if cut.dim != 0:
-        return _together((given["input"], cut))
-    return _together((given["input"], dataclasses.replace(cut, blocks=cut.blocks * given["group_size"])))
+        return together((given["input"], cut))
+    return together((given["input"], dataclasses.replace(cut, blocks=cut.blocks * given["group_size"])))
 
 
 VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})

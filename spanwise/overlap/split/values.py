@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,8 +21,49 @@ class CannotSplit(ValueError):
     """Pieces of a node cannot be made; the text says why."""
 
 
+class Values:
+    """Values by operator and arguments: copies of one graph, cut in several ways, have most of their new nodes alike.
+
+    In one graph each value belongs to one node, because two results do not share memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, Any]] = {}  # with the arguments, which keeps their identities
+        self._taken: Counter[Any] = Counter()
+
+    def next_graph(self) -> None:
+        """Let nodes of another graph have the known values."""
+        self._taken.clear()
+
+    def of(self, node: fx.Node) -> Any:
+        """The value of a node; raises whatever its operator raises."""
+        given = [arg.meta.get("val") for arg in node.all_input_nodes]
+        call = node.target, _hashable(node.args), _hashable(node.kwargs)
+        key = call, self._taken[call]
+        if key not in self._known:
+            self._known[key] = _value(node), given
+        self._taken[call] += 1
+        return self._known[key][0]
+
+
+def _hashable(value: Any) -> Any:
+    """An argument, with the identities of values for nodes."""
+    if isinstance(value, fx.Node):
+        return fx.Node, id(value.meta.get("val"))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    return type(value), value
+
+
 def add_call(
-    graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    graph: fx.Graph,
+    values: Values,
+    like: fx.Node,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
     """A node before `like`'s place with its metadata, and the value that its operator gives.
 
@@ -31,7 +73,7 @@ def add_call(
     node = graph.create_node("call_function", target, args, kwargs or {}, name=f"{like.name}_piece")
     node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUE}
     try:
-        node.meta["val"] = _value(node)
+        node.meta["val"] = values.of(node)
     except Exception as error:  # an operator may raise anything
         graph.erase_node(node)
         raise CannotSplit(f"{target} of a piece of {like.name!r}: {type(error).__name__}: {error}") from error
