@@ -37,37 +37,40 @@ def assign(
 
 def busiest(layout: Layout, problem: LayoutProblem) -> Float64:
     """Work of the busiest rank by the sum of the masks, and by each mask alone; ``[batch, num_bounds]``."""
-    found = []
-    for row in range(problem.batch_size):
-        pieces = layout.pieces(row if layout.batch_size > 1 else 0)
-        rank, start, _ = pieces[np.argsort(pieces[:, 1])].T
-        areas = [area[row if len(area) > 1 else 0] for area in _areas(problem)]
-        found.append([np.bincount(rank, np.add.reduceat(area, start)).max() for area in areas])
-    return np.array(found, dtype=np.float64)
+    return _work(layout, problem).max(axis=2)
 
 
 def mean_work(problem: LayoutProblem, num_ranks: int) -> Float64:
     """The mean work of a rank, as `busiest`."""
-    sums = [np.broadcast_to(area.sum(axis=1), problem.batch_size) for area in _areas(problem)]
-    return np.stack(sums, axis=1) / num_ranks
+    whole = Layout([[(0, 0, problem.seq_len)]], 1, problem.seq_len)
+    return _work(whole, problem)[:, :, 0] / num_ranks
 
 
 def priced_tokens(
     layout: Layout, problem: LayoutProblem, host_size: int | None, host_price: float
 ) -> tuple[Float64, Float64]:
     """K/V tokens that each rank receives, and sends; all masks by weight, those inside a host at their price."""
-    host = np.arange(layout.num_ranks) // (host_size or 1)
-    price = np.where(host[:, None] == host, host_price, 1.0)
     recv, sent = np.zeros(layout.num_ranks), np.zeros(layout.num_ranks)
     for name in sorted(problem.masks):
         rows = traffic.needs(problem.masks[name], layout, layout, problem.batch_size)
-        tokens = (problem.weights or {})[name] * traffic.needed_traffic(rows, layout) * price
-        recv, sent = recv + tokens.sum(axis=1), sent + tokens.sum(axis=0)
+        receiver, sender, tokens = traffic.needed_pairs(rows, layout)
+        near = receiver // (host_size or 1) == sender // (host_size or 1)
+        weight = (problem.weights or {})[name]
+        for price, part in ((weight * host_price, near), (weight, ~near)):
+            recv += price * np.bincount(receiver[part], tokens[part], layout.num_ranks)
+            sent += price * np.bincount(sender[part], tokens[part], layout.num_ranks)
     return recv, sent
 
 
-def _areas(problem: LayoutProblem) -> list[np.ndarray]:
-    return [problem.area] + [mask.area() for mask in problem.masks.values() if len(problem.masks) > 1]
+def _work(layout: Layout, problem: LayoutProblem) -> Float64:
+    """Work of each rank by the sum of the masks, and by each mask alone; ``[batch, num_bounds, ranks]``."""
+    names, weights = sorted(problem.masks), problem.weights or {}
+    found = []
+    for row in range(problem.batch_size):
+        alone = {name: traffic.row_area(problem.masks[name], layout, row) for name in names}
+        every = [np.sum([weights[name] * alone[name] for name in names], axis=0)]
+        found.append(every + [alone[name] for name in problem.masks if len(names) > 1])
+    return np.array(found, dtype=np.float64)
 
 
 def pieces_of_ranks(

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.layout import Layout
+from spanwise.layouts.runs import ragged_arange
+from spanwise.masks import stretches
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_offset_rows
 from spanwise.masks.span_mask import SpanMask
@@ -156,21 +158,9 @@ def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
     >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
     array([0, 3, 8])
     """
-    token = np.arange(masks[0].q_len + 1, dtype=np.int32)
-    low, high = token[:-1].copy(), token[1:].copy()
-    for mask in masks:
-        at = row if mask.batch_size > 1 else 0
-        for start, end in zip(mask.start[at], mask.end[at], strict=True):
-            filled = start < end
-            np.minimum(low, start if filled.all() else np.where(filled, start, low), out=low)
-            np.maximum(high, end, out=high)
-    # A cut before a token: no token from there on reads an earlier one, and none before it a later one.
-    np.minimum.accumulate(low[::-1], out=low[::-1])
-    is_cut = low[1:] == token[1:-1]
-    if (high > token[1:]).any():
-        np.maximum.accumulate(high, out=high)
-        is_cut &= high[:-1] == token[1:-1]
-    return np.concatenate([[0], np.flatnonzero(is_cut) + 1, [len(low)]])
+    length = masks[0].q_len
+    of = (slot.crossed for mask in masks for slot in mask.stretches(row if mask.batch_size > 1 else 0))
+    return np.concatenate([[0], ragged_arange(stretches.outside(of, length)), [length]])
 
 
 @runtime_checkable

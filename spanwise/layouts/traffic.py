@@ -13,6 +13,7 @@ import numpy as np
 from spanwise.layouts import local_area as _local_area
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import subtract_runs
+from spanwise.masks import stretches
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 
@@ -31,24 +32,24 @@ def num_rows(mask: SpanMask, layout: Layout) -> int:
 
 def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
-    per_row = mask.area()
-    work = np.zeros(layout.num_ranks, dtype=np.int64)
-    for row in range(batch_size):
-        runs = layout.pieces(row_of(layout, row))
-        owner, start, _ = runs[np.argsort(runs[:, 1])].T  # they tile the sequence
-        np.add.at(work, owner, np.add.reduceat(per_row[row_of(mask, row)], start))
-    return _frozen(work)
+    return _frozen(sum((row_area(mask, layout, row) for row in range(batch_size)), _zeros(layout)))
+
+
+def row_area(mask: SpanMask, layout: Layout, row: int) -> Int64:
+    """(query, key) pairs of each group in one batch row; int64 ``[G]``."""
+    work, (group, of) = _zeros(layout), _cut(mask, layout, row)
+    np.add.at(work, group, of.pairs)
+    return work
 
 
 def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of :func:`area` whose keys the group holds; int64 ``[G]``."""
     if layout.num_ranks == 1:
         return area(mask, layout, batch_size)  # quicker
-    total = np.zeros(layout.num_ranks, dtype=np.int64)
+    total = _zeros(layout)
     for row in range(batch_size):
-        at = row_of(mask, row)
-        rows, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
-        total += _local_area.local_area(mask.start[at], mask.end[at], rows, keys, layout.num_ranks)
+        keys = kv_layout.pieces(row_of(kv_layout, row))
+        total += _local_area.local_area(*_cut(mask, layout, row), keys, layout.num_ranks)
     return _frozen(total)
 
 
@@ -56,13 +57,12 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) ->
     """K/V runs that each group reads and does not hold, ascending, for each batch row."""
     if layout.num_ranks == 1:
         return [[np.empty((0, 2), np.int64)] for _ in range(batch_size)]
-    found = []
+    found, stride = [], kv_layout.seq_len + 1  # all groups on one line: one merge and one difference serve them
     for row in range(batch_size):
-        groups = range(layout.num_ranks)
-        runs = [layout.runs(group, row_of(layout, row)) for group in groups]
-        reads = mask.row(row_of(mask, row)).keys_read_many(runs)
-        own = [kv_layout.runs(group, row_of(kv_layout, row)) for group in groups]
-        found.append([subtract_runs(read, held) for read, held in zip(reads, own, strict=True)])
+        pieces, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
+        read = stretches.keys_read(mask.stretches(row_of(mask, row)), pieces[:, 1:], pieces[:, 0], stride)
+        missing = subtract_runs(read, keys[:, 1:] + keys[:, :1] * stride)
+        found.append(stretches.by_owner(missing, layout.num_ranks, stride))
     return found
 
 
@@ -70,11 +70,31 @@ def needed_traffic(rows: Needs, kv_layout: Layout) -> Int64:
     """Tokens of each other group that a group reads; int64 ``[G receivers, G senders]``, summed over batch rows."""
     groups = kv_layout.num_ranks
     traffic = np.zeros((groups, groups), dtype=np.int64)
-    for row, read in enumerate(rows):
-        receiver = np.repeat(np.arange(groups), [len(runs) for runs in read])
-        run, sender, tokens = kv_layout.owners_of(np.concatenate(read), row_of(kv_layout, row))
-        np.add.at(traffic, (receiver[run], sender), tokens)
+    receiver, sender, tokens = needed_pairs(rows, kv_layout)
+    np.add.at(traffic, (receiver, sender), tokens)
     return _frozen(traffic)
+
+
+def needed_pairs(rows: Needs, kv_layout: Layout) -> tuple[Int64, Int64, Int64]:
+    """Receiver, sender and tokens of everything that groups read of others, int64 ``[n]``; pairs may come again."""
+    found = []
+    for row, read in enumerate(rows):
+        receiver = np.repeat(np.arange(kv_layout.num_ranks), [len(runs) for runs in read])
+        run, sender, tokens = kv_layout.owners_of(np.concatenate(read), row_of(kv_layout, row))
+        found.append((receiver[run], sender, tokens))
+    receiver, sender, tokens = (np.concatenate(each) for each in zip(*found, strict=True))
+    return receiver, sender, tokens
+
+
+def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, stretches.Stretches]:
+    """The group and the rows of each stretch of a batch row, cut where groups change."""
+    pieces = layout.pieces(row_of(layout, row))
+    run, of = stretches.cut(mask.stretches(row_of(mask, row)), pieces[:, 1:])
+    return pieces[run, 0], of
+
+
+def _zeros(layout: Layout) -> Int64:
+    return np.zeros(layout.num_ranks, dtype=np.int64)
 
 
 def _frozen(array: Int64) -> Int64:

@@ -11,6 +11,7 @@ import numpy as np
 from spanwise.masks import slices, steps
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.checks import check_unbatched
+from spanwise.masks.stretches import Stretches, stretches_of
 
 _Mask = TypeVar("_Mask", bound="SpanArrays")
 
@@ -19,12 +20,13 @@ _Mask = TypeVar("_Mask", bound="SpanArrays")
 class SpanArrays:
     """Canonical spans ``start, end`` of int32 ``[batch, num_spans, q_len]`` and the number of keys; see `SpanMask`."""
 
-    __slots__ = ("cu_seqlens", "end", "kv_len", "start")
+    __slots__ = ("_stretches", "cu_seqlens", "end", "kv_len", "start")
 
     start: Int32
     end: Int32
     kv_len: int
     cu_seqlens: tuple[Int64, ...] | None
+    _stretches: dict[int, tuple[Stretches, ...]]  # by batch row, found when first asked for
 
     def _set(self, start: Int32, end: Int32, kv_len: int, cu_seqlens: tuple[Int64, ...] | None = None) -> None:
         start.setflags(write=False)
@@ -35,6 +37,7 @@ class SpanArrays:
         for row in cu_seqlens or ():
             row.setflags(write=False)
         object.__setattr__(self, "cu_seqlens", cu_seqlens)
+        object.__setattr__(self, "_stretches", {})
 
     @classmethod
     def _trusted(
@@ -80,6 +83,35 @@ class SpanArrays:
         for j in range(1, self.num_spans):
             area += self.end[:, j] - self.start[:, j]
         return area.astype(np.int64)
+
+    def stretches(self, row: int = 0) -> tuple[Stretches, ...]:
+        """Stretches of each slot of a batch row; see `masks.stretches`. Kept with the mask.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.documents([0, 300, 900]).stretches()[0].first
+            array([  0, 300])
+        """
+        if row not in self._stretches:
+            slots = zip(self.start[row], self.end[row], strict=True)
+            self._stretches[row] = tuple(stretches_of(start, end) for start, end in slots)
+        return self._stretches[row]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether this is the plain causal mask, of one batch row and as many keys as queries.
+
+        Examples:
+            >>> from spanwise import SpanMask
+            >>> SpanMask.causal(5).is_causal, SpanMask.documents([0, 2, 5]).is_causal
+            (True, False)
+        """
+        if self.batch_size > 1 or self.num_spans > 1 or self.q_len != self.kv_len:
+            return False
+        (of,) = self.stretches()
+        if len(of.first) != 1:
+            return self.q_len == 0
+        return [int(field[0]) for field in of] == [0, self.q_len, 0, 1, 0, int(self.q_len > 1)]
 
     def dense(self) -> Bool:
         """The mask as bool ``[batch, q_len, kv_len]``, for tests and small problems.

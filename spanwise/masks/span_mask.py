@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, slices, spans
+from spanwise.masks import blocks, slices, spans, stretches
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import check_length, check_like, check_positive, check_runs, check_spans, check_unbatched
 from spanwise.masks.named import NamedMasks
@@ -225,7 +225,7 @@ class SpanMask(NamedMasks):
         return spans.keys_read(spans.take_runs(self.start[0], runs), spans.take_runs(self.end[0], runs))
 
     def keys_read_many(self, q_runs: Sequence[Any]) -> list[Int64]:
-        """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask.
+        """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask's stretches.
 
         Examples:
             >>> [runs.tolist() for runs in SpanMask.causal(8).keys_read_many([[[0, 2]], [[2, 5]]])]
@@ -233,7 +233,9 @@ class SpanMask(NamedMasks):
         """
         check_unbatched("keys_read_many", self.batch_size)
         runs = [check_runs(r, self.q_len, f"q_runs[{k}]") for k, r in enumerate(q_runs)]
-        return spans.keys_read_many(self.start[0], self.end[0], runs)
+        owner, stride = np.repeat(np.arange(len(runs)), [len(r) for r in runs]), self.kv_len + 1
+        rows = np.concatenate([np.zeros((0, 2), np.int64), *runs])
+        return stretches.by_owner(stretches.keys_read(self.stretches(), rows, owner, stride), len(runs), stride)
 
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.

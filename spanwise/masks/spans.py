@@ -249,39 +249,3 @@ def keys_read(start: Int32, end: Int32) -> Int64:
         lows.append(s[first])
         highs.append(e[np.append(first[1:], len(s))[: len(first)] - 1])
     return merge_runs(np.concatenate(lows), np.concatenate(highs))
-
-
-def keys_read_many(start: Int32, end: Int32, runs: Sequence[Int64]) -> list[Int64]:
-    """``keys_read`` of several sets of rows: finds the chains of the whole mask once, then cuts them at the runs."""
-    owner = np.repeat(np.arange(len(runs)), [len(r) for r in runs])
-    all_runs = np.concatenate([np.zeros((0, 2), np.int64), *runs])
-    lows, highs, owners = [start[0, :0]], [end[0, :0]], [owner[:0]]
-    for s, e in zip(start, end, strict=True):
-        filled = s < e
-        low, high = all_runs[:, 0], all_runs[:, 1]
-        if not filled.all():
-            rows = np.flatnonzero(filled)
-            s, e = s[rows], e[rows]
-            low, high = np.searchsorted(rows, low), np.searchsorted(rows, high)
-        keep = low < high
-        low, high = low[keep], high[keep]
-        breaks = np.flatnonzero(chain_breaks(s, e))
-        # A run of rows is cut at the chains that begin strictly inside it.
-        first, last = np.searchsorted(breaks, low, side="right"), np.searchsorted(breaks, high, side="left")
-        cuts = last - first
-        run = np.repeat(np.arange(len(low)), cuts + 1)
-        nth = np.arange(len(run)) - np.repeat(np.cumsum(cuts + 1) - (cuts + 1), cuts + 1)
-        edges = np.append(breaks, len(s))
-        chain = first[run] + nth
-        begin = np.where(nth == 0, low[run], edges[chain - 1])
-        stop = np.where(nth == cuts[run], high[run], edges[np.minimum(chain, len(breaks))])
-        lows.append(s[begin])
-        highs.append(e[stop - 1])
-        owners.append(owner[keep][run])
-    owner = np.concatenate(owners)
-    # Each set of rows has its own interval of one line, so that a single merge serves all of them.
-    high_line = np.concatenate(highs)
-    stride = int(high_line.max(initial=0)) + 1
-    merged = merge_runs(np.concatenate(lows) + owner * stride, high_line + owner * stride)
-    cuts = np.searchsorted(merged[:, 0], np.arange(1, len(runs)) * stride)
-    return [found - k * stride for k, found in enumerate(np.split(merged, cuts))][: len(runs)]

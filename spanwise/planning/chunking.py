@@ -23,6 +23,8 @@ def chunk_of(position: Int64, count: Int64 | int, num_chunks: int, block_size: i
     Returns:
         int64 ``[n]`` in ``[0, num_chunks)``.
     """
+    if num_chunks == 1:
+        return np.zeros_like(position)
     blocks = -(-np.asarray(count) // block_size)
     return (position // block_size * num_chunks // np.maximum(blocks, 1) + distance) % num_chunks
 
@@ -62,10 +64,15 @@ def chunks_received(sender: Int64, rank: int, num_chunks: int, block_size: int) 
     Args:
         sender: int64 ``[n]``, the rank that sends each token.
     """
-    by_sender = np.argsort(sender, kind="stable")
-    count = np.bincount(sender)
-    position = np.arange(len(sender)) - np.repeat(np.cumsum(count) - count, count)
-    each = sender[by_sender]
-    chunk = np.empty(len(sender), dtype=np.int64)
-    chunk[by_sender] = chunk_of(position, count[each], num_chunks, block_size, rank - each)
-    return chunk
+    if num_chunks == 1:
+        return np.zeros_like(sender)
+    first = np.flatnonzero(np.diff(sender, prepend=-1))  # tokens of one sender come in long runs
+    of, length = sender[first], np.diff(np.append(first, len(sender)))
+    by_sender = np.argsort(of, kind="stable")
+    total = np.cumsum(length[by_sender])
+    count = np.bincount(of, length).astype(np.int64)
+    before = np.empty(len(of), dtype=np.int64)  # tokens of earlier runs of the same sender
+    before[by_sender] = total - length[by_sender] - (np.cumsum(count) - count)[of[by_sender]]
+    position = np.arange(len(sender)) - np.repeat(first - before, length)
+    counts, distance = (np.repeat(each, length) for each in (count[of], rank - of))
+    return chunk_of(position, counts, num_chunks, block_size, distance)

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from spanwise.layouts.packing import Packing, Side
+from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
+from spanwise.layouts.traffic import row_of
+from spanwise.masks import stretches
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
@@ -106,25 +109,15 @@ def _positions(packing: Packing, tokens: Int64) -> Int64:
 
 def cuts(masks: Iterable[SpanMask], seq_len: int) -> Int64:
     """Positions in ``(0, seq_len)`` that no span of any mask and batch row crosses, ascending."""
-    crossed = np.zeros(seq_len + 1, dtype=bool)
-    position = np.arange(seq_len)
-    for mask in masks:
-        is_span = mask.end > mask.start
-        first = np.where(is_span, np.minimum(mask.start, position), position).min(axis=(0, 1))
-        last = np.where(is_span, np.maximum(mask.end, position + 1), position + 1).max(axis=(0, 1))
-        # Token i and its keys span [first, last): no cut strictly inside.
-        steps = np.bincount(first + 1, minlength=seq_len + 2) - np.bincount(last, minlength=seq_len + 2)
-        crossed |= np.cumsum(steps)[: seq_len + 1] > 0
-    return np.flatnonzero(~crossed[1:-1]) + 1
+    of = (slot.crossed for mask in masks for row in range(mask.batch_size) for slot in mask.stretches(row))
+    return ragged_arange(stretches.outside(of, seq_len))
 
 
 def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
     """Tokens that neither read the token before them nor are read by it, in any mask of some batch row; ascending."""
-    rows = np.arange(1, seq_len)
-    joined = []
-    for mask in masks:
-        back = (mask.start[:, :, 1:] < rows) & (rows <= mask.end[:, :, 1:])
-        ahead = (mask.start[:, :, :-1] <= rows) & (rows < mask.end[:, :, :-1])
-        joined.append((back | ahead).any(axis=1))
-    apart = ~np.any(np.broadcast_arrays(*joined), axis=0)
-    return np.flatnonzero(apart.any(axis=0)) + 1
+    every = list(masks)
+    apart = [np.zeros(0, np.int64)]
+    for row in range(max((mask.batch_size for mask in every), default=0)):
+        of = (slot.joined for mask in every for slot in mask.stretches(row_of(mask, row)))
+        apart.append(ragged_arange(stretches.outside(of, seq_len)))
+    return np.unique(np.concatenate(apart))

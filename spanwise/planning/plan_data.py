@@ -165,10 +165,7 @@ class PlanData:
     @functools.cached_property
     def causal(self) -> tuple[str, ...]:
         """Names of the masks that are the plain causal mask."""
-        if self.kv_len != self.seq_len:
-            return ()
-        causal = SpanMask.causal(self.seq_len)
-        return tuple(sorted(name for name, mask in self.masks.items() if mask == causal))
+        return tuple(sorted(name for name, mask in self.masks.items() if mask.is_causal))
 
     # ---------------------------------------------------------------- work and traffic of every rank
 

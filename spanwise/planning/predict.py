@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.hardware import attention_flops
-from spanwise.masks.arrays import Float64
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning import recurrent, timeline
 from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
@@ -82,9 +82,9 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
     )
 
 
-def over_ranks(plan: PlanData, of_groups: np.ndarray) -> Float64:
+def over_ranks(plan: PlanData, of_groups: Int64) -> Int64:
     """Tables between groups ``[…, G, G]`` as tables between ranks: a rank meets those at its place in other groups."""
-    return np.asarray(of_groups if plan.inner == 1 else np.kron(of_groups, np.eye(plan.inner)), np.float64)
+    return of_groups if plan.inner == 1 else np.kron(of_groups, np.eye(plan.inner, dtype=np.int64))
 
 
 class _Compute(NamedTuple):

@@ -61,6 +61,18 @@ def test_chunks_of_each_pair_are_what_chunk_of_says(seed):
             assert found[:, receiver, sender].tolist() == np.bincount(chunks, minlength=4).tolist()
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_received_chunks_are_what_chunk_of_says_of_each_sender(num_chunks):
+    rng = np.random.default_rng(0)
+    sender = np.repeat(rng.integers(0, 6, 40), rng.integers(0, 9, 40))  # senders come again, as for batch rows
+    found = chunking.chunks_received(sender, 4, num_chunks, 5)
+    for one in range(6):
+        count = np.count_nonzero(sender == one)
+        chunks = chunking.chunk_of(np.arange(count), max(count, 1), num_chunks, 5, 4 - one)
+        assert found[sender == one].tolist() == chunks.tolist()
+    assert chunking.chunks_received(sender[:0], 4, num_chunks, 5).tolist() == []
+
+
 def test_all_to_all_counts_each_pair_on_the_innermost_level_that_joins_it():
     links = (spanwise.Link(7.0, 0.0, ranks=2), spanwise.Link(3.0, 0.0, ranks=4), spanwise.Link(1.0, 0.0))
     hardware = spanwise.Hardware("three levels", 1, 1, 1, 1, 1, links)

@@ -1,0 +1,69 @@
+"""Stretches say what the dense mask says: cells, pairs, keys read, positions crossed, tokens joined."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanwise import SpanMask
+from spanwise.masks import stretches
+from tests.masks.test_properties import masks, runs
+
+
+def cells(of, shape):
+    """How often stretches hold each cell of a dense mask."""
+    dense = np.zeros(shape, int)
+    for first, stop, start, end, start_step, end_step in zip(*of, strict=True):
+        for later, row in enumerate(range(first, stop)):
+            dense[row, start + later * start_step : end + later * end_step] += 1
+    return dense
+
+
+@given(masks(), st.data())
+def test_stretches_hold_each_cell_once(mask, data):
+    rows = data.draw(runs(mask.q_len))
+    for row, dense in enumerate(mask.dense()):
+        every = stretches.cut(mask.stretches(row), np.array([[0, mask.q_len]]))[1]
+        np.testing.assert_array_equal(cells(every, dense.shape), dense)
+        run, parts = stretches.cut(mask.stretches(row), rows)
+        for k, (start, stop) in enumerate(rows.tolist()):
+            mine = stretches.Stretches(*(x[run == k] for x in parts))
+            assert mine.pairs.sum() == dense[start:stop].sum()
+            np.testing.assert_array_equal(cells(mine, dense.shape)[start:stop], dense[start:stop])
+
+
+@given(st.integers(1, 30).flatmap(lambda n: masks(shape=(n, n))))
+def test_crossed_and_joined(mask):
+    length = mask.q_len
+    for row, dense in enumerate(mask.dense()):
+        crossed = [t for t in range(1, length) if dense[t:, :t].any() or dense[:t, t:].any()]
+        joined = [t for t in range(1, length) if dense[t, t - 1] or dense[t - 1, t]]
+        slots = mask.stretches(row)
+        for found, expected in (("crossed", crossed), ("joined", joined)):
+            gaps = stretches.outside((getattr(slot, found) for slot in slots), length)
+            outside = [t for start, stop in gaps for t in range(start, stop)]
+            assert outside == [t for t in range(1, length) if t not in expected]
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (SpanMask.causal(200_000), 1),
+        (SpanMask.documents(np.arange(0, 200_001, 1000)), 200),
+        (SpanMask.sliding_window(200_000, 77, 5), 3),
+        (SpanMask.block_causal(200_000, 1536, 8), 131),
+    ],
+)
+def test_regular_masks_have_few_stretches_wherever_blocks_of_the_scan_end(mask, most):
+    assert sum(len(slot.first) for slot in mask.stretches()) <= most
+    assert sum(int(slot.pairs.sum()) for slot in mask.stretches()) == mask.area().sum()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 50])
+def test_the_plain_causal_mask_is_known(length):
+    assert SpanMask.causal(length).is_causal
+    others = [SpanMask.full(length), SpanMask.sliding_window(length, 10), SpanMask.documents([0, length // 2, length])]
+    for mask in (*others, SpanMask.stack([SpanMask.causal(length)] * 2), SpanMask.full(length, length + 1)):
+        assert mask.is_causal == (mask == SpanMask.causal(length))

@@ -1,0 +1,124 @@
+"""Plans of inputs that nobody would choose: tokens lie on one rank each, needs are exact, figures are finite."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import spanwise
+from spanwise import Packing, Recurrence, SpanMask, make_plan
+from spanwise.layouts.spread import Spread
+
+SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
+
+def offsets(lengths):
+    return np.cumsum([0, *lengths])
+
+
+def giant(count, length):
+    return offsets([3] * (count // 2) + [length] + [3] * (count - count // 2))
+
+
+def without_keys(length):
+    return SpanMask(np.zeros((1, length), int), np.zeros((1, length), int), length)
+
+
+def every_other_row(length):
+    start, row = np.zeros(length, int), np.arange(length)
+    return SpanMask(start[None], np.where(row % 2, row + 1, 0)[None], length)
+
+
+def last_rows_read_all(length, rows):
+    row = np.arange(length)
+    return SpanMask(np.zeros((1, length), int), np.where(row < length - rows, 0, length)[None], length)
+
+
+# Mask, ranks, ranks of a host, and the imbalance that is to be reached.
+CASES = {
+    "documents of one token": (SpanMask.documents(np.arange(4001)), 96, 8, 1.05),
+    "a giant among 10,000": (SpanMask.documents(giant(10_000, 30_000)), 96, 8, 1.05),
+    "a giant among 10,000, odd hosts": (SpanMask.documents(giant(10_000, 30_000)), 97, 7, 1.05),
+    "a giant, few ranks": (SpanMask.documents(giant(300, 9_000)), 13, 5, 1.05),
+    "more ranks than documents": (SpanMask.documents([0, 4000, 8192]), 70, 8, 1.06),
+    "more ranks than tokens": (SpanMask.documents([0, 3, 5]), 16, 8, None),
+    "more ranks than tokens, many": (SpanMask.causal(50), 101, 8, None),
+    "one token": (SpanMask.causal(1), 7, 2, None),
+    "primes": (SpanMask.documents(offsets([7, 1013, 2, 4001, 31, 2039, 5])), 67, 3, 1.06),
+    "no keys at all": (without_keys(3000), 70, 8, 1.0),
+    "no keys at all, few ranks": (without_keys(3000), 5, 2, 1.0),
+    "every other row empty": (every_other_row(4001), 66, 8, 1.06),
+    "a few rows have all the work": (last_rows_read_all(6000, 70), 70, 8, None),
+    "a few rows, few ranks": (last_rows_read_all(6000, 70), 3, 2, None),
+    "windows into the future": (SpanMask.sliding_window(5003, 0, 300), 71, 6, 1.05),
+    "full": (SpanMask.full(4999), 73, 8, 1.06),
+}
+
+
+def check(plan):
+    runs = np.concatenate([plan.runs(rank) for rank in range(plan.num_ranks)])
+    runs = runs[np.argsort(runs[:, 0])]
+    assert runs[0, 0] == 0 and runs[-1, 1] == plan.seq_len and (runs[1:, 0] == runs[:-1, 1]).all()
+    for name, mask in plan.masks.items():
+        area, work = mask.area()[0], plan.work(name)
+        assert work.sum() == area.sum() and 0 <= plan.local_work(name).min()
+        assert (plan.local_work(name) <= work).all()
+        for rank in range(0, plan.num_ranks, max(1, plan.num_ranks // 9)):
+            rows = np.concatenate([np.arange(a, b) for a, b in plan.runs(rank)] or [np.arange(0)])
+            assert work[rank] == area[rows].sum()
+            reads = np.zeros(mask.kv_len + 1, int)
+            for start, end in zip(mask.start[0][:, rows], mask.end[0][:, rows], strict=True):
+                np.add.at(reads, start, 1)
+                np.add.at(reads, end, -1)
+            read = np.cumsum(reads)[:-1] > 0
+            for a, b in plan.kv_layout.runs(rank):
+                read[a:b] = False
+            needed = np.concatenate([np.arange(a, b) for a, b in plan.needs(rank, name)] or [np.arange(0)])
+            np.testing.assert_array_equal(needed, np.flatnonzero(read))
+    assert all(np.isfinite(value) and value >= 0 for value in plan.predict().values())
+    assert all(np.isfinite(candidate.seconds["total"]) for candidate in plan.candidates)
+    assert plan.explain() and plan.fingerprint
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("hosts", [False, True])
+def test_any_mask_on_any_ranks(name, hosts):
+    mask, ranks, host_size, most = CASES[name]
+    hardware = spanwise.H100.with_host_size(host_size) if hosts else None
+    local = make_plan(mask, ranks, balancer="local", exchange="needed", hardware=hardware, **SHAPE)
+    check(local)
+    assert np.ptp(local.layout.tokens_per_rank) <= local.block_size
+    assert most is None or local.imbalance() <= most
+    plan = make_plan(mask, ranks, hardware=hardware, **SHAPE)
+    check(plan)
+    assert plan.predict()["total"] <= 1.05 * min(c.seconds["total"] for c in plan.candidates) + 1e-12
+
+
+def test_cross_attention_with_more_ranks_than_keys():
+    packing = Packing([0, 0, 90, 91], cu_seqlens_kv=[0, 5, 5, 11])
+    check(make_plan(packing.mask(causal=False), 13, packing=packing, **SHAPE))
+    check(make_plan(SpanMask.full(3, 1000), 5, **SHAPE))
+
+
+@pytest.mark.parametrize("ranks", [5, 70])
+def test_recurrent_layers_with_hostile_documents(ranks):
+    layers = {
+        "gdn": Recurrence(layers=3, heads=2, key_dim=8, value_dim=8),
+        "ssm": Recurrence(layers=2, heads=2, key_dim=4, value_dim=8, delta_rule=False),
+    }
+    for mask in (SpanMask.documents(np.arange(301)), SpanMask.documents(giant(200, 1500)), SpanMask.documents([0, 3])):
+        plan = make_plan(mask, ranks, recurrences=layers, hardware=spanwise.H100, **SHAPE)
+        check(plan)
+        check(plan.recurrent())
+
+
+@pytest.mark.parametrize("most", [80, 100, 10_000])
+def test_unequal_tokens_keep_their_limit(most):
+    for lengths in ([1] * 700, [5000] + [2] * 200, [6000], [4999, 1, 1, 3]):
+        ranks = -(-sum(lengths) // most) if most < 10_000 else 37
+        cu_seqlens = offsets(lengths)
+        balancer = Spread(1e-9, 1e-6, most, host_size=8)
+        plan = make_plan(SpanMask.documents(cu_seqlens), ranks, balancer=balancer, exchange="needed", **SHAPE)
+        check(plan)
+        assert plan.layout.tokens_per_rank.max() <= most
+        assert plan.layout.tokens_per_rank.min() >= min(1, plan.seq_len // ranks)
