@@ -29,9 +29,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 torch.set_num_threads(1)
 
 
+# What takes longest comes first, so that no worker has a long file left when the other is done.
+_LONG = ("tests/ranks", "tests/test_dist", "tests/docs", "tests/cli", "tests/attention", "tests/overlap")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files of tests/ranks take longest: first, so that no worker has one left when the other is done.
-    items.sort(key=lambda item: item.path.parent.name != "ranks")
+    items.sort(key=lambda item: next((i for i, long in enumerate(_LONG) if item.nodeid.startswith(long)), len(_LONG)))
     if not COMPILES:
         refused = pytest.mark.skip(reason=f"torch {torch.__version__} refuses compiled calls; it needs 2.12")
         for item in items:

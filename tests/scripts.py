@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 
 #: What a rank of a test would import first.
-_PRELOAD = ["spanwise", "spanwise.layouts.local_search", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+_PRELOAD = [
+    "spanwise", "spanwise.layouts.local_search", "spanwise.overlap.backend", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "functorch.compile", "pytest",
+    "spanwise.train.loop", "spanwise.integrations.transformers",
+]  # fmt: skip
 
 
 def forked() -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -81,8 +79,3 @@ def test_the_old_name_of_mask_name_works_and_warns() -> None:
         attend(q, k, v, plan, mask="near", mask_name="far")
     with pytest.raises(ValueError, match="is now mask_name=; got a SpanMask"):
         attend(q, k, v, plan, mask=masks["near"])
-
-
-def test_the_first_lines_of_the_old_readme_run() -> None:
-    code = "import spanwise; h = spanwise.cost.H100; from spanwise.cost import Hardware; assert isinstance(h, Hardware)"
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], check=True)

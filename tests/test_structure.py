@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Collection
@@ -33,10 +34,15 @@ def test_documents_link_to_files_that_exist() -> None:
     assert broken == []
 
 
-def private_torch_names(source: str) -> list[str]:
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def private_torch_names(module: ast.Module) -> list[str]:
     """Imports of, and attributes along, names of torch that begin with an underscore."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -47,11 +53,11 @@ def private_torch_names(source: str) -> list[str]:
 
 
 def test_private_torch_names_are_in_one_file() -> None:
-    assert private_torch_names("import torch\ntorch.ops._c10d_functional.wait_tensor(x)") != []
+    assert private_torch_names(ast.parse("import torch\ntorch.ops._c10d_functional.wait_tensor(x)")) != []
     found = {
         str(path.relative_to(ROOT)): names
         for path in ROOT.glob("spanwise/**/*.py")
-        if path.name != "_torch.py" and (names := private_torch_names(path.read_text()))
+        if path.name != "_torch.py" and (names := private_torch_names(tree(path)))
     }
     assert found == {}
 
@@ -74,7 +80,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, known: Collection[str]) -> set[str]:
     """Modules of the package that a file imports anywhere: lazily and for type checkers, too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -118,7 +124,7 @@ def test_files_and_functions_are_short() -> None:
     assert long == set()
     functions = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
                 if (node.end_lineno or 0) - first.lineno >= 60:

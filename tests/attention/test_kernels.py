@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.attention.kernels._engine import max_logit
@@ -276,7 +276,6 @@ def test_scores_far_from_zero(kernel: Callable, size: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_spans(kernel: Callable, data: st.DataObject) -> None:
     q_len, kv_len = data.draw(st.integers(0, 150), label="q_len"), data.draw(st.integers(1, 400), label="kv_len")
@@ -378,7 +377,7 @@ def test_reduced_precision(kernel: Callable, kv_heads: int, tolerance: float, dt
 
 def test_float32_error_at_long_lengths_is_that_of_torch() -> None:
     """Root mean square and largest error, each within 2x of torch's own CPU kernel."""
-    size = 3000
+    size = 2000
     case = make_case(causal(size), heads=2, kv_heads=2, dim=32, v_dim=32, spare=0, dtype=torch.float32)
     case = case._replace(grad_lse=torch.zeros_like(case.grad_lse))
     got, want = run(sdpa, case), oracle(case)
@@ -480,7 +479,6 @@ def test_plan_covers_the_mask_once_and_skips_unread_keys(mask: str) -> None:
     check_plan(MASKS[mask])
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 120), st.integers(1, 6), st.integers(0, 10_000))
 def test_plan_of_any_spans(q_len: int, kv_len: int, num_spans: int, seed: int) -> None:
     check_plan(random_spans(q_len, kv_len, num_spans, seed))

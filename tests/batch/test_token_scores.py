@@ -317,9 +317,9 @@ def test_compiled_in_one_graph(backend: str) -> None:
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         logprobs, entropies = spanwise.token_logprobs(
-            hidden, labels, vocab_weight=weight, bias=bias, entropy=True, temperature=0.7, softcap=4.0, chunk=5
+            hidden, labels, vocab_weight=weight, bias=bias, entropy=True, temperature=0.7, softcap=4.0, chunk=7
         )
-        mean = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=5)
+        mean = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=7)
         return mean + logprobs.square().sum() + entropies.sum()
 
     inputs = (hidden, weight, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -129,6 +130,7 @@ class OneRank:
             return [Answer(None, type(error).__name__, str(error))]
 
 
+@functools.cache
 def one_rank_case(**wanted):
     for index in range(3000):
         case = random_case(1, index)

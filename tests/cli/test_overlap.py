@@ -34,7 +34,7 @@ from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.optimize import optimize
 
 SMALL = [
-    "overlap", "--layers", "2", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
+    "overlap", "--layers", "1", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
     "--seq-len", "512", "--dp", "2", "--tp", "2",
 ]  # fmt: skip
 PLOT = WIDTH - LEFT - RIGHT
@@ -231,7 +231,7 @@ def test_thin_bars_are_drawn_together() -> None:
 # ---------------------------------------------------------------- context parallelism
 
 
-@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+@pytest.mark.parametrize("exchange", ["needed", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path) -> None:
     result = run(*SMALL, "--layers", 1, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
     assert result.exit_code == 0, result.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import make_plan
@@ -30,7 +30,6 @@ def crossing(layout, mask, host_size):
     return tokens.sum(), tokens[host[:, None] != host].sum()
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 20), host_size=st.integers(1, 9))
 def test_any_documents_and_any_work(seed, num_ranks, host_size):
     rng = np.random.default_rng(seed)
@@ -45,7 +44,6 @@ def test_any_documents_and_any_work(seed, num_ranks, host_size):
     assert layout == Layout([by_document.pieces_of_ranks(documents, before, sizes, host_size, 1.02)], num_ranks, units)
 
 
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_documents_are_what_no_span_crosses(seed):
     rng = np.random.default_rng(seed)

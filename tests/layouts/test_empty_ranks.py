@@ -32,7 +32,6 @@ def packed_documents(draw: st.DrawFn) -> tuple[SpanMask, Any]:
     return (masks[0], rows[0]) if len(rows) == 1 else (SpanMask.stack(masks), rows)
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     packed_documents(), RANKS, st.sampled_from(BALANCERS), st.sampled_from([1, 4, 128]),
     st.sampled_from(["auto", "all_gather", "needed"]),

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import make_plan
@@ -85,7 +85,6 @@ def problems(draw):
     return LayoutProblem(named, weights=weights, block_size=draw(st.integers(1, 12)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     problem=problems(),
     num_ranks=st.integers(1, 9),

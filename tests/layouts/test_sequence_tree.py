@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import spanwise
@@ -18,7 +18,6 @@ from tests.masks.test_trees import forests, paths
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(SEQUENCES)
 def test_any_sequences(sequences):
     found = tree_from_sequences(sequences)
@@ -42,7 +41,6 @@ def test_any_sequences(sequences):
     assert all(count != 1 or stop in ends for count, stop in zip(children, stops, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
 @given(SEQUENCES)
 def test_no_depth_first_order_needs_fewer_spans(sequences):
     tree = tree_from_sequences(sequences).tree

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import LayoutProblem, SpanMask, make_plan
@@ -23,7 +23,6 @@ def seconds_of(layout, given: LayoutProblem, pair: float, token: float) -> np.nd
     return np.array([each[layout.indices(rank)].sum() for rank in range(layout.num_ranks)])
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any),
     st.integers(1, 7),

@@ -43,7 +43,6 @@ def torch_block_mask(mask, size):
 # ---------------------------------------------------------------- spans -> FlexAttention
 
 
-@settings(max_examples=60, deadline=None)
 @given(masks().filter(lambda m: m.q_len and m.kv_len), st.integers(1, 20))
 def test_block_mask_is_torchs_own(mask, size):
     """All eight lists, the transposed ones and short last blocks included."""

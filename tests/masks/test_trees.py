@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.masks import trees
@@ -40,7 +40,6 @@ def walked(parents, lengths):
     return dense, position, before
 
 
-@settings(max_examples=100, deadline=None)
 @given(forests())
 def test_any_forest(forest):
     mask = SpanMask.tree(*forest)
@@ -53,7 +52,6 @@ def test_any_forest(forest):
     assert trees.path_lengths(*checked).tolist() == [len(path) for path in paths(*forest)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(forests(), st.integers(0, 9))
 def test_windows_are_counted_along_the_path(forest, window):
     mask = SpanMask.tree(*forest, window=window)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.overlap.bucketing.bucket import bucket
@@ -119,7 +119,6 @@ def graphs(draw: st.DrawFn) -> Dag:
     return Dag(dag.nodes, tuple(storages))
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(), st.randoms(use_true_random=False), st.booleans())
 def test_a_merge_is_legal_or_refused(dag: Dag, draw: random.Random, late: bool) -> None:
     buckets = [[i for i in dag.starts if dag.nodes[i].group == group and draw.random() < 0.8] for group in dag.groups]
@@ -427,7 +426,6 @@ def test_buckets_hold_the_limits_in_flight(
     assert launches == 48 or after.timeline.makespan <= {2.0: 34.0, 4.0: 66.0}[compute]
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
 def test_flights_are_within_limits_or_as_before(
     dag: Dag, most: int, most_bytes: int | None, draw: random.Random
@@ -485,7 +483,6 @@ def test_moves_merge_neighbours_and_cut_buckets() -> None:
     assert [*in_batches(many)] == [many, many[:1], many[1:], many[1:2], many[2:]]
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
 def test_never_longer_never_over_the_budget_nothing_twice(
     dag: Dag, room: int, saved: float, draw: random.Random
@@ -522,7 +519,6 @@ def greedy(
     return greedy_buckets(BucketingProblem(simulate(dag), keys, price, budget, slack))
 
 
-@settings(deadline=None, max_examples=150)
 @given(graphs(), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_greedy_orders_are_legal_and_fit(dag: Dag, room: int, draw: random.Random) -> None:
     """Of any schedule, however bad."""

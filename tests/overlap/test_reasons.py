@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, independent_compute, reasons
@@ -285,7 +285,6 @@ def test_several_reasons_are_told_with_their_milliseconds() -> None:
     assert str(alone) == "dependency"
 
 
-@settings(deadline=None, max_examples=100)
 @given(dags(), st.data())
 def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.DataObject) -> None:
     some = list(itertools.islice(orders(dag), 40))
@@ -311,7 +310,6 @@ def test_parts_add_up_and_only_the_hideable_can_be_hidden(dag: Dag, data: st.Dat
                 assert not any(min(high, stop) - max(low, first) > 0 for first, stop in busy)
 
 
-@settings(deadline=None, max_examples=150)
 @given(dags(), st.data())
 def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
     """The moves behind `ORDER` and `MEMORY` are legal orders with the claimed gain."""
@@ -334,7 +332,6 @@ def test_what_is_said_to_be_possible_is(dag: Dag, data: st.DataObject) -> None:
             assert again.exposed[start] == exposed - gained
 
 
-@settings(deadline=None, max_examples=100)
 @given(dags())
 def test_independent_compute_by_hand(dag: Dag) -> None:
     below: list[set[int]] = []  # what each node depends on

@@ -95,7 +95,7 @@ def test_the_text_says_it(optimized: tuple[Result, dict[str, str]]) -> None:
 
 def test_nothing_is_exposed() -> None:
     """Collectives without bytes or ranks take no time."""
-    config = dataclasses.replace(CONFIG, dp=1, tp=1)
+    config = dataclasses.replace(CONFIG, layers=1, dp=1, tp=1)
     result = optimize(capture(config).forward, H100)
     found = figures(result)
     assert found.collectives == () and found.after.hideable == 0 and found.most_exposed == []
@@ -104,7 +104,7 @@ def test_nothing_is_exposed() -> None:
 
 def test_only_arithmetic_makes_a_collectivehideable_by() -> None:
     """In a forward, nothing but casts of weights is independent of a chain of products."""
-    config = dataclasses.replace(CONFIG, dp=1, tp=2)
+    config = dataclasses.replace(CONFIG, layers=1, dp=1, tp=2)
     graphs = capture(config)
     ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
     result = optimize(graphs.forward, CostModel(H100, ranks=ranks))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.overlap.ir.bounds import lower_bounds
@@ -157,7 +157,6 @@ def touched_bytes(dag: Dag) -> Callable[[int], int]:
     return lambda start: sum(s.num_bytes for s in dag.storages if start in (s.maker, *s.users))
 
 
-@settings(deadline=None, max_examples=150)
 @given(with_memory(), st.integers(1, 3), st.integers(0, 20))
 def test_limits_in_flight_hold(dag: Dag, most: int, most_bytes: int) -> None:
     own = range(len(dag))
@@ -187,7 +186,6 @@ def test_limits_in_flight_bind_and_both_at_once() -> None:
             schedule(dag, **bad)
 
 
-@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10))
 def test_more_effort_is_never_worse(dag: Dag, room: int) -> None:
     budget = dag.peak_bytes() + room
@@ -283,7 +281,6 @@ def test_a_fallback_order() -> None:
         schedule(dag, fallback=[2, 0, 1, 3, 4])
 
 
-@settings(deadline=None, max_examples=100)
 @given(with_memory())
 def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
     own, least = dag.peak_bytes(), min(map(dag.peak_bytes, orders(dag)))
@@ -353,7 +350,6 @@ def test_large_random_graphs_within_any_budget(seed: int) -> None:
     assert found.timeline.makespan <= 1.1 * found.bounds.makespan
 
 
-@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10))
 def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int) -> None:
     budget = dag.peak_bytes() + room
@@ -367,7 +363,6 @@ def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int
         assert found.timeline.makespan <= 2 * best
 
 
-@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 10), st.randoms(use_true_random=False))
 def test_the_limit_tracks_bytes_alive_and_the_known_order_always_fits(dag: Dag, room: int, draw: random.Random) -> None:
     """Any safe nodes may run: memory stays within the budget, and the own order can always go on."""
@@ -430,7 +425,6 @@ def test_schedules_are_better_under_noisy_costs() -> None:
         assert simulate(noisy, order).makespan < 0.85 * simulate(noisy).makespan
 
 
-@settings(deadline=None, max_examples=100)
 @given(with_memory(), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: int, draw: random.Random) -> None:
     """Of any order, at costs other than estimated, and with no more memory."""

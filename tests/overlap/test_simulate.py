@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.overlap.ir.bounds import lower_bounds
@@ -141,7 +141,6 @@ def by_hand(dag: Dag, order: tuple[int, ...]) -> float:
     return max(end.values())
 
 
-@settings(deadline=None, max_examples=150)
 @given(dags())
 def test_no_order_beats_the_bounds(dag: Dag) -> None:
     spans = []

@@ -14,6 +14,7 @@ import torch
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
 from spanwise.cli.bench.plan import document_offsets
 from spanwise.layouts.local import Local
+from tests.scripts import forked
 
 SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
 DOCUMENTS = SpanMask.documents(document_offsets(32_768, 0))
@@ -239,14 +240,16 @@ def test_planning_needs_no_torch_distributed_and_loads_the_compiler_only_to_sear
     code = (
         "import sys; import spanwise; assert 'numba' not in sys.modules; m = spanwise.SpanMask.causal(4096);"
         "spanwise.make_plan(m, 2, balancer='head_tail'); assert 'numba' not in sys.modules;"
-        "spanwise.make_plan(m, 2); import torch.distributed as d; assert not d.is_initialized()"
+        "spanwise.make_plan(m, 2); import torch.distributed as d; assert not d.is_initialized();"
+        # The first lines of version 0.1's README, in a process that has imported nothing else.
+        "h = spanwise.cost.H100; from spanwise.cost import Hardware; assert isinstance(h, Hardware)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], check=True)
 
 
 def test_plans_are_made_in_data_loader_workers() -> None:
     """A worker process plans, and the plan that arrives is the one that this process would make."""
-    loader = torch.utils.data.DataLoader(Packed(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(Packed(), batch_size=None, num_workers=1, multiprocessing_context=forked())
     for seed, plan in enumerate(loader):
         assert plan == Packed()[seed] and (plan.balancer, plan.exchange) == ("local", "needed")
 

@@ -178,14 +178,14 @@ def check_held(plan: Plan, dense: Dense) -> None:
     assert (saved <= resident).all()
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(problems())
 def test_held_bytes(problem: tuple[Plan, Dense]) -> None:
     check_held(*problem)
 
 
 @pytest.mark.parametrize("exchange", ["needed", "ring"])
-@settings(max_examples=200)
+@settings(max_examples=75)
 @given(data=st.data())
 def test_held_bytes_of_pieces_on_one_level(exchange: str, data: st.DataObject) -> None:
     check_held(*data.draw(problems(exchange, 1)))

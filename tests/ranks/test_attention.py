@@ -33,7 +33,8 @@ EXCHANGES = [
 ]
 TWO_LEVELS = [way for way in EXCHANGES if way != {"exchange": "ulysses"}]
 ULYSSES_HEADS = (24, 6)  # go with 1, 2, 3, 4 and 8 ranks, where some share K/V heads unevenly
-BALANCERS = ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
+KERNELS = {"reference": (torch.float64, 1e-10), "sdpa": (torch.float32, 1e-5)}  # dtype and tolerance
+BALANCERS = ["head_tail", "per_document_head_tail", "ptrr", "spt", "auto"]
 
 
 def masks() -> dict[str, SpanMask]:
@@ -90,39 +91,32 @@ def check(problem: Problem, plan: spanwise.Plan, results: list[tuple[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("exchange", "num_ranks", "name"), covering(EXCHANGES, [1, 2, 3, 4, 8], sorted(masks())), ids=named
+    ("exchange", "num_ranks", "name", "kernel"),
+    covering(EXCHANGES, [1, 2, 3, 4, 8], sorted(masks()), sorted(KERNELS)),
+    ids=named,
 )
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
-)
-def test_matches_one_device(
-    exchange: dict[str, Any], num_ranks: int, name: str, kernel: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    mask = masks()[name]
+def test_matches_one_device(exchange: dict[str, Any], num_ranks: int, name: str, kernel: str) -> None:
+    mask, (dtype, tolerance) = masks()[name], KERNELS[kernel]
     problem = make_problem(mask.dense(), heads=heads_for(exchange), dims=(8, 6), dtype=dtype)
     plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange, block_size=8)
     check(problem, plan, run(problem, plan, kernel), tolerance)
 
 
 @pytest.mark.parametrize(
-    ("exchange", "axes", "name"),
+    ("exchange", "axes", "name", "kernel"),
     covering(
         TWO_LEVELS,
         [(1, 2), (2, 2), (3, 2), (2, 4)],
         sorted(masks()),
+        sorted(KERNELS),
         # One group brings no K/V, and says so.
-        possible=lambda way, axes, name: axes[0] > 1 or way.get("keep_kv") is not False,
+        possible=lambda way, axes, name, kernel: axes[0] > 1 or way.get("keep_kv") is not False,
     ),
     ids=named,
 )
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("sdpa", torch.float32, 1e-5)]
-)
-def test_two_levels(
-    exchange: dict[str, Any], axes: tuple[int, int], name: str, kernel: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_two_levels(exchange: dict[str, Any], axes: tuple[int, int], name: str, kernel: str) -> None:
     """Heads are traded on the inner axis, K/V travel on the outer one."""
-    mask = masks()[name]
+    mask, (dtype, tolerance) = masks()[name], KERNELS[kernel]
     problem = make_problem(mask.dense(), dims=(8, 6), dtype=dtype)
     plan = spanwise.make_plan(mask, axes, balancer="head_tail", **exchange, block_size=8)
     assert plan.inner == axes[1]
@@ -144,16 +138,14 @@ def test_two_levels_with_a_single_rank_inside(exchange: str) -> None:
         assert relative_error(out, plan.shard(problem.out, rank, dim=2)) <= 1e-10
 
 
-@pytest.mark.parametrize(("exchange", "balancer", "num_ranks"), covering(EXCHANGES, BALANCERS, [3, 4]), ids=named)
-def test_every_balancer(exchange: dict[str, Any], balancer: str, num_ranks: int) -> None:
-    mask = SpanMask.documents(CU_SEQLENS)
-    problem = make_problem(mask.dense(), heads=heads_for(exchange))
-    plan = spanwise.make_plan(mask, num_ranks, balancer=balancer, **exchange, block_size=8, cu_seqlens=CU_SEQLENS)
-    check(problem, plan, run(problem, plan, "sdpa"), 1e-10)
-
-
 @pytest.mark.parametrize(
-    ("exchange", "balancer", "kernel"), covering(EXCHANGES, BALANCERS, ["reference", "sdpa"]), ids=named
+    ("exchange", "balancer", "kernel"),
+    [
+        # One layout for all rows, and one for each; then the other balancers.
+        *covering(EXCHANGES, ["contiguous", "lpt"], sorted(KERNELS)),
+        *(({"exchange": "needed", "stages": 3}, balancer, "sdpa") for balancer in BALANCERS),
+    ],
+    ids=named,
 )
 def test_batch_rows_with_masks_of_their_own(exchange: dict[str, Any], balancer: str, kernel: str) -> None:
     rows = [SpanMask.documents(CU_SEQLENS), SpanMask.documents([0, 40, 67]), SpanMask.sliding_window(LENGTH, 5)]

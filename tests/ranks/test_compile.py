@@ -186,7 +186,7 @@ def compiled_evaluation(rank: int, mesh: DeviceMesh, ways: list[dict[str, Any]],
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
             return spanwise.context_parallel_attention(q, k, v, plan, mesh, kernel=kernel)
 
-        for i in (1,) if kernel == "flex" else (1, 2):  # Inductor takes its time
+        for i in (1, 2) if kernel != "flex" and way is ways[0] else (1,):  # compilers take their time
             plan = plan_number(i, **way)
             q, k, v, *_ = make_problem(plan.mask().dense(), seed=i, dims=(16, 16), dtype=torch.float32)
             shards = [spanwise.shard(plan, mesh, x, dim=2) for x in (q, k, v)]
@@ -250,7 +250,7 @@ def test_packed_attention_compiled(gloo_pool: GlooPool, num_ranks: Any, exchange
     way = {"num_ranks": num_ranks, "exchange": exchange, "keep_kv": True}
     count, mesh = mesh_of(num_ranks)
     for rank, (results, graphs) in enumerate(
-        gloo_pool.run(count, compiled_steps, 4 if isinstance(num_ranks, int) else 2, way, padded, timeout=100, **mesh)
+        gloo_pool.run(count, compiled_steps, 3 if isinstance(num_ranks, int) else 2, way, padded, timeout=100, **mesh)
     ):
         assert sum("spanwise::sdpa" in graph for graph in graphs) <= 2
         check_results(results, rank, lambda i: packing_number(i, padded=padded, **way))
@@ -287,7 +287,7 @@ def compiled_layers(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[f
 
 
 def test_many_masks_and_lengths_share_two_graphs(gloo_pool: GlooPool) -> None:
-    for errors, graphs in gloo_pool.run(2, compiled_layers, 6, timeout=100):
+    for errors, graphs in gloo_pool.run(2, compiled_layers, 4, timeout=100):
         assert graphs <= 2 and max(errors) <= 1e-10
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,28 +81,24 @@ def test_values(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(3, exchange_one_by_one) == [[], [], []]
 
 
-def exchange_many(rank: int, mesh: DeviceMesh, order: list[int]) -> list[Any]:
-    name = mesh.get_group().group_name
+def exchange_many(rank: int, mesh: DeviceMesh) -> list[Any]:
+    """Waits from the first to the last, from the last to the first, and mixed."""
+    name, wrong = mesh.get_group().group_name, []
     kinds = [(label, row, dtype) for label in SIZES for row in ROWS[:2] for dtype in DTYPES]
-    under_way = [begin(rank, name, SIZES[kind[0]], *kind[1:], i) for i, kind in enumerate(kinds)]
-    wrong = []
-    for i in order:
-        pending, expected = under_way[i]
-        if not same(_torch.wait(pending), expected):
-            wrong.append((i, *kinds[i]))
-    again = [same(_torch.wait(pending), expected) for pending, expected in under_way]  # waited for already: no harm
-    return wrong if all(again) else [*wrong, "second wait"]
+    numbers = np.arange(len(kinds))
+    for order in (numbers, numbers[::-1], np.random.default_rng(0).permutation(numbers)):
+        under_way = [begin(rank, name, SIZES[kind[0]], *kind[1:], i) for i, kind in enumerate(kinds)]
+        for i in order.tolist():
+            pending, expected = under_way[i]
+            if not same(_torch.wait(pending), expected):
+                wrong.append((order[0], i, *kinds[i]))
+        again = [same(_torch.wait(pending), expected) for pending, expected in under_way]  # waited for: no harm
+        wrong += [] if all(again) else [(order[0], "second wait")]
+    return wrong
 
 
-@pytest.mark.parametrize("order", ["first", "last", "mixed"])
-def test_many_under_way(gloo_pool: GlooPool, order: str) -> None:
-    count = len(SIZES) * 2 * len(DTYPES)
-    waits = {
-        "first": np.arange(count),
-        "last": np.arange(count)[::-1],
-        "mixed": np.random.default_rng(0).permutation(count),
-    }
-    assert gloo_pool.run(3, exchange_many, waits[order].tolist()) == [[], [], []]
+def test_many_under_way(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(3, exchange_many) == [[], [], []]
 
 
 def wait_in_different_orders(rank: int, mesh: DeviceMesh) -> list[int]:
@@ -159,42 +154,46 @@ def test_torchs_operator_is_not_used(gloo_pool: GlooPool) -> None:
     assert results == [[False] * 3] * 4
 
 
-def refused(rank: int, mesh: DeviceMesh, recv: list[int], send: list[int]) -> str:
-    name = mesh.get_group().group_name
-    try:
-        _torch.start_all_to_all(torch.zeros(3, 2), recv, send, name)
-    except ValueError as error:
-        message = str(error)
-    else:
-        message = "accepted"
-    pending, expected = begin(rank, name, [[1, 2], [3, 4]], (2,), torch.float32, 0)  # nothing was left under way
-    assert same(_torch.wait(pending), expected)
-    return message
+WRONG_SIZES = [([1, 1], [1, 1]), ([1], [1, 2]), ([1, 2], [3]), ([1, 2, 0], [1, 2]), ([1, 2], [1, 2, 0])]
 
 
-@pytest.mark.parametrize(
-    ("recv", "send"), [([1, 1], [1, 1]), ([1], [1, 2]), ([1, 2], [3]), ([1, 2, 0], [1, 2]), ([1, 2], [1, 2, 0])]
-)
-def test_wrong_sizes(gloo_pool: GlooPool, recv: list[int], send: list[int]) -> None:
-    for message in gloo_pool.run(2, refused, recv, send):
-        assert "an all-to-all of 2 ranks needs" in message and str(recv) in message and str(send) in message
+def refused(rank: int, mesh: DeviceMesh) -> list[str]:
+    name, messages = mesh.get_group().group_name, []
+    for recv, send in WRONG_SIZES:
+        try:
+            _torch.start_all_to_all(torch.zeros(3, 2), recv, send, name)
+            messages.append("accepted")
+        except ValueError as error:
+            messages.append(str(error))
+        pending, expected = begin(rank, name, [[1, 2], [3, 4]], (2,), torch.float32, 0)  # nothing was left under way
+        assert same(_torch.wait(pending), expected)
+    return messages
 
 
-def refused_own(rank: int, mesh: DeviceMesh, own_recv: int, own_send: int) -> str:
-    recv, send = [1, 1], [1, 1]
-    recv[rank], send[rank] = own_recv, own_send
-    try:
-        _torch.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
-    except ValueError:
-        return "ValueError"
-    except Exception as error:
-        return repr(error)
-    return "accepted"
+def test_wrong_sizes(gloo_pool: GlooPool) -> None:
+    for messages in gloo_pool.run(2, refused):
+        for (recv, send), message in zip(WRONG_SIZES, messages, strict=True):
+            assert "an all-to-all of 2 ranks needs" in message and str(recv) in message and str(send) in message
 
 
-@pytest.mark.parametrize("own", [(3, 1), (3, 2), (0, 1), (1, 0), (-1, -1)])
-def test_wrong_sizes_of_own_rows(gloo_pool: GlooPool, own: tuple[int, int]) -> None:
-    assert gloo_pool.run(2, refused_own, *own) == ["ValueError"] * 2
+def accepted_own(rank: int, mesh: DeviceMesh) -> list[str]:
+    """Sizes of own rows to receive and to send that are not refused by a ValueError."""
+    found = []
+    for own_recv, own_send in ((3, 1), (3, 2), (0, 1), (1, 0), (-1, -1)):
+        recv, send = [1, 1], [1, 1]
+        recv[rank], send[rank] = own_recv, own_send
+        try:
+            _torch.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
+            found.append(f"{own_recv}, {own_send}: accepted")
+        except ValueError:
+            pass
+        except Exception as error:
+            found.append(f"{own_recv}, {own_send}: {error!r}")
+    return found
+
+
+def test_wrong_sizes_of_own_rows(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, accepted_own) == [[], []]
 
 
 def with_other_traffic(rank: int, mesh: DeviceMesh) -> list[bool]:
@@ -515,14 +514,6 @@ def checkpointed(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> li
     return found
 
 
-def leaving_nothing(rank: int, mesh: DeviceMesh, step: Callable[..., list[float]], *args: Any) -> list[float]:
-    """A started exchange that nobody waits for would keep its buffers until the process ends."""
-    before = torch._C._distributed_c10d._get_work_registry_size()
-    found = step(rank, mesh, *args)
-    assert torch._C._distributed_c10d._get_work_registry_size() == before
-    return found
-
-
 NEEDED = {"exchange": "needed", "stages": 3}
 
 
@@ -530,21 +521,22 @@ STEPS = [plainly, late, two_layers, backward_twice, only_q, only_kv, without_gra
 WAYS = [NEEDED, NEEDED | {"keep_kv": False}, RING, AGAIN, ULYSSES]
 
 
-def often(step: Callable[..., list[float]], way: dict[str, Any]) -> bool:
-    """What is fetched again has its own path in each step; the last five steps differ little otherwise."""
-    return step in STEPS[:3] or not way.get("keep_kv", True)
+def every_step(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> dict[str, list[float]]:
+    """Errors of each step. A started exchange that nobody waits for would keep its buffers until the process ends."""
+    before, found = torch._C._distributed_c10d._get_work_registry_size(), {}
+    for step in STEPS:
+        found[step.__name__] = step(rank, mesh, plan, problem)
+        assert torch._C._distributed_c10d._get_work_registry_size() == before, step.__name__
+    return found
 
 
-@pytest.mark.parametrize(
-    ("step", "way"),
-    [pytest.param(step, way, marks=[] if often(step, way) else pytest.mark.slow) for step in STEPS for way in WAYS],
-    ids=lambda value: getattr(value, "__name__", None) or "-".join(map(str, value.values())),
-)
-def test_steps(gloo_pool: GlooPool, step: Callable[..., list[float]], way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_steps(gloo_pool: GlooPool, way: dict[str, Any]) -> None:
     plan = plan_of(3, **way)
     assert plan.num_chunks() == {"needed": 3, "ring": 2, "ulysses": 0}[way["exchange"]]
-    for found in gloo_pool.run(3, leaving_nothing, step, plan, problem_of(torch.float32)):
-        assert found and max(found) <= FLOAT32[2], found
+    for steps in gloo_pool.run(3, every_step, plan, problem_of(torch.float32)):
+        for name, found in steps.items():
+            assert found and max(found) <= FLOAT32[2], (name, found)
 
 
 def selectively_checkpointed(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:

@@ -122,8 +122,15 @@ MASKS = {
 SHAPE = dict(num_q_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=6, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("ranks", [4, (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "mask"),
+    [
+        pytest.param(ranks, mask, marks=pytest.mark.slow if (ranks == 4) == (mask in ("causal", "window")) else [])
+        for ranks in (4, (2, 2))
+        for mask in MASKS
+    ],
+    ids=str,
+)
 def test_what_is_held_is_what_the_plan_says(gloo_pool: GlooPool, ranks: Any, mask: str) -> None:
     what, balancer = MASKS[mask]
     base = dict(balancer=balancer, block_size=4, **SHAPE)

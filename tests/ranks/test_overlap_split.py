@@ -102,8 +102,7 @@ def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: 
         run = torch.compile(
             module, backend=backend(name, cost=BySize(), split=split, **OPTIONS, on_result=results.append)
         )
-        for _ in range(2):
-            got = step(run, module, x.to(dtype), grad.to(dtype))
+        got = step(run, module, x.to(dtype), grad.to(dtype))
         found[split] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)]
         found["cut"] += [dict(r.split.collectives) for r in results if r.split is not None]
         found["sums"] += sum(r.split.sums for r in results if r.split is not None)
@@ -113,7 +112,8 @@ def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num", "batch", "dtype"),
     [
-        ("aot_eager", 2, 2, 1, torch.float32),
+        ("aot_eager", 2, 1, 1, torch.float32),
+        pytest.param("aot_eager", 2, 2, 1, torch.float32, marks=pytest.mark.slow),
         pytest.param("aot_eager", 4, 1, 3, torch.float64, marks=pytest.mark.slow),
         pytest.param("aot_eager", 2, 1, 2, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("inductor", 2, 1, 2, torch.float32, marks=pytest.mark.slow),

@@ -384,6 +384,7 @@ def dies(rank: int, mesh: DeviceMesh, case: Case, keep: bool, moment: str) -> No
     step(rank, mesh, case, keep=keep, watch=watch)
 
 
+@pytest.mark.slow  # test_lost_peer has rings, too
 def test_a_lost_rank_is_named() -> None:
     """Also by rank 0, whose neighbours are others; none waits for the timeout, which is out of reach."""
     case = Case((3, 1, 4, 2), (1, 2, 3))

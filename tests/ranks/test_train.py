@@ -9,21 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from spanwise.cli.app import app
-from spanwise.train import launch
 from spanwise.train.data import DocumentStream, find_documents
 from spanwise.train.plans import plan_sequence
 from spanwise.train.start import start
-from tests.ranks.train_runs import metrics, tiny, write_documents
-from tests.scripts import forked
+from tests.ranks.train_runs import forked_ranks, metrics, tiny, write_documents
 
 #: Of the run and of the ones that it is compared with.
 SHARED: dict[str, Any] = {"batch_size": 2, "max_document": 60, "held_out": 0.4, "eval_sequences": 3}
@@ -31,10 +27,7 @@ SHARED: dict[str, Any] = {"batch_size": 2, "max_document": 60, "held_out": 0.4, 
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_start_fast() -> Iterator[None]:
-    """Ranks forked from a server that has imported torch; `test_train_launch` spawns them as users do."""
-    context = forked()
-    start_method = SimpleNamespace(get_context=lambda _: context)
-    with mock.patch.object(launch, "multiprocessing", start_method):
+    with forked_ranks():
         yield
 
 

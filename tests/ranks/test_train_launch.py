@@ -7,11 +7,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spanwise.train.launch import Rank, RankFailure, StopRequest, launch, torchrun_rank
+from tests.ranks.train_runs import forked_ranks
+
+
+@pytest.fixture
+def ranks_start_fast() -> Iterator[None]:
+    with forked_ranks():
+        yield
 
 
 def _raises_on_one(rank: Rank) -> int:
@@ -68,6 +76,7 @@ def _wait_for(count: int, folder: Path) -> list[str]:
     return sorted(names)
 
 
+@pytest.mark.usefixtures("ranks_start_fast")
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     def interrupt() -> None:
         _wait_for(1, tmp_path)
@@ -144,6 +153,7 @@ def test_a_stuck_rank_is_reported_and_ends_the_run(
     assert "spanwise: no step has ended for " in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("ranks_start_fast")
 def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spanwise.train.launch._GRACE", 0.2)
     started = time.monotonic()
@@ -152,7 +162,8 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.Monke
     assert time.monotonic() - started < 50
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.usefixtures("ranks_start_fast")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_rank_and_the_handlers_come_back(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 

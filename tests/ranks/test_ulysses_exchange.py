@@ -266,7 +266,7 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
     compiled = torch.compile(
         there_and_back, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True
     )
-    for i, sizes in enumerate([(5, 4), (3, 9), (7, 0), (2, 8)]):
+    for i, sizes in enumerate([(5, 4), (3, 9), (7, 0)]):
         tokens = deal(list(sizes), 1, seed=i)
         generator = torch.Generator().manual_seed(i)
         length = sum(sizes)

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from spanwise.train import launch
 from spanwise.train.config import TrainConfig
 from spanwise.train.launch import Rank
 from spanwise.train.loop import Trainer
 from spanwise.train.model import ModelConfig
+from tests.scripts import forked
 
 TINY = ModelConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24)
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """`launch` forks ranks from a server that has imported torch; users' ranks are spawned."""
+    with mock.patch.object(launch, "multiprocessing", SimpleNamespace(get_context=lambda _: forked())):
+        yield
 
 
 def write_documents(folder: Path, count: int = 12) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -50,7 +50,6 @@ def _check(
         torch.testing.assert_close(sum(g[number].double() for _, g in results), grads[number], **close)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(), ranks=st.integers(1, 4), width=st.integers(1, 5), activation=st.sampled_from([None, "silu"]),
 )  # fmt: skip

@@ -82,7 +82,6 @@ def test_bfloat16_keeps_states_in_float32(kind: str) -> None:
         torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), atol=2e-2, rtol=1e-2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, seed: int) -> None:
     length = data.draw(st.integers(1, 48))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spanwise.train.lock import NAME, lock
+from tests.scripts import forked
 
 
 def test_a_second_run_is_refused_with_host_and_process(tmp_path: Path) -> None:
@@ -31,9 +30,16 @@ def test_it_is_released_after_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def hold_and_die(folder: Path) -> None:
+    with lock(folder):
+        os._exit(9)
+
+
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    code = f"import os, pathlib, spanwise.train.lock as l\nwith l.lock(pathlib.Path({str(tmp_path)!r})): os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    holder = forked().Process(target=hold_and_die, args=(tmp_path,))
+    holder.start()
+    holder.join()
+    assert holder.exitcode == 9
     assert json.loads((tmp_path / NAME).read_text())["pid"] != os.getpid()
     with lock(tmp_path):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()

@@ -127,8 +127,14 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
     return loss.item(), _gradients(model)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "jamba"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        pytest.param(name, reentrant, marks=[] if (i % 2 == 0) == reentrant else pytest.mark.slow)
+        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "jamba"])
+        for reentrant in (True, False)
+    ],
+)
 def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
     documents = tiny.documents_of((31, 31))
     results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant, timeout=120)
@@ -143,15 +149,21 @@ def _every_model(rank: int, mesh: Any, batches: dict[str, dict[str, Any]]) -> di
     return {name: _step(hf.context_parallel(tiny.model_of(name), mesh), batch) for name, batch in batches.items()}
 
 
-# On four ranks each kind of mask and of correction once; all of them in the slow test.
+# On four ranks each kind of mask and of correction once; on two the other ways to reach attention, but those that
+# test_mixers has. All of them in the slow tests.
 SOME = ("llama", "gemma3", "llama4", "gpt_oss", "deepseek_v3", "llama, dynamic NTK", "qwen3_moe, auxiliary loss")
+OTHERS = (
+    "phi3, longrope", "mistral, sliding", "mixtral, auxiliary loss", "gemma2", "cohere2", "granite", "gpt_neox", "gpt2",
+    "gpt_bigcode", "opt", "bert", "modernbert", "qwen3_5", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        pytest.param(2, tuple(tiny.CONFIGS), id="2"),
+        pytest.param(2, OTHERS, id="others, 2"),
+        pytest.param(2, tuple(tiny.CONFIGS), id="2", marks=pytest.mark.slow),
         pytest.param(4, SOME, id="some, 4"),
         pytest.param(4, tuple(tiny.CONFIGS), id="4", marks=pytest.mark.slow),
     ],

@@ -77,12 +77,13 @@ def compare(
     return [*got, want]
 
 
-def test_twenty_steps(gloo_pool: Any) -> None:
+@pytest.mark.parametrize("steps", [7, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps(gloo_pool: Any, steps: int) -> None:
     """Accumulated, evaluated, clipped, with a last batch that is not full."""
-    options = dict(EVALUATED, gradient_accumulation_steps=2, max_steps=20)
+    options = dict(EVALUATED, gradient_accumulation_steps=2, max_steps=steps)
     got = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", **options)
     norms = [log["grad_norm"] for log in got[0]["logs"] if "grad_norm" in log]
-    assert len(norms) == 20 and min(norms) > 0.5  # all were clipped
+    assert len(norms) == steps and min(norms) > 0.5  # all were clipped
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.ir.dag import GraphError
 from tests.lockstep import Lockstep
-from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, step
+from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, graphs_on, step
 from tests.overlap.test_optimize import state
 
 LLAMA = CaptureConfig(
@@ -84,7 +84,7 @@ def test_nothing_is_cut_where_that_gains_nothing() -> None:
 
 
 def test_costs_must_know_pieces() -> None:
-    graphs = graphs_of(SMALL)[0]
+    graphs = graphs_on(0, SMALL)
     cost = slow_network(graphs)
     table = {n.name: cost(n) for n in graphs.forward.graph.nodes if n.op == "call_function"}
     with pytest.raises(GraphError, match="split=True made it, and cost must give its milliseconds"):
@@ -95,7 +95,7 @@ def test_costs_must_know_pieces() -> None:
 @pytest.mark.slow
 def test_few_rows_are_slower() -> None:
     """A product of M rows runs at M / (M + 256): with 14 rows a piece nothing is worth it."""
-    graphs = graphs_of(SMALL)[0]
+    graphs = graphs_on(0, SMALL)
     slower = dataclasses.replace(SLOW, matmul_flops=2e7)
     cost = CostModel(slower, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
     result = overlap.optimize(graphs.forward, cost, split=True, effort=1)

@@ -24,8 +24,12 @@ SMALL = CaptureConfig(
 
 
 @functools.cache
+def graphs_on(rank: int, config: CaptureConfig) -> Graphs:
+    return capture(dataclasses.replace(config, rank=rank))
+
+
 def graphs_of(config: CaptureConfig) -> list[Graphs]:
-    return [capture(dataclasses.replace(config, rank=rank)) for rank in range(config.num_ranks)]
+    return [graphs_on(rank, config) for rank in range(config.num_ranks)]
 
 
 def in_pieces(gm: fx.GraphModule, pieces: int, without: int | None = None) -> fx.GraphModule:
