@@ -155,10 +155,10 @@ def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None)
     It waits until all ranks have made the call, so that no gradient comes from calls that differ. And it compares the
     backward as a call of its own: a rank that has left out one of several equal calls differs only there.
     """
+    if compare is None or not any(out.requires_grad for out in outputs):
+        return outputs
     if isinstance(compare, _Compiled):
         return _InBackward.apply(*compare, *outputs)
-    if compare is None:
-        return outputs
     last = -1
 
     def once(_: Any) -> None:
