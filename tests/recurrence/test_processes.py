@@ -74,7 +74,7 @@ def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compi
     plans = [_plan(cuts, 2) for cuts in CUTS[:3]]
     each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS[:3]]
     weight = torch.randn(10, 4, dtype=torch.float64)
-    graphs = gloo_pool.run(2, _steps, plans, each, weight, compiled)
+    graphs = gloo_pool.run(2, _steps, plans, each, weight, compiled, timeout=110.0)
     assert max(graphs) <= 2 * compiled
 
 
