@@ -110,9 +110,7 @@ def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
 
 def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
     """Whether a collective of `x` is run, now, by the worker threads of a gloo group."""
-    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.is_complex() or torch.compiler.is_compiling():
-        return False
-    if torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+    if x.is_complex() or not is_readable(x):
         return False  # a mode that traces or counts may keep what it sees
     return "cpu:gloo" in dist.get_backend_config(find_group(name))
 
@@ -376,6 +374,13 @@ def is_fake(x: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(x, FakeTensor) or x.is_meta
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether eager code may ask for a number of `x` at no cost: it lies on the CPU, and nothing traces."""
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
 def storage_id(x: torch.Tensor) -> int:

@@ -115,6 +115,7 @@ PLAN_TIME = {
 ON_HOST = {
     "attention/compare.py": {"digest.numpy()", "float(number)"},
     "attention/rank_plan.py": {"self.digest.numpy()"},
+    "attention/kernels/_guard.py": {"bool(no_out.any())", "bool(rows.any())", "bool(x.sum().isfinite())"},
     "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
     "recurrence/layers.py": {"float(scale)"},
     "recurrence/passing.py": {"float(scale)"},

@@ -55,3 +55,15 @@ def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
             call(weights[0])
         with pytest.raises(ValueError, match="weights are constants"):
             call(weights.clone().requires_grad_())
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, as it traces
+def test_compiled_with_numbers_of_tokens_that_change() -> None:
+    torch.compiler.reset()
+    x, labels = torch.randn(1, 4, 5), torch.tensor([[1, -100, 2, 0]])
+    compiled = torch.compile(spanwise.cross_entropy, backend="eager", fullgraph=True)
+    for num_valid in (6, 9, 7.5, 2.5, torch.tensor(3)):
+        whole = spanwise.cross_entropy(x, labels, None, num_valid=num_valid)
+        torch.testing.assert_close(compiled(x, labels, None, num_valid=num_valid), whole)
+    torch.compiler.reset()
