@@ -2,8 +2,8 @@
 
     python benchmarks/recurrence.py --out benchmarks/results/recurrence-cpu.json
 
-Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios the
-median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the rate of a
+Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios
+the median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the rate of a
 large product of matrices in the same run; that of the convolution is the bytes that it must read and write, at the rate
 of a copy. Maps are counted by planning, and are those of Qwen3-Next: 32 heads of 128 x 128.
 """
@@ -33,7 +33,7 @@ from spanwise.integrations.transformers.mixers import functions
 from spanwise.planning import recurrent
 
 HEADS, DIM, WIDTH = 8, 64, 4
-CHANNELS, STATES = 1024, 16  # of Mamba, with 1 / 16 of the tokens: the backward of transformers' loop takes their square
+CHANNELS, STATES = 1024, 16  # of Mamba, with 1 / 16 of the tokens: transformers' backward takes their square
 LAYOUTS = ("contiguous", "local", "head_tail")
 QWEN3_NEXT = spanwise.Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)
 
