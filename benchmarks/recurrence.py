@@ -3,9 +3,9 @@
     python benchmarks/recurrence.py --out benchmarks/results/recurrence-cpu.json
 
 Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios
-the median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the rate of a
-large product of matrices in the same run; that of the convolution is the bytes that it must read and write, at the rate
-of a copy. Maps are counted by planning, and are those of Qwen3-Next: 32 heads of 128 x 128.
+the median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the
+rate of a large product of matrices in the same run; that of the convolution is the bytes that it must read and write,
+at the rate of a copy. Maps are counted by planning, and are those of Qwen3-Next: 32 heads of 128 x 128.
 """
 
 from __future__ import annotations
