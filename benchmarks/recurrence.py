@@ -33,10 +33,7 @@ from spanwise.integrations.transformers.mixers import functions
 from spanwise.planning import recurrent
 
 HEADS, DIM, WIDTH = 8, 64, 4
-CHANNELS, STATES = (
-    1024,
-    16,
-)  # of Mamba, with 1 / 16 of the tokens: the backward of transformers' loop takes their square
+CHANNELS, STATES = 1024, 16  # of Mamba, with 1 / 16 of the tokens: transformers' backward takes their square
 LAYOUTS = ("contiguous", "local", "head_tail")
 QWEN3_NEXT = spanwise.Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)
 

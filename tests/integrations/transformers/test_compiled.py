@@ -58,7 +58,7 @@ def _compare(name: str, results: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_compiled_layers(gloo_pool: GlooPool, name: str) -> None:
-    results = gloo_pool.run(2, _layers, name, [tiny.packed(d) for d in PACKINGS], timeout=1500)
+    results = gloo_pool.run(2, _layers, name, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(name, results)
     for _, graphs in results:
         # Layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
@@ -67,7 +67,7 @@ def test_compiled_layers(gloo_pool: GlooPool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba"])
 def test_compiled_model(gloo_pool: GlooPool, name: str) -> None:
-    results = gloo_pool.run(2, _whole, name, [tiny.packed(d) for d in PACKINGS], timeout=1500)
+    results = gloo_pool.run(2, _whole, name, [tiny.packed(d) for d in PACKINGS], timeout=280)
     _compare(name, results)
     for _, graphs in results:
         assert graphs[0] == 1 and graphs[2] == graphs[3] == 2
@@ -87,4 +87,4 @@ def _relaid(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> A
 
 
 def test_compiled_layers_with_a_layout_of_their_own(gloo_pool: GlooPool) -> None:
-    _compare("qwen3_next", gloo_pool.run(2, _relaid, "qwen3_next", [tiny.packed(d) for d in PACKINGS], timeout=1500))
+    _compare("qwen3_next", gloo_pool.run(2, _relaid, "qwen3_next", [tiny.packed(d) for d in PACKINGS], timeout=280))
