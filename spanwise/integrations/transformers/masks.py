@@ -43,7 +43,8 @@ def layer_types(config: Any) -> tuple[str, ...]:
             f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
             f"all among {known}"
         )
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+    bidirectional = getattr(config, _BIDIRECTIONAL, None)
+    if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != _OF_IMAGES):
         raise ValueError(
             f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
         )
@@ -100,12 +101,19 @@ def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMa
     return spanwise.SpanMask.documents(cu_seqlens)
 
 
+_BIDIRECTIONAL, _OF_IMAGES = "use_bidirectional_attention", "vision"  # Gemma 4: inside of images, in sliding layers
 # Models whose image tokens read each other in both directions: the argument that marks them with 1.
 _IMAGE_TOKENS = {"gemma3": "token_type_ids"}
 
 
 def image_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> tuple[np.ndarray, np.ndarray] | None:
     """Starts and ends of runs of image tokens that read each other, int64 ``[num_blocks]``; None if there are none."""
+    marks, bidirectional = batch.get("mm_token_type_ids"), getattr(config.get_text_config(), _BIDIRECTIONAL, None)
+    if bidirectional == _OF_IMAGES and marks is not None and bool(((marks == 1) | (marks == 2)).any()):
+        raise ValueError(
+            f"tokens of an image or video read each other in some layers of a model with {type(config).__name__}, and "
+            f"plans do not hold that; train on text alone, or with data parallelism"
+        )
     marks = batch.get(_IMAGE_TOKENS.get(config.model_type, ""))
     if marks is None:
         return None

@@ -229,7 +229,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After the model: its loss is the one that knows of ranks."""
     planned: PlannedBatch | None = kwargs.get(ARGUMENT)
-    if planned is not None and not planned.reached and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and planned is not None and not planned.reached:
         raise ValueError(
             f"{type(model).__name__} does not pass the plan on to its decoder, which computed on one rank's tokens "
             f"alone; context parallelism needs a model that passes keyword arguments on"

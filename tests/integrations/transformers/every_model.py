@@ -67,6 +67,13 @@ _MORE: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention", "linear_attention"]),
     "zaya": dict(num_experts_per_tok=1),
+    "dots1": dict(n_shared_experts=1, n_routed_experts=4),
+    "longcat_flash": dict(num_layers=2, num_hidden_layers=4, head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
 }
 _OFTEN_NONE = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group", "q_lora_rank")
 _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0

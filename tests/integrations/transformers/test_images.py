@@ -48,6 +48,22 @@ def test_text_alone(name: str) -> None:
     tiny.check(results, images.reference(name, model, documents))
 
 
+def test_gemma_4_whose_image_tokens_read_each_other_on_text() -> None:
+    """Its larger models; images are refused."""
+    layers = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    config = transformers.AutoConfig.for_model(
+        "gemma4_unified_text", **images._TEXT | layers, global_head_dim=16, sliding_window=16
+    )
+    model = tiny.randomized(transformers.AutoModelForCausalLM.from_config(config)).train()
+    documents = tiny.documents_of((23, 41))
+    batch = tiny.packed(documents) | {"mm_token_type_ids": torch.zeros(1, 64, dtype=torch.long)}
+    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
+    tiny.check(results, tiny.reference(model, documents))
+    batch["mm_token_type_ids"][0, 3:7] = 1
+    with pytest.raises(ValueError, match="tokens of an image or video read each other"):
+        hf.make_plan(batch, model.config, 2)
+
+
 def test_an_encoder_of_images_without_attention_interface() -> None:
     """The decoder has it."""
     text = {name: x for name, x in images._TEXT.items() if name != "head_dim"} | {"model_type": "qwen2"}
