@@ -148,7 +148,7 @@ def test_what_is_traded_is_what_the_plan_says(gloo_pool: GlooPool, heads: tuple[
     check(gloo_pool, plans)
 
 
-@pytest.mark.parametrize("ranks", [4, (2, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [4, pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_batch_rows_and_half_precision(gloo_pool: GlooPool, ranks: Any) -> None:
     """Rows alike, and rows that differ: these follow one another, which is no copy where heads of a token lie beside
     one another."""
