@@ -61,7 +61,7 @@ def check(plan):
     assert runs[0, 0] == 0 and runs[-1, 1] == plan.seq_len and (runs[1:, 0] == runs[:-1, 1]).all()
     for name, mask in plan.masks.items():
         area, work = mask.area()[0], plan.work(name)
-        assert work.sum() == area.sum() and 0 <= plan.local_work(name).min()
+        assert work.sum() == area.sum() and plan.local_work(name).min() >= 0
         assert (plan.local_work(name) <= work).all()
         for rank in range(0, plan.num_ranks, max(1, plan.num_ranks // 9)):
             rows = np.concatenate([np.arange(a, b) for a, b in plan.runs(rank)] or [np.arange(0)])
