@@ -16,7 +16,7 @@ import numpy as np
 from spanwise.hardware import Hardware
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.local import Local
+from spanwise.layouts.local import MOST_SEARCHED, Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.offsets import common
@@ -163,9 +163,19 @@ class Assigner:
         A host is the innermost level of the network that holds several whole groups. If one host holds all groups, or
         every host holds one, all traffic between groups costs the same.
         """
+        host_groups, price = self._hosts(groups, inner)
+        if host_groups is None:
+            return Local(max_imbalance, quality, most_runs=most_runs)
+        return Local(max_imbalance, quality, host_size=host_groups, host_price=price, most_runs=most_runs)
+
+    def searches(self, groups: int, inner: int) -> bool:
+        """Whether the local balancer rates what groups receive alone, and not what they send."""
+        return groups <= MOST_SEARCHED and self._hosts(groups, inner)[0] is None
+
+    def _hosts(self, groups: int, inner: int) -> tuple[int | None, float]:
+        """Groups on a host, and the price of a token inside it; None and 1 where all links are alike."""
         for link in self.hardware.links:
             host_groups = groups if link.ranks is None else link.ranks // inner
             if 1 < host_groups < groups:
-                price = min(1.0, self.hardware.links[-1].bandwidth / link.bandwidth)
-                return Local(max_imbalance, quality, host_size=host_groups, host_price=price, most_runs=most_runs)
-        return Local(max_imbalance, quality, most_runs=most_runs)
+                return host_groups, min(1.0, self.hardware.links[-1].bandwidth / link.bandwidth)
+        return None, 1.0

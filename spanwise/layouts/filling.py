@@ -61,7 +61,9 @@ class _Bin(NamedTuple):
 
 
 @compiled
-def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, bound: float, folded: bool) -> Int64:
+def fill(
+    first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, folded: bool
+) -> Int64:
     """Assigns all units of the items to bins.
 
     Args:
@@ -69,6 +71,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
         before: work before each unit, ``[num_units + 1]``.
         sizes: units of each bin; in sum those of the items.
         share: work of each bin relative to the others.
+        had: work that each bin has of what was assigned before.
         bound: work that a bin may have, in its share of all work.
         folded: whether items that no bin can hold are folded.
 
@@ -81,7 +84,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
         np.zeros(room + 1, np.int64), np.zeros(room + 1), np.empty((2 * room, 3), np.int64), np.zeros(1, np.int64),
         np.empty((_MOST_CUTS, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1),
     )  # fmt: skip
-    total = 0.0
+    total = had.sum()
     density = np.empty(len(first))
     for i in range(len(first)):
         total += before[last[i]] - before[first[i]]
@@ -92,7 +95,7 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
     rest, rest_share, shares = total, share.sum(), share.sum()
     for k in range(len(sizes)):
         if sizes[k] > 0:
-            b.left[0], b.work[0], b.num_cuts[0] = sizes[k], 0.0, 0
+            b.left[0], b.work[0], b.num_cuts[0] = sizes[k], had[k], 0
             mean, target = total * share[k] / shares, rest * share[k] / rest_share
             goal = min(target, bound * mean)
             goal = _take_heavy(b, k, mean, goal, bound * mean, folded)
@@ -100,6 +103,8 @@ def fill(first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float6
             _take_light(b, k, goal, _LACK * mean)
             rest -= b.work[0]
             _remove_taken(b)
+        else:
+            rest -= had[k]
         rest_share -= share[k]
     return b.pieces[: b.given[0]]
 

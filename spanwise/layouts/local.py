@@ -36,7 +36,7 @@ _HOST_SHARE = 0.3  # share of the budget
 _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
 # Ranks. Lognormal documents of median 16k, 32k tokens a rank, priced K/V tokens a rank by search and by `by_document`:
 # links alike, 32 ranks 55k and 61k, 64 ranks 96k and 88k; hosts of 8 at a price of 0.11, 32 ranks 29.9k and 8.3k.
-_SEARCHED_ALONE, _MOST_SEARCHED = 32, 64
+_SEARCHED_ALONE, MOST_SEARCHED = 32, 64
 _UNBALANCED = 1.05  # work of the busiest rank over the mean at which a search is worth its time
 _AS_BALANCED = 1.005  # work of the busiest rank over that of another layout which counts as equal
 _LARGEST = 2.45  # as in `local_search`
@@ -105,7 +105,7 @@ class Local:
             stretch = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
             problem = dataclasses.replace(problem, block_size=stretch)
             return Layout.from_owners(self._owners(problem, num_ranks), num_ranks, problem.seq_len, stretch)
-        if num_ranks > _MOST_SEARCHED and self.objective == "mean":
+        if num_ranks > MOST_SEARCHED and self.objective == "mean":
             most = max(self.max_imbalance or _BOUND, _UNBALANCED) * by_document.mean_work(problem, num_ranks)
             for host_size in dict.fromkeys((self.host_size, None)):  # long roots of trees may not fit hosts evenly
                 layout = self._spread(problem, num_ranks, host_size)
@@ -142,8 +142,8 @@ class Local:
         return self._best(_balanced([*ways, *regular], problem, most), problem)
 
     def _by_document(self, problem: LayoutProblem, num_ranks: int, host_size: int | None) -> list[Layout]:
-        bound = self.max_imbalance or _BOUND
-        return [by_document.assign(problem, num_ranks, host_size, bound, way) for way in by_document.WAYS]
+        ways = by_document.ways(num_ranks, host_size)
+        return [by_document.assign(problem, num_ranks, host_size, self.max_imbalance or _BOUND, way) for way in ways]
 
     def _best(self, layouts: list[Layout], problem: LayoutProblem) -> Layout:
         """The layout in which ranks receive least, as the search rates it; the first among equals.
@@ -151,7 +151,7 @@ class Local:
         With hosts, and beyond the ranks that are searched, what the busiest rank sends counts as much.
         """
         num_ranks = layouts[0].num_ranks
-        sends_count = num_ranks > _MOST_SEARCHED or self._has_hosts(num_ranks)
+        sends_count = num_ranks > MOST_SEARCHED or self._has_hosts(num_ranks)
 
         def rating(layout: Layout) -> float:
             recv, sent = by_document.priced_tokens(layout, problem, self.host_size, self.host_price)

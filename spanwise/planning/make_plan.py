@@ -15,6 +15,7 @@ from typing import Any
 
 from spanwise import hardware as rates
 from spanwise.layouts.assignment import Assigner
+from spanwise.layouts.by_document import ByDocument
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
@@ -25,6 +26,7 @@ from spanwise.planning.recurrence import Recurrence
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
+_BALANCE = 1.02  # bound of the imbalance where documents are spread without a search, as `Local` has it
 # Bound of the imbalance to try where a step waits for the exchange; see docs/decisions.md, "A looser bound".
 _LOOSE = 2.0
 # Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
@@ -94,10 +96,11 @@ def make_plan(
             in each layout, "local" layouts of few runs a rank, and moves to a contiguous layout and back for these
             layers (`Plan.relayout`, with any balancer).
 
-    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local; lpt instead of local
-    where the caller asks for all_gather, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2
-    or 4 chunks; hierarchical, if the ranks are on several hosts of `hardware`; Ulysses, if the number of heads is given
-    and divides; under a `memory_budget` the ring, which is never the fastest. The simplest within 5 % of the fastest is
+    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local, whose search knows what
+    ranks receive; also documents spread without a search where some rank sends far more. Where the caller asks for
+    all_gather, lpt instead of local, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4
+    chunks; hierarchical, if the ranks are on several hosts of `hardware`; Ulysses, if the number of heads is given and
+    divides; under a `memory_budget` the ring, which is never the fastest. The simplest within 5 % of the fastest is
     taken; `Plan.candidates` and `Plan.reason` show the comparison. `torch.compile` makes one graph for each exchange
     and number of chunks: name `exchange` and `stages` where plans change from batch to batch.
 
@@ -117,6 +120,7 @@ def make_plan(
         hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing, recurrences=recurrences,
     )  # fmt: skip
     outer, inner = request.levels
+    last: list[Plan] = []  # taken only where no other plan is as fast
     problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
     base = functools.partial(
         Plan,
@@ -147,16 +151,20 @@ def make_plan(
         plans = [plan for name in _BALANCERS for plan in variants(name)]
         if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
             bound = choice.exchange_bound(plans)
-            plans += variants("local")
+            local = variants("local")
+            plans += local
             if bound:  # less balance may pay off
                 plans += variants(problem.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
+            if problem.searches(outer, inner) and local[-1].kv_exchange.exact:
+                other = [x for x in variants(ByDocument(_BALANCE), "local, by document") if x.kv_exchange.exact]
+                last = other if choice.waits_less(other[0], local[-1]) else []
         if request.recurrences:
             plans += [
                 plan
                 for most in _MOST_RUNS
                 for plan in variants(problem.local(outer, inner, quality, most_runs=most), f"local, {most} runs a rank")
             ]
-    plans += _traded(request, balancer, plans[0].balancer, assigned)
+    plans += _traded(request, balancer, plans[0].balancer, assigned) + last
     plans = recurrent.variants(plans)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))

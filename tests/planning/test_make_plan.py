@@ -262,3 +262,19 @@ class Packed(torch.utils.data.Dataset):
         if seed >= len(self):
             raise IndexError(seed)
         return make_plan(SpanMask.documents(document_offsets(131_072, seed)), 8)
+
+
+def test_documents_are_spread_evenly_where_a_searched_layout_waits_for_its_busiest_sender():
+    mask = SpanMask.documents(np.cumsum([0, 131_072, *[1_024] * 128]))
+    slow = dataclasses.replace(H100, name="one link", links=(Link(40e9, 40e-6),))
+    shape = dict(num_q_heads=20, num_kv_heads=5, head_dim=128)  # no Ulysses on 16 ranks
+    plan = make_plan(mask, 16, hardware=slow, **shape)
+    assert plan.balancer == "local, by document" and plan.imbalance() <= 1.03
+    local = make_plan(mask, 16, balancer="local", exchange="needed", hardware=slow, **shape)
+    others = [c.seconds["total"] for c in plan.candidates if c.balancer != plan.balancer]
+    assert plan.predict()["total"] < 0.95 * min(others)
+    sent, sent_by_local = (x.needed_traffic().sum(axis=0).max() for x in (plan, local))
+    assert sent <= 0.6 * sent_by_local and plan.recv_tokens().mean() <= 1.1 * local.recv_tokens().mean()
+    even = SpanMask.documents(np.arange(0, 2**15 + 1, 2**11))
+    for other in (make_plan(even, 16, hardware=slow, **shape), make_plan(mask, 16, hardware=H100, **shape)):
+        assert all(c.balancer != plan.balancer for c in other.candidates)
