@@ -153,7 +153,8 @@ class _PassOn(torch.autograd.Function):
         what = f"all-to-all of {labels[1]}"
         data = failure.start(what, name, _torch.start_all_to_all, passed_MF, recv_sizes, send_sizes, name)
         ctx.mark_non_differentiable(data)
-        return arrived_NF, data, anchor(passed_MF.shape, passed_MF)
+        # Its shape without the rows themselves: a compiled backward would fetch them again to ask for it.
+        return arrived_NF, data, anchor(torch.Size([send.shape[0], arrived_NF.shape[1]]), arrived_NF)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
