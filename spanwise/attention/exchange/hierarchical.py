@@ -96,10 +96,7 @@ class Hierarchical(Exchange):
 
         def arrived(i: int) -> torch.Tensor:
             one = pending.pop()
-            if i == 1:
-                route, sizes = routes[i], (*routes[i].send_sizes, *routes[i].recv_sizes)
-                return _WaitPassed.apply(*one, route.order, route.spare, peers.name, labels[i], *sizes)
-            if len(routes) == 1:
+            if i + 1 == len(routes):
                 return needed.wait(one, routes[i], peers.name, labels[i])
             keys, passing = pass_on(one, (routes[i], routes[i + 1]), peers.name, labels)
             pending.append(passing)
@@ -169,36 +166,6 @@ class _PassOn(torch.autograd.Function):
         what = f"all-to-all of gradients, {ctx.labels[0]}"
         home = failure.start(what, ctx.name, _torch.start_all_to_all, total_NF, send_sizes, recv_sizes, ctx.name)
         return None, returned(home), None, None, None, None, None
-
-
-class _WaitPassed(torch.autograd.Function):
-    """Waits for the second all-to-all; returns its keys in order. Its backward starts the gradients on their way.
-
-    As `needed.wait`, but the backward takes the number of rows from the route: in compiled code it would otherwise
-    start the first all-to-all again, only to learn the size of the second.
-    Arguments: data and anchor, order, spare, name, label, and the sizes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        data_MF, anchor_SF, order, spare, name, label, *sizes = args
-        ctx.save_for_backward(order, *sizes)  # as tensors: torch.compile loses numbers that only a backward uses
-        ctx.spare, ctx.name, ctx.label, ctx.sum_dtype = spare, name, label, anchor_SF.dtype
-        arrived_MF = failure.wait(data_MF, f"all-to-all of {label}", name)
-        if spare:
-            arrived_MF = torch.nn.functional.pad(arrived_MF, (0, 0, 0, 1))
-        return arrived_MF.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        check_first_order()
-        (grad_KF,), (order, *sizes) = grads, ctx.saved_tensors
-        send_sizes, recv_sizes = needed.halves([x.shape[0] for x in sizes])
-        rows = sum(recv_sizes)
-        total_MF = grad_KF.new_zeros(rows + ctx.spare, grad_KF.shape[1]).index_add(0, order, grad_KF)[:rows]
-        what, total_MF = f"all-to-all of gradients, {ctx.label}", total_MF.to(ctx.sum_dtype)
-        pending = failure.start(what, ctx.name, _torch.start_all_to_all, total_MF, send_sizes, recv_sizes, ctx.name)
-        return None, returned(pending), *(None for _ in range(4 + len(sizes)))
 
 
 def pass_on(
