@@ -32,17 +32,25 @@ OPTIONS: dict[str, Any] = {"effort": 1, "bucket": False}  # a quick search
 
 
 class BySize:
-    """Collectives by their bytes, as long as the products next to them; all else nearly nothing."""
+    """Collectives by their bytes, products by their FLOPs; all else nearly nothing.
+
+    Args:
+        per_flop: milliseconds. With 2e-6 collectives are longer than the products next to them. With 2e-5 they are as
+            long, and sums in pieces fill waits.
+    """
 
     half_rate = 0
 
+    def __init__(self, per_flop: float) -> None:
+        self.per_flop = per_flop
+
     def uuid(self) -> str:
-        return "by size"
+        return f"by size, {self.per_flop}"
 
     def __call__(self, node: fx.Node) -> float:
         if node.target in operators.STARTS:
             return 1e-2 + 1e-3 * sum(t.nbytes for n in node.all_input_nodes for t in operators.tensors_of(n))
-        return 1e-4 + 2e-5 * node_flops(node)
+        return 1e-4 + self.per_flop * node_flops(node)
 
 
 class Block(nn.Module):
@@ -87,7 +95,9 @@ def step(run: Any, module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> li
     return [out.detach(), x.grad, *(g.clone() for g in grads)]
 
 
-def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+def errors(
+    rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: torch.dtype, per_flop: float
+) -> dict[str, Any]:
     """Errors to float64 of a step: of the compiled one in pieces, and compiled whole."""
     torch._dynamo.reset()
     draw = torch.Generator().manual_seed(1)
@@ -100,7 +110,7 @@ def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: 
         results: list[Result] = []
         module = parallel(copy.deepcopy(blocks(num)).to(dtype), mesh)
         run = torch.compile(
-            module, backend=backend(name, cost=BySize(), split=split, **OPTIONS, on_result=results.append)
+            module, backend=backend(name, cost=BySize(per_flop), split=split, **OPTIONS, on_result=results.append)
         )
         got = step(run, module, x.to(dtype), grad.to(dtype))
         found[split] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)]
@@ -124,10 +134,13 @@ def errors(rank: int, mesh: DeviceMesh, name: str, num: int, batch: int, dtype: 
 def test_a_step_in_pieces_is_the_eager_one(
     gloo_pool: GlooPool, name: str, num_ranks: int, num: int, batch: int, dtype: torch.dtype
 ) -> None:
-    answers = gloo_pool.run(num_ranks, errors, name, num, batch, dtype, mesh_dim_names=("tp",), timeout=590.0)
+    with_sums = num_ranks == 2 and dtype == torch.float32
+    given = name, num, batch, dtype, 2e-5 if with_sums else 2e-6
+    answers = gloo_pool.run(num_ranks, errors, *given, mesh_dim_names=("tp",), timeout=590.0)
     rounding = 4 * torch.finfo(dtype).eps
     for answer in answers:
-        assert len(answer["cut"]) == 2 and answer["sums"], answer  # forward and backward, gradients of weights
+        assert len(answer["cut"]) == 2, answer  # forward and backward
+        assert answer["sums"] or not with_sums, answer  # gradients of weights
         for cut in answer["cut"]:
             assert cut.get("all_gather_into_tensor", 0) >= num and cut.get("reduce_scatter_tensor", 0) >= num, answer
         for in_pieces, whole in zip(answer[True], answer[False], strict=True):

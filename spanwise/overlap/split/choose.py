@@ -50,7 +50,8 @@ class Searches(NamedTuple):
 
 #: Orders of a quick schedule. With 4 in place of 8, four layers of Llama-8B gain 3.2 % rather than 9.3 %.
 QUICK = 8
-#: A trial whose schedule without buckets is that much longer than the best trial's gets no buckets.
+#: A trial whose schedule without buckets is that much longer than the best trial's gets no buckets. Of eight trials of
+#: eight layers of Llama-8B that are two, and the choice is the same.
 HOPELESS = 1.02
 
 

@@ -12,10 +12,13 @@ from torch import fx
 from torch.nn import functional as F
 
 from spanwise import overlap
+from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import node_flops
-from spanwise.overlap.fx.operators import STARTS, tensors_of
+from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.operators import STARTS, storage_of, tensors_of
 from spanwise.overlap.split.choose import apply, cut_graphs
 from spanwise.overlap.split.region import Region, chosen, find_regions
+from spanwise.overlap.split.values import Values
 from tests.lockstep import Lockstep
 from tests.overlap.split.test_graphs import ATEN, AXIS, DIM, RANKS, TOKENS, W, drawn, gather, scatter, traced
 from tests.overlap.split.test_rewrite import error
@@ -161,6 +164,28 @@ def test_cut_graphs_have_all_that_can_be_cut() -> None:
     gm = traced(backward, *GIVEN)
     products = [sum(n.target == ATEN.mm.default for n in cut.graph.nodes) for cut in cut_graphs(gm, (2, 4))]
     assert products == [4, 6, 6, 12]
+
+
+def test_values_are_shared_between_graphs_but_not_in_one() -> None:
+    """Two equal calls have two results; a second copy of the graph has the values of the first, and its memory."""
+
+    def alike(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = gather(x) @ w
+        return h.sin(), h.sin(), scatter(h @ w.t())
+
+    gm = traced(alike, drawn(TOKENS, DIM), W)
+    (region,) = find_regions(gm.graph)
+    cuts = {n.name: cut for n, cut in chosen(region, frozenset(region.segments)).items()}
+    values, dags, results = Values(), [], []
+    for shared in (values, values, None):
+        module = _torch.copy_module(gm)
+        apply(module.graph, cuts, region.tokens, 2, shared)
+        dag = to_dag(module, lambda node: 1.0).dag
+        dags.append((dag.nodes, dag.storages))
+        results.append([n.meta["val"] for n in module.graph.nodes if n.target == ATEN.sin.default])
+    assert dags[0] == dags[1] == dags[2]
+    assert len({storage_of(x) for x in results[0]}) == 4
+    assert all(x is y for x, y in zip(*results[:2], strict=True))
 
 
 LEFT = [
