@@ -52,7 +52,7 @@ def test_gemma_4_whose_image_tokens_read_each_other_on_text() -> None:
     """Its larger models; images are refused."""
     layers = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     config = transformers.AutoConfig.for_model(
-        "gemma4_unified_text", **images._TEXT | layers, global_head_dim=16, sliding_window=16
+        "gemma4_unified_text", **tiny.COMMON | layers, global_head_dim=16, sliding_window=16
     )
     model = tiny.randomized(transformers.AutoModelForCausalLM.from_config(config)).train()
     documents = tiny.documents_of((23, 41))
@@ -66,7 +66,7 @@ def test_gemma_4_whose_image_tokens_read_each_other_on_text() -> None:
 
 def test_an_encoder_of_images_without_attention_interface() -> None:
     """The decoder has it."""
-    text = {name: x for name, x in images._TEXT.items() if name != "head_dim"} | {"model_type": "qwen2"}
+    text = {name: x for name, x in tiny.COMMON.items() if name != "head_dim"} | {"model_type": "qwen2"}
     vision = dict(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_dim=32, image_size=32, output_channels=8
     )

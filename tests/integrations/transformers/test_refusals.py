@@ -135,7 +135,7 @@ def test_cross_attention(name: str) -> None:
 def test_padding_between_tokens() -> None:
     mask = torch.ones(1, 64, dtype=torch.long)
     mask[0, 30] = 0
-    with pytest.raises(ValueError, match="padding between the tokens of row 0"):
+    with pytest.raises(ValueError, match="padding between tokens of row 0"):
         _call("llama", {"input_ids": BATCH["input_ids"], "attention_mask": mask})
 
 
