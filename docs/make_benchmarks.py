@@ -162,6 +162,15 @@ def pieces() -> str:
     return table(header, body)
 
 
+def zoo() -> str:
+    header = ["order / compared with", "cases", "longer", "worst", "mean"]
+    body = [
+        [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
+        for pair, found in load("overlap-zoo")["summary"].items()
+    ]
+    return table(header, body)
+
+
 def noise() -> str:
     rows = load("overlap-peers")["noise"]
     ahead, draws = sum(row["ahead"] for row in rows), sum(row["draws"] for row in rows)
@@ -192,11 +201,11 @@ def growth() -> str:
     return table(header, body)
 
 
-def overlap_link() -> str:
+def overlap_link(name: str = "overlap-link-cpu") -> str:
     body = [
         [f"{row['share']:g}", row["way"], f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}",
          f"{row['bound']:,.0f}", f"{row['faster']:.2f}", f"{row['difference']:.1e}" if row["difference"] else "0"]
-        for row in load("overlap-link-cpu")["rows"]
+        for row in load(name)["rows"]
     ]  # fmt: skip
     header = ["communication / compute", "step", "predicted", "measured", "lower bound", "times as fast", "difference"]
     return table(header, body)
@@ -441,6 +450,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "noise": noise,
     "growth": growth,
     "overlap link": overlap_link,
+    "zoo": zoo,
+    "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
     "global batch": global_batch,
     "global batch load": global_batch_load,
     "grids": grids,
