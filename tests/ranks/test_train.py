@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from spanwise.cli.app import app
 from spanwise.train.data import DocumentStream, find_documents
 from spanwise.train.plans import plan_sequence
 from spanwise.train.start import start
@@ -160,11 +158,11 @@ def test_ranks_that_cannot_trade_heads(data: str) -> None:
 
 
 @pytest.mark.slow
-def test_verify_command_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(app, ["verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"])
-    assert result.exit_code == 0, result.output
-    printed = capfd.readouterr().out
-    assert "attention: verified" in printed and "decoder: verified" in printed
+def test_verify_command_on_ranks() -> None:
+    command = [sys.executable, "-m", "spanwise", "verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "attention: verified" in ended.stdout and "decoder: verified" in ended.stdout
 
 
 @pytest.mark.slow
