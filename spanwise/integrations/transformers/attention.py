@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def attention(
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
     kwargs |= dict(zip(names, args, strict=True))
-    kind = _checked_kind(module, query, key, attention_mask, kwargs, spanwise_plan.image_blocks)
+    kind = _checked_kind(module, query, key, attention_mask, kwargs, spanwise_plan.blocks)
     query = corrections.with_global_temperature(module, query, spanwise_plan.positions)
     query, key, value = (_as_autocast(x) for x in (query, key, value))
     out = spanwise.context_parallel_attention(
@@ -151,7 +151,7 @@ def _checked_kind(
     key: torch.Tensor,
     attention_mask: Any,
     options: dict[str, Any],
-    image_blocks: bool,
+    blocks: bool,
 ) -> str:
     """The kind of mask of a call with a plan, after its arguments were checked."""
     name = type(module).__name__
@@ -160,7 +160,7 @@ def _checked_kind(
             f"context parallelism has no attention dropout, got dropout={options['dropout']} in {name}; set the "
             f"config's attention_dropout (attn_pdrop in some models) to 0"
         )
-    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+    if options.get("is_causal") is False or not (blocks or getattr(module, "is_causal", True)):
         raise ValueError(f"{name} is not causal; plans of a model's config hold causal masks")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
@@ -178,7 +178,7 @@ def _checked_kind(
             f"and chunked masks"
         )
     window = options.get("sliding_window")
-    allowed = (kind, UNKNOWN, OTHER) if image_blocks else (kind, UNKNOWN)
+    allowed = (kind, UNKNOWN, OTHER) if blocks else (kind, UNKNOWN)
     if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
         raise ValueError(
             f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of "
@@ -196,32 +196,31 @@ def _sinks(sinks: Any, query: torch.Tensor) -> torch.Tensor | None:
 
 def _kind_of_function(function: Callable[..., Any], config: Any, device: torch.device) -> str:
     """The kind of mask that `function` computes, by its values where the kinds differ."""
-    if _reads_tokens(function):
+    read = list(_token_tables(function))
+    if any(bool((table >= 0).any()) for table in read):  # -1: no block
         return OTHER
     config = config.get_text_config()
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     edges = sorted({abs(n + d) for n in (0, window or 0, chunk or 0, 2 * (chunk or 0)) for d in (-2, -1, 0, 1, 2)})
-    kv = torch.tensor(edges, device=device)
+    length = min((table.shape[-1] for table in read), default=edges[-1] + 1)
+    kv = torch.tensor([edge for edge in edges if edge < length], device=device)
     q = kv[:, None]
     expected = {FULL: kv <= q}
     if window:
         expected[SLIDING] = (kv <= q) & (kv > q - window)
     if chunk:
         expected[CHUNKED] = (kv <= q) & (kv // chunk == q // chunk)
-    got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(edges), len(edges))
-    for kind in KINDS:
-        if kind in expected and torch.equal(got, expected[kind]):
-            return kind
-    return OTHER
+    got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(kv), len(kv))
+    kinds = [kind for kind in KINDS if kind in expected and torch.equal(got, expected[kind])]
+    return UNKNOWN if len(kinds) > 1 else kinds[0] if kinds else OTHER  # short batches do not tell windows apart
 
 
-def _reads_tokens(function: Callable[..., Any]) -> bool:
-    """Whether a mask function looks up something for each token, such as the image that it belongs to."""
+def _token_tables(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """What a mask function looks up for each token, such as the image that it belongs to."""
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for one in held if isinstance(held, (tuple, list)) else [held]:
-            if isinstance(one, torch.Tensor) and one.dim() >= 2 and bool((one >= 0).any()):  # -1: no image
-                return True
-            if callable(one) and _reads_tokens(one):
-                return True
-    return False
+            if isinstance(one, torch.Tensor) and one.dim() >= 2:
+                yield one
+            elif callable(one):
+                yield from _token_tables(one)

@@ -18,9 +18,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import spanwise
 from spanwise.integrations.transformers.agreement import check_same_batch
 from spanwise.integrations.transformers.attention import PREFIX
+from spanwise.integrations.transformers.blocks import find_blocks
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents, shape_of
 from spanwise.integrations.transformers.loss import GlobalLoss
-from spanwise.integrations.transformers.masks import NO_ATTENTION, image_blocks, mask_weights, plan_documents
+from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_weights, plan_documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, request, shard
 from spanwise.recurrence import recurrence_route
 
@@ -90,7 +91,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
             f"the attention of {type(model).__name__} was set to {implementation!r} after hf.context_parallel, and "
             f"would read one rank's tokens only; set it to {PREFIX + implementation!r}, or before hf.context_parallel"
         )
-    blocks = image_blocks(batch, config, documents)
+    blocks = find_blocks(batch, config, documents)
     if plan is None:
         plan = plan_documents(documents, blocks, config, site.mesh.size(), **site.options)
     _check_plan(plan, documents, site.mesh, config)
@@ -101,7 +102,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
         plan=local,
         documents=documents,
         last=_largest_position(batch, documents, device),
-        image_blocks=blocks is not None,
+        blocks=blocks is not None,
         **_routes(plan, documents, site, device),
     )
     given = {name: x for name, x in batch.items() if x is not None and name not in (*DESCRIPTIONS, *_LABELS)}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import spanwise
+from spanwise.integrations.transformers.blocks import BIDIRECTIONAL, OF_IMAGES, Blocks, find_blocks, rule_of
 from spanwise.integrations.transformers.documents import Documents, find_documents
 from spanwise.integrations.transformers.prices import recurrences
 
@@ -28,7 +29,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     Raises:
         ValueError: layers that neither are attention over spans of keys nor may carry a state.
     """
-    config = config.get_text_config()
+    rule, config = rule_of(config), config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         number, windowed = (_of_all_layers(config, name) for name in ("num_hidden_layers", "sliding_window"))
@@ -43,8 +44,8 @@ def layer_types(config: Any) -> tuple[str, ...]:
             f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
             f"all among {known}"
         )
-    bidirectional = getattr(config, _BIDIRECTIONAL, None)
-    if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != _OF_IMAGES):
+    bidirectional = None if rule is not None else getattr(config, BIDIRECTIONAL, None)
+    if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != OF_IMAGES):
         raise ValueError(
             f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
         )
@@ -101,41 +102,6 @@ def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMa
     return spanwise.SpanMask.documents(cu_seqlens)
 
 
-_BIDIRECTIONAL, _OF_IMAGES = "use_bidirectional_attention", "vision"  # Gemma 4: inside of images, in sliding layers
-# Models whose image tokens read each other in both directions: the argument that marks them with 1.
-_IMAGE_TOKENS = {"gemma3": "token_type_ids"}
-
-
-def image_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> tuple[np.ndarray, np.ndarray] | None:
-    """Starts and ends of runs of image tokens that read each other, int64 ``[num_blocks]``; None if there are none."""
-    marks, bidirectional = batch.get("mm_token_type_ids"), getattr(config.get_text_config(), _BIDIRECTIONAL, None)
-    if bidirectional == _OF_IMAGES and marks is not None and bool(((marks == 1) | (marks == 2)).any()):
-        raise ValueError(
-            f"tokens of an image or video read each other in some layers of a model with {type(config).__name__}, and "
-            f"plans do not hold that; train on text alone, or with data parallelism"
-        )
-    marks = batch.get(_IMAGE_TOKENS.get(config.model_type, ""))
-    if marks is None:
-        return None
-    image = documents.flat(marks)[0].cpu().numpy() == 1
-    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
-    run = np.where(image, document, 0)  # a run ends with its document
-    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
-    starts, ends = edges[:-1], edges[1:]
-    starts, ends = starts[run[starts] > 0], ends[run[starts] > 0]
-    return (starts, ends) if len(starts) else None
-
-
-def with_blocks(mask: spanwise.SpanMask, starts: np.ndarray, ends: np.ndarray) -> spanwise.SpanMask:
-    """`mask` of one span a row, where the tokens of each block ``[start, end)`` also read each other."""
-    first, last = mask.start.copy(), mask.end.copy()
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        # A row reads its own token, so that its span and the block are one interval.
-        first[..., start:end] = np.minimum(first[..., start:end], start)
-        last[..., start:end] = np.maximum(last[..., start:end], end)
-    return spanwise.SpanMask(first, last, mask.kv_len)
-
-
 def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
     """One plan for a batch: a mask for each kind of layer, weighted by how many layers have it; pure.
 
@@ -152,17 +118,18 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
     documents = find_documents(batch)
-    return plan_documents(documents, image_blocks(batch, config, documents), config, num_ranks, **options)
+    return plan_documents(documents, find_blocks(batch, config, documents), config, num_ranks, **options)
 
 
 def plan_documents(
-    documents: Documents, blocks: tuple[np.ndarray, np.ndarray] | None, config: Any, num_ranks: int, **options: Any
+    documents: Documents, blocks: Blocks | None, config: Any, num_ranks: int, **options: Any
 ) -> spanwise.Plan:
-    """`make_plan` for documents and image blocks that were found before."""
+    """`make_plan` for documents and blocks that were found before."""
     offsets, weights = documents.cu_seqlens, mask_weights(config)
     masks = {kind: span_mask(config, kind, offsets) for kind in weights}
     if blocks is not None:
-        masks = {kind: with_blocks(m, *blocks) for kind, m in masks.items()}
+        window = getattr(config.get_text_config(), "sliding_window", None)
+        masks = {kind: blocks.added_to(m, window if kind == SLIDING else None) for kind, m in masks.items()}
     mixed = sum(kind in MIXED for kind in layer_types(config))
     options = {"recurrences": recurrences(config, mixed)} | options
     return spanwise.make_plan(masks, num_ranks, weights=weights, cu_seqlens=offsets, **options)

@@ -163,7 +163,7 @@ def _checked_decoder(model: PreTrainedModel) -> PreTrainedModel:
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Let the layers of the decoder take their attention from `attention.register`."""
     text = model.config.get_text_config()
-    if NO_ATTENTION in mask_weights(text):
+    if NO_ATTENTION in mask_weights(model.config):
         return
     before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)

@@ -25,7 +25,7 @@ class PlannedBatch:
         plan: this rank's part of the plan.
         documents: of the whole batch.
         last: int64 ``[1]``, the largest position of all ranks.
-        image_blocks: whether the plan's masks let tokens of one image read each other.
+        blocks: whether the plan's masks hold tokens that read each other in both directions.
         route: how layers that carry a state pass it on; None where the model has none.
         there, back: between the layout of attention and that of layers that carry a state; None where it is the same.
         losses: losses of this batch over all ranks, and how often each was changed in place when it was returned.
@@ -35,7 +35,7 @@ class PlannedBatch:
     plan: spanwise.RankPlan
     documents: Documents
     last: torch.Tensor
-    image_blocks: bool = False
+    blocks: bool = False
     route: RecurrenceRoute | None = None
     there: spanwise.RelayoutRoute | None = None
     back: spanwise.RelayoutRoute | None = None

@@ -38,6 +38,16 @@ def _gemma3() -> PreTrainedModel:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _paligemma() -> PreTrainedModel:
+    text = tiny.COMMON | dict(model_type="gemma2", query_pre_attn_scalar=16, sliding_window=6)
+    vision = _VISION | dict(model_type="siglip_vision_model", projection_dim=64)
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=_IMAGE, image_token_index=_IMAGE, projection_dim=64,
+        hidden_size=64,
+    )  # fmt: skip
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
 def _qwen2_vl() -> PreTrainedModel:
     vision = _QWEN_VISION | dict(depth=1, embed_dim=32, hidden_size=64, mlp_ratio=1)
     config = transformers.Qwen2VLConfig(text_config=_QWEN_TEXT, vision_config=vision, **_QWEN_IDS)
@@ -71,6 +81,7 @@ def _qwen3_5() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llava": _llava,
     "gemma3": _gemma3,
+    "paligemma": _paligemma,
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
@@ -106,6 +117,8 @@ def marks_of(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Arguments that mark tokens of images."""
     if name == "gemma3":
         return {"token_type_ids": (ids == _IMAGE).long()}
+    if name == "paligemma":
+        return {"token_type_ids": ((ids < _IMAGE) | (ids > _END)).long()}  # 0: they read each other
     kinds = (ids == _IMAGE).int() + 2 * (ids == _VIDEO).int()
     return {"mm_token_type_ids": kinds} if name.startswith("qwen") else {}
 

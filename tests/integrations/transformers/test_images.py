@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -13,8 +12,6 @@ import torch
 import transformers
 
 from spanwise.integrations import transformers as hf
-from spanwise.integrations.transformers.documents import find_documents
-from spanwise.integrations.transformers.masks import image_blocks, with_blocks
 from tests.integrations.transformers import images, tiny
 from tests.ranks.harness import run_ranks
 
@@ -33,7 +30,7 @@ def test_padded(name: str, form: str) -> None:
     tiny.check(results, images.reference(name, model, DOCUMENTS))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
 def test_packed(name: str) -> None:
     model = images.model_of(name)
     results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed"))
@@ -46,22 +43,6 @@ def test_text_alone(name: str) -> None:
     model = images.model_of(name)
     results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
     tiny.check(results, images.reference(name, model, documents))
-
-
-def test_gemma_4_whose_image_tokens_read_each_other_on_text() -> None:
-    """Its larger models; images are refused."""
-    layers = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    config = transformers.AutoConfig.for_model(
-        "gemma4_unified_text", **tiny.COMMON | layers, global_head_dim=16, sliding_window=16
-    )
-    model = tiny.randomized(transformers.AutoModelForCausalLM.from_config(config)).train()
-    documents = tiny.documents_of((23, 41))
-    batch = tiny.packed(documents) | {"mm_token_type_ids": torch.zeros(1, 64, dtype=torch.long)}
-    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
-    tiny.check(results, tiny.reference(model, documents))
-    batch["mm_token_type_ids"][0, 3:7] = 1
-    with pytest.raises(ValueError, match="tokens of an image or video read each other"):
-        hf.make_plan(batch, model.config, 2)
 
 
 def test_an_encoder_of_images_without_attention_interface() -> None:
@@ -125,20 +106,3 @@ def test_positions_of_images_are_cut() -> None:
     batch["cu_seq_lens_q"] = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
     results = run_ranks(2, _train, tiny.copies(model, 2), batch)
     tiny.check(results, images.reference(name, model, DOCUMENTS))
-
-
-def test_blocks_of_images() -> None:
-    """Blocks end with their document, and dense masks are the union of the documents' and the blocks'."""
-    marks = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0]])
-    offsets = torch.tensor([0, 3, 8])
-    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "cu_seq_lens_q": offsets, "token_type_ids": marks}
-    config = images.model_of("gemma3").config
-    blocks = image_blocks(batch, config, find_documents(batch))
-    assert blocks is not None
-    assert [x.tolist() for x in blocks] == [[1, 3, 5], [3, 4, 7]]
-    document = np.array([0, 0, 0, 1, 1, 1, 1, 1])
-    causal = np.tril(np.ones((8, 8), bool)) & (document[:, None] == document)
-    block = np.array([-1, 0, 0, 1, -2, 2, 2, -3])
-    plan = hf.make_plan(batch, config, 1)
-    assert (plan.masks["full_attention"].dense()[0] == (causal | (block[:, None] == block))).all()
-    assert with_blocks(plan.masks["full_attention"], *blocks) == plan.masks["full_attention"]

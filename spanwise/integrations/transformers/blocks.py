@@ -1,0 +1,139 @@
+"""Tokens that read each other in both directions beside causal attention: of images, and of prefixes.
+
+The rules are those of the models' own code in transformers 5.23.
+"""
+
+# N tokens that are kept
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import spanwise
+from spanwise.integrations.transformers.documents import Documents
+
+BIDIRECTIONAL, OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which tokens of a model read each other.
+
+    Attributes:
+        argument: of the model's forward; marks tokens.
+        marks: its values for tokens that read each other.
+        runs: whether they do inside of each run of marked tokens, or all of a document.
+        windowed: whether windows of sliding layers end such reading on the left.
+        sliding_alone: whether full layers stay causal.
+        needed: whether a batch without the argument is an error.
+        when: an attribute of the text config, and its values for which the rule holds.
+    """
+
+    argument: str
+    marks: tuple[int, ...]
+    runs: bool
+    windowed: bool = False
+    sliding_alone: bool = False
+    needed: bool = False
+    when: tuple[str, tuple[Any, ...]] = (BIDIRECTIONAL, (None, False))
+
+
+_VISION = (BIDIRECTIONAL, (OF_IMAGES,))
+_RULES = {
+    "gemma3": Rule("token_type_ids", (1,), runs=True, windowed=True),
+    "gemma4": Rule("mm_token_type_ids", (1, 2), runs=True, windowed=True, sliding_alone=True, when=_VISION),
+    "gemma4_unified": Rule("mm_token_type_ids", (1, 2), runs=True, when=_VISION),
+    # Without marks its SDPA attention is not causal at all, and its eager attention is.
+    "paligemma": Rule("token_type_ids", (0,), runs=False, needed=True, when=(BIDIRECTIONAL, (None, False, True))),
+    "molmo2": Rule("mm_token_type_ids", (1,), runs=False),
+    "hrm_text": Rule("token_type_ids", (1,), runs=False, when=("prefix_lm", (True,))),
+}
+
+
+def rule_of(config: Any) -> Rule | None:
+    """The rule of a model's config; None where no tokens read each other in both directions."""
+    rule = _RULES.get(config.model_type) if hasattr(config, "model_type") else None
+    if rule is None:
+        return None
+    name, values = rule.when
+    return rule if getattr(config.get_text_config(), name, None) in values else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of tokens of a batch that read each other.
+
+    Attributes:
+        rule: of the model.
+        starts, ends: int64 ``[num_runs]``, runs of marked tokens.
+        block: int64 ``[num_runs]``, the block that each run belongs to, ascending.
+    """
+
+    rule: Rule
+    starts: np.ndarray
+    ends: np.ndarray
+    block: np.ndarray
+
+    def added_to(self, mask: spanwise.SpanMask, window: int | None) -> spanwise.SpanMask:
+        """`mask` of layers with this sliding window, or none, where the tokens of each block also read each other."""
+        if len(self.starts) == 0 or (window is None and self.rule.sliding_alone):
+            return mask
+        length, most = mask.q_len, int(np.bincount(self.block).max())
+        start, end = np.zeros((2, most, length), dtype=np.int64)
+        for block in range(self.block[-1] + 1):
+            runs = np.flatnonzero(self.block == block)
+            for run in runs:
+                rows = slice(self.starts[run], self.ends[run])
+                start[: len(runs), rows] = self.starts[runs, None]
+                end[: len(runs), rows] = self.ends[runs, None]
+        blocks = spanwise.SpanMask(start, end, mask.kv_len)
+        if self.rule.windowed and window is not None:
+            blocks &= spanwise.SpanMask.sliding_window(length, window - 1, length)
+        return mask | blocks
+
+
+def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> Blocks | None:
+    """The blocks of a batch; None where the model has no rule for them, or the batch does not mark its tokens.
+
+    Raises:
+        ValueError: a batch without marks that the model needs, or with images of a model that has no rule here.
+    """
+    rule, name = rule_of(config), type(config).__name__
+    if rule is None:
+        _check_no_images(batch.get("mm_token_type_ids"), config)
+        return None
+    given = batch.get(rule.argument)
+    if given is None:
+        if rule.needed:
+            raise ValueError(
+                f"a model with {name} trains on batches with {rule.argument} [B, S], which tell the tokens that read "
+                f"each other ({' or '.join(map(str, rule.marks))}) from causal ones; its processor makes them"
+            )
+        return None
+    if tuple(given.shape) != (documents.rows, documents.length):
+        shape = documents.rows, documents.length
+        raise ValueError(f"{rule.argument} must be [B, S] = {shape}, got shape {tuple(given.shape)}")
+    marked = torch.isin(documents.flat(given)[0].cpu(), torch.tensor(rule.marks)).numpy()
+    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
+    run = np.where(marked, document, 0)  # a run ends with its document
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
+    within = run[edges[:-1]] > 0
+    starts, ends = edges[:-1][within], edges[1:][within]
+    block = np.arange(len(starts)) if rule.runs else np.unique(run[starts], return_inverse=True)[1]
+    return Blocks(rule, starts, ends, block)
+
+
+def _check_no_images(marks: Any, config: Any) -> None:
+    """Raise ValueError for marked image tokens, where a text model alone has the config of one that reads them."""
+    if getattr(config.get_text_config(), BIDIRECTIONAL, None) != OF_IMAGES or marks is None:
+        return
+    if bool(((marks == 1) | (marks == 2)).any()):
+        raise ValueError(
+            f"tokens of an image or video read each other in some layers of a model with {type(config).__name__}, and "
+            f"how is not known here: models whose config is of type {', '.join(_RULES)} are taken"
+        )
