@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import spanwise
+from spanwise.integrations.transformers.documents import Documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
 
 _LAST = "_spanwise_last"  # attribute of a rotary embedding: the largest position of all ranks, or None
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_AFTER_PADDING = tuple(
+    f"{name}Embeddings"
+    for name in ("Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL")
+)
 
 
 def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -28,6 +34,44 @@ def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.T
     index = torch.arange(query.shape[2], device=query.device)
     ratio = temperature(positions) / temperature(index)
     return (query * ratio[:, None, :, None]).to(query.dtype)
+
+
+def padding_before_positions(decoder: nn.Module) -> int | None:
+    """The padding token of RoBERTa's embeddings, behind whose number positions start; None for other models.
+
+    Raises:
+        ValueError: embeddings that count positions from padding in another way.
+    """
+    own = [m for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
+    strange = [name for m in own if (name := type(m).__name__) not in _AFTER_PADDING]
+    if strange:
+        raise ValueError(
+            f"{strange[0]} of {type(decoder).__name__} counts positions by a rule of its own, from padding; context "
+            f"parallelism counts from 0, and by the rule of {', '.join(_AFTER_PADDING)}"
+        )
+    return int(own[0].padding_idx) if own else None  # type: ignore[arg-type]  # an attribute of a module
+
+
+def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padding: int) -> torch.Tensor:
+    """int64 ``[B, S]``: what RoBERTa's embeddings count for each document: tokens that are no padding, from 1.
+
+    Raises:
+        ValueError: ``position_ids`` that count from 0, for which the model would take other embeddings.
+    """
+    ids, given = batch.get("input_ids"), batch.get("position_ids")
+    counts = documents.positions >= 0 if ids is None else documents.flat(ids).cpu() != padding
+    if given is not None:
+        if bool((documents.flat(given).cpu()[counts] <= padding).any()):
+            raise ValueError(
+                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}, and the batch has "
+                f"smaller ones; leave them out and tell documents by cu_seq_lens_q, or add {padding + 1}"
+            )
+        return given
+    total = torch.nn.functional.pad(counts[0].long().cumsum(0), (1, 0))
+    offsets = torch.from_numpy(documents.cu_seqlens)
+    before = total[offsets[:-1]].repeat_interleave(offsets.diff())
+    positions = (total[1:] - before) * counts[0] + padding
+    return documents.restored(positions).to((batch["inputs_embeds"] if ids is None else ids).device)
 
 
 def length_dependent(decoder: nn.Module) -> list[nn.Module]:

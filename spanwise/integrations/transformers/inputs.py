@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import spanwise
+from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import check_same_batch
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.blocks import find_blocks
@@ -41,6 +42,7 @@ class Site:
         cut_in_decoder: whether the decoder's inputs are cut, because images are merged into whole sequences before.
         reduce_loss: whether the loss is to be that of all ranks; False for the model's own.
         conv_width: largest width of a convolution in layers that carry a state; None where the model has none.
+        padding: the padding token behind whose number positions start, as RoBERTa's do; None where they start at 0.
     """
 
     mesh: DeviceMesh
@@ -49,6 +51,7 @@ class Site:
     cut_in_decoder: bool
     reduce_loss: bool
     conv_width: int | None
+    padding: int | None
 
     def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
         return self
@@ -124,9 +127,11 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     if given.pop("use_cache", False) or any(cache is not None for cache in caches):
         raise ValueError("a KV cache does not go with context parallelism; pass use_cache=False")
     labels = _labels(batch, documents, plan, site, model)
+    if site.padding is not None:
+        given["position_ids"] = corrections.positions_after_padding(given, documents, site.padding)
     given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
-    if not attends:  # such models pass masks on to their decoder, and not keyword arguments
-        given["attention_mask"] = request(planned)
+    if not attends and "output_router_logits" not in inspect.signature(type(model).forward).parameters:
+        given["attention_mask"] = request(planned)  # such models pass it on to their decoder, and not the plan
     return given | labels | {"use_cache": False, ARGUMENT: planned}
 
 

@@ -78,6 +78,7 @@ def context_parallel(
     if hasattr(base, SITE):
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
     decoder = _checked_decoder(base)
+    padding = corrections.padding_before_positions(decoder)
     _set_attention(base, decoder)
     kinds = layer_kinds(base.config)
     for name, module in decoder.named_modules():
@@ -94,7 +95,7 @@ def context_parallel(
     setattr(decoder, _ROTARY, rotary)
     cut_in_decoder = base.config.get_text_config() is not base.config
     loss_mesh = mesh if loss_mesh is None else loss_mesh
-    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers)))
+    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers), padding))
     if reduce_loss and is_causal_loss(base):
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
@@ -146,11 +147,6 @@ def _checked_decoder(model: PreTrainedModel) -> PreTrainedModel:
                 f"{type(module).__name__}.forward takes no further keyword arguments, so that no plan reaches its "
                 f"attention; context parallelism needs a model that passes them on"
             )
-    own = [type(m).__name__ for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
-    if own:
-        raise ValueError(
-            f"{own[0]} of {name} counts positions by a rule of its own, from padding; context parallelism counts from 0"
-        )
     attends = NO_ATTENTION not in mask_weights(model.config)
     if attends and "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise ValueError(

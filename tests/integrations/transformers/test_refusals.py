@@ -36,7 +36,7 @@ def _attach(config: Any) -> None:
         ("inkling_text", SMALL, "layers of type .*hybrid_sliding"),
         ("deepseek_v32", {}, "layers of type .*indexed_attention"),
         ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
-        ("camembert", SMALL | dict(is_decoder=True), "counts positions by a rule of its own"),
+        ("xmod", SMALL | dict(is_decoder=True), "counts positions by a rule of its own"),
         ("neomme", {}, "layers of NeoMMEConfig differ in sliding_window"),
         ("perceiver", {}, "tells neither layer_types nor num_hidden_layers"),
     ],

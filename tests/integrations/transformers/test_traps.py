@@ -169,6 +169,72 @@ def test_an_auxiliary_loss_that_only_the_call_asks_for() -> None:
     tiny.check(results, tiny.reference(tiny.model_of(name), DOCUMENTS))
 
 
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+def test_an_auxiliary_loss_of_models_without_attention(name: str) -> None:
+    """What tells their decoder the plan must not reach the auxiliary loss as a mask."""
+    kinds: dict[str, Any] = dict(layer_types=["linear_attention"] * 2)
+    if name == "jamba":
+        kinds = dict(attn_layer_period=9, attn_layer_offset=8)
+    model = tiny.model_of(name, output_router_logits=True, router_aux_loss_coef=0.1, **kinds)
+    models = tiny.copies(model, 2)
+    results = run_ranks(2, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), BATCH))
+    tiny.check(results, tiny.reference(model, DOCUMENTS))
+
+
+PADDING = 1
+
+
+def _counts_from_padding(kind: str) -> Any:
+    bert = {name: x for name, x in tiny.config_of("bert").to_dict().items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(kind, **bert | dict(pad_token_id=PADDING))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return tiny.randomized(transformers.AutoModelForCausalLM.from_config(config)).train()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "roberta",
+        "camembert",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("xlm-roberta", "xlm-roberta-xl", "data2vec-text")),
+        pytest.param("roberta-prelayernorm", marks=pytest.mark.slow),
+    ],
+)
+def test_positions_that_start_behind_padding(kind: str) -> None:
+    """Padding inside of a document does not count."""
+    model, documents = _counts_from_padding(kind), tiny.documents_of((23, 41, 7))
+    documents[1][[5, 6, 30]] = PADDING
+    want = tiny.reference(model, documents)
+    for batch in (tiny.packed(documents, "cu_seq_lens_q"), tiny.padded(documents, "left")):
+        models = tiny.copies(model, 2)
+        tiny.check(run_ranks(2, lambda rank, mesh, m=models, b=batch: tiny.step(_prepared(m[rank], mesh), b)), want)
+
+
+def test_given_positions_that_start_behind_padding() -> None:
+    """Taken as they are; those that count from 0, as collators make them, would be other embeddings."""
+    model = _counts_from_padding("roberta")
+    models = tiny.copies(model, 2)
+    batch = BATCH | {"position_ids": BATCH["position_ids"] + PADDING + 1}
+    results = run_ranks(2, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), batch))
+    tiny.check(results, tiny.reference(model, DOCUMENTS))
+    with pytest.raises(ValueError, match=r"position_ids of the model's tokens start at padding_idx \+ 1 = 2"):
+        run_ranks(1, lambda rank, mesh: hf.prepare(BATCH, _prepared(model, mesh)))
+
+
+def test_embeddings_as_input_where_positions_start_behind_padding() -> None:
+    model = _counts_from_padding("roberta")
+    want = tiny.reference(model, DOCUMENTS)
+    models = tiny.copies(model, 2)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine, batch = hf.context_parallel(models[rank], mesh), tiny.packed(DOCUMENTS, "cu_seq_lens_q")
+        batch["inputs_embeds"] = mine.get_input_embeddings()(batch.pop("input_ids"))
+        return tiny.step(mine, batch)
+
+    tiny.check(run_ranks(2, on_rank), want)
+
+
 @pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])
 def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(longer: bool) -> None:
     """transformers keeps the frequencies of the longest batch so far; recomputed ones differ as on one device."""
