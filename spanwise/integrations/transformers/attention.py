@@ -170,7 +170,10 @@ def _checked_kind(
     known = {"scaling", "softcap", "s_aux", "dropout", "sliding_window"} | _IGNORED
     strange = sorted(n for n, x in options.items() if n not in known and x is not None and x is not False)
     if strange:
-        raise ValueError(f"{name} passes {strange} to its attention, which context parallelism does not know")
+        raise ValueError(
+            f"{name} passes {strange} to its attention, which context parallelism does not know; leave out of the "
+            f"batch what the model does not need"
+        )
     kind, asked = getattr(module, KIND, None), kind_of(attention_mask)
     if asked is None:
         raise ValueError(

@@ -72,11 +72,18 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
     >>> find_documents(batch).cu_seqlens
     array([0, 3, 5])
     """
+    _check_tensors(batch)
     rows, length = shape_of(batch)
     starts = torch.zeros(rows, length, dtype=torch.bool)
     starts[:, 0] = True
     valid = _valid(batch.get("attention_mask"), rows, length)
     offsets, positions = batch.get("cu_seq_lens_q"), text_positions(batch.get("position_ids"))
+    keys = batch.get("cu_seq_lens_k")
+    if keys is not None and (offsets is None or torch.as_tensor(keys).tolist() != torch.as_tensor(offsets).tolist()):
+        raise ValueError(
+            "cu_seq_lens_k is not cu_seq_lens_q: context parallelism takes documents that attend to themselves; pass "
+            "the same offsets, or cu_seq_lens_q alone"
+        )
     if offsets is not None:
         starts.view(-1)[_checked_offsets(offsets, rows * length)] = True
     steps, changes = _steps(positions, rows, length), _changes(batch.get("seq_idx"), rows, length)
@@ -104,6 +111,16 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
     starts = valid & ~torch.nn.functional.pad(valid, (1, -1))
     keep = valid.flatten().nonzero().flatten()
     return Documents(rows, length, keep if len(keep) < rows * length else None, _offsets(starts.flatten()[keep]))
+
+
+def _check_tensors(batch: Mapping[str, Any]) -> None:
+    """Raise ValueError for lists and arrays, which only a collator makes a batch of."""
+    for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
+        if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
+            raise ValueError(
+                f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before, as with "
+                f"tokenizer.pad(…, return_tensors='pt')"
+            )
 
 
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -30,8 +30,13 @@ class GlobalLoss:
             logits = logits.full_tensor()
         labels = kwargs["shift_labels"]
         loss = spanwise.cross_entropy(logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"))
-        planned.losses.append((loss, loss._version))
+        planned.losses.append((loss, version_of(loss)))
         return loss
 
     def __deepcopy__(self, memo: Any) -> GlobalLoss:  # meshes cannot be copied
         return self
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often `x` was changed in place; 0 where that is not counted."""
+    return 0 if x.is_inference() else x._version

@@ -28,7 +28,7 @@ from spanwise.integrations.transformers.inputs import (
     prepare,
     site_of,
 )
-from spanwise.integrations.transformers.loss import GlobalLoss
+from spanwise.integrations.transformers.loss import GlobalLoss, version_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
 from spanwise.integrations.transformers.planned import (
@@ -74,7 +74,10 @@ def context_parallel(
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
-        raise ValueError(f"context_parallel takes a model of transformers, got {type(model).__name__}")
+        raise ValueError(
+            f"context_parallel takes a model of transformers, got {type(model).__name__}; call it before the model is "
+            f"wrapped by torch.compile or DistributedDataParallel"
+        )
     if hasattr(base, SITE):
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
     decoder = _checked_decoder(base)
@@ -249,7 +252,7 @@ def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     # Auxiliary losses of experts are computed from the router logits of all ranks.
     experts = kwargs.get("output_router_logits")
     experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
-    if (loss is not known or loss._version != version) and not experts:
+    if (loss is not known or version_of(loss) != version) and not experts:
         raise ValueError(
             f"{type(model).__name__} adds a term to its loss, which would be of one rank's tokens; leave labels out of "
             f"the batch, and add the term to spanwise.cross_entropy after spanwise.unshard of what it is made of"

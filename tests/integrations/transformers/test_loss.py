@@ -78,6 +78,23 @@ def test_accumulated_batches(as_tensor: bool) -> None:
     tiny.check(run_ranks(2, on_rank), tiny.reference(model, DOCUMENTS))
 
 
+def test_a_loss_without_gradients() -> None:
+    """While the model trains it cuts, also in inference mode."""
+    batch, model = tiny.packed(DOCUMENTS), tiny.model_of("llama")
+    want, _ = tiny.reference(model, DOCUMENTS)
+    models = tiny.copies(model, 2)
+
+    def on_rank(rank: int, mesh: Any) -> list[float]:
+        mine, losses = hf.context_parallel(models[rank], mesh), []
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                losses.append(mine(**batch).loss.item())
+        return losses
+
+    for losses in run_ranks(2, on_rank):
+        assert losses == pytest.approx([want, want], rel=3e-6)
+
+
 def test_no_label_at_all() -> None:
     batch = tiny.packed(DOCUMENTS)
     batch["labels"] = torch.full_like(batch["labels"], -100)

@@ -80,7 +80,7 @@ def test_a_decoder_that_gets_no_plan() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(ValueError, match="takes a model of transformers, got Linear"):
+    with pytest.raises(ValueError, match="takes a model of transformers, got Linear; call it before"):
         run_ranks(1, lambda rank, mesh: hf.context_parallel(torch.nn.Linear(2, 2), mesh))
 
 
@@ -116,6 +116,10 @@ def _call(name: str, batch: dict[str, Any], ranks: int = 2, **changes: Any) -> N
         (BATCH | {"position_ids": 2 * torch.arange(64)[None]}, "grow by 2 at token 1 of row 0, where a document may"),
         (BATCH | {"seq_idx": torch.arange(64)[None] // 32}, "seq_idx changes at token 32 of row 0, where no document"),
         (BATCH | {"seq_idx": torch.zeros(64)}, r"seq_idx must be \[B, S\] = \(1, 64\), got shape \(64,\)"),
+        ({name: x.tolist() for name, x in BATCH.items()}, "input_ids must be a tensor, got a list; collate the batch"),
+        (BATCH | {"labels": BATCH["labels"].numpy()}, "labels must be a tensor, got a ndarray"),
+        (BATCH | {"cu_seq_lens_k": torch.tensor([0, 64])}, "cu_seq_lens_k is not cu_seq_lens_q"),
+        (BATCH | {"text": ["a", "b"]}, r"passes \['text'\] to its attention.* leave out of the batch"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": {"full_attention": None}}, "got a dict"),
     ],
 )
