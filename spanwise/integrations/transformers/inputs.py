@@ -28,6 +28,7 @@ from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels")
+_NOT_OF_TOKENS = {"position_ids", "attention_mask", "deepstack_visual_embeds", *DESCRIPTIONS, *_LABELS}
 _CROSSED = ("encoder_hidden_states", "cross_attention_states")  # of another sequence
 
 
@@ -129,7 +130,12 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     labels = _labels(batch, documents, plan, site, model)
     if site.padding is not None:
         given["position_ids"] = corrections.positions_after_padding(given, documents, site.padding)
-    given = _whole(given, planned, model) if site.cut_in_decoder else cut(given, planned)
+    if site.cut_in_decoder:
+        given = _whole(given, planned, model)
+    else:
+        remedy = "merge it into inputs_embeds before, or train with data parallelism"
+        _check_tokens(given, shape_of(batch), type(model).__name__, remedy)
+        given = cut(given, planned)
     if not attends and "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         given["attention_mask"] = request(planned)  # such models pass it on to their decoder, and not the plan
     return given | labels | {"use_cache": False, ARGUMENT: planned}
@@ -182,15 +188,19 @@ def cut_for_decoder(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str
         rows = (visual.flatten().cumsum(0) - 1).view(visual.shape)
         mine = shard(planned, rows)[shard(planned, visual)]
         result["deepstack_visual_embeds"] = [x.index_select(0, mine) for x in features]
-    known = {"position_ids", "attention_mask", "deepstack_visual_embeds", "cache_position", *_LABELS}
-    for name, x in given.items():
-        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor) and y.dim()]
-        if name not in known and any(tuple(y.shape[:2]) != shape for y in tensors):
-            raise ValueError(
-                f"the decoder gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which context parallelism "
-                f"does not know how to cut over its {shape} tokens"
-            )
+    _check_tokens(given, shape, "the decoder", "leave it out, or train with data parallelism")
     return result
+
+
+def _check_tokens(given: Mapping[str, Any], shape: tuple[int, int], who: str, remedy: str) -> None:
+    """Raise ValueError for tensors that are neither of tokens ``[B, S, …]``, nor numbers, nor known."""
+    for name, x in given.items():
+        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor)]
+        if name not in _NOT_OF_TOKENS and any(y.numel() != 1 and tuple(y.shape[:2]) != shape for y in tensors):
+            raise ValueError(
+                f"{who} gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which context parallelism does "
+                f"not know how to cut over its {shape} tokens; {remedy}"
+            )
 
 
 def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str, Any]:

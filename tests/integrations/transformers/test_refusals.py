@@ -119,6 +119,10 @@ def _call(name: str, batch: dict[str, Any], ranks: int = 2, **changes: Any) -> N
         ({name: x.tolist() for name, x in BATCH.items()}, "input_ids must be a tensor, got a list; collate the batch"),
         (BATCH | {"labels": BATCH["labels"].numpy()}, "labels must be a tensor, got a ndarray"),
         (BATCH | {"cu_seq_lens_k": torch.tensor([0, 64])}, "cu_seq_lens_k is not cu_seq_lens_q"),
+        (
+            BATCH | {"pixel_values": torch.randn(1, 3, 28, 28)},
+            "LlamaForCausalLM gets pixel_values of shape .*merge it into",
+        ),
         (BATCH | {"text": ["a", "b"]}, r"passes \['text'\] to its attention.* leave out of the batch"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": {"full_attention": None}}, "got a dict"),
     ],
