@@ -92,6 +92,15 @@ def test_sft(gloo_pool: Any, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["llava", "gemma3", "paligemma"])
+def test_sft_with_images(gloo_pool: Any, model: str) -> None:
+    """Batches of a collator of one's own; trl's needs a processor of files."""
+    more = EVALUATED if model == "llava" else {}
+    names = (*runs.LOGGED, *trl_runs.OF_TRL, *(["eval_loss"] if more else []))
+    compare(gloo_pool, runs.with_images, *names, model=model, trl=True, **more)
+
+
+@pytest.mark.slow
 def test_sft_bf16(gloo_pool: Any) -> None:
     for lora in ("", "given"):
         options = dict(lora=lora, bf16=True, max_grad_norm=0.0, learning_rate=1e-4)

@@ -277,8 +277,9 @@ def plain(
     return result
 
 
-def with_images(cls: Any, model: str, eval_count: int = 0, **changes: Any) -> Any:
-    """`transformers.Trainer` on documents of which some hold an image."""
+def with_images(cls: Any, model: str, eval_count: int = 0, trl: bool = False, **changes: Any) -> Any:
+    """`transformers.Trainer`, or trl's `SFTTrainer`, on documents of which some hold an image."""
+    import datasets
     import transformers
 
     def data(count: int, seed: int) -> list[dict[str, Any]]:
@@ -292,12 +293,19 @@ def with_images(cls: Any, model: str, eval_count: int = 0, **changes: Any) -> An
         marks = images.marks_of(model, batch["input_ids"])
         return batch | marks | (images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {})
 
-    trainer = cls(transformers.Trainer)(
+    base, kind, more = transformers.Trainer, transformers.TrainingArguments, {}
+    if trl:
+        from trl import SFTConfig, SFTTrainer
+
+        base, kind, more = SFTTrainer, SFTConfig, {"processing_class": tokenizer()}
+        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "ddp_find_unused_parameters": True}
+    trainer = cls(base)(
         images.model_of(model),
-        args=arguments(transformers.TrainingArguments, remove_unused_columns=False, **changes),
-        train_dataset=data(12, 0),
-        eval_dataset=data(eval_count, 5) if eval_count else None,
+        args=arguments(kind, remove_unused_columns=False, **changes),
+        train_dataset=datasets.Dataset.from_list(data(12, 0)),
+        eval_dataset=datasets.Dataset.from_list(data(eval_count, 5)) if eval_count else None,
         data_collator=collator,
+        **more,
     )
     trainer.train()
     return result_of(trainer)
