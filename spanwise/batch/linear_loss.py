@@ -79,9 +79,9 @@ def linear_cross_entropy(
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
     call = fused.resolve(kernel, tokens, inner, vocab_mesh)
-    compared = None
+    compare = None
     if reduction != "none":
-        compared = compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
+        compare = compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
     losses = -scored(tokens, scoring)[0] if call is None else call(tokens, softcap, inner)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
@@ -89,5 +89,5 @@ def linear_cross_entropy(
         return losses
     losses = losses.sum()  # of one number, where a fused kernel has summed
     if reduction == "sum":
-        return global_sum(losses, loss_mesh, compared)
-    return global_mean(losses, labels, num_valid, weights, loss_mesh, compared)
+        return global_sum(losses, loss_mesh, compare)
+    return global_mean(losses, labels, num_valid, weights, loss_mesh, compare)

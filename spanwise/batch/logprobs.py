@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention._limits import check_transforms
+from spanwise.attention.compare import compare_backward
 from spanwise.batch import vocabulary
 from spanwise.batch.token_scores import Scoring, Tokens, score
 
@@ -102,7 +103,11 @@ def scored(tokens: Tokens, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor
         tokens: as `checked` gives them.
     """
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
-    return score(tokens, vocabulary.offset_of(tokens, mesh, scoring), scoring._replace(mesh=mesh))
+    offset, compare = vocabulary.offset_of(tokens, mesh, scoring)
+    logprobs, entropies = score(tokens, offset, scoring._replace(mesh=mesh))
+    # Entropies that nobody asked for get no gradient.
+    logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
+    return logprobs, rest[0] if rest else entropies
 
 
 def checked(
