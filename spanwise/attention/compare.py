@@ -54,12 +54,14 @@ _library = torch.library.Library("spanwise", "FRAGMENT")
 # The first returns a copy of `plan`, for the second. That depends on a gradient, and so on nothing in a forward graph;
 # the plan itself in both would let torch put both comparisons into both graphs. The third returns the sums, for the
 # all-reduces.
-_library.define("compare_call(Tensor plan, str groups, str name, str labels, str what, SymInt[] sizes) -> Tensor")
-_library.define("compare_backward(Tensor grad, Tensor? plan, str groups, str name, str labels, str what) -> ()")
-_library.define(
+# A CUDA graph that had captured them would compare only once, while it is captured.
+for _schema in (
+    "compare_call(Tensor plan, str groups, str name, str labels, str what, SymInt[] sizes) -> Tensor",
+    "compare_backward(Tensor grad, Tensor? plan, str groups, str name, str labels, str what) -> ()",
     "compare_sums(Tensor[] sums, Tensor? amount, str groups, int[] ranks, str name, str labels, str what, "
-    "SymInt[] sizes) -> Tensor[]"
-)
+    "SymInt[] sizes) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
 
