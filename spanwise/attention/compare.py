@@ -96,7 +96,7 @@ def compare_attention(
     scale, mod = options.scale, options.score_mod
     values: tuple[Any, ...] = (
         mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
-        head_dim**-0.5 if scale is None else _plain(scale), _plain(options.softcap),
+        head_dim**-0.5 if scale is None else plain(scale), plain(options.softcap),
         None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
         None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
@@ -252,7 +252,7 @@ class _InBackward(torch.autograd.Function):
         return None, *grads
 
 
-def _plain(number: Any) -> Any:
+def plain(number: Any) -> Any:
     """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
     return number if number is None or torch.compiler.is_compiling() else float(number)
 

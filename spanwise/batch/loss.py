@@ -102,11 +102,13 @@ def compare_loss(
     num_valid: float | torch.Tensor | None,
     weights: torch.Tensor | None,
     mesh: DeviceMesh | None,
+    options: dict[str, Any] | None = None,
 ) -> Compare | None:
     """Compare a loss across the ranks of `mesh` before its all-reduces.
 
     Args:
         x: logits or hidden states, of which ranks may have different numbers.
+        options: of the loss, which must be equal.
 
     Returns:
         an argument for `global_mean`, which compares in compiled code.
@@ -116,7 +118,8 @@ def compare_loss(
     kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
     grad = torch.is_grad_enabled() and x.requires_grad
     facts = {"dtype": x.dtype, "requires grad": grad, "num_valid": kind, "weighted": weights is not None}
-    return compare_sums(name, facts, mesh, of=x, amount=num_valid)
+    sizes = ("last dim", x.shape[-1:])
+    return compare_sums(name, facts | (options or {}), mesh, of=x, sizes=sizes, amount=num_valid)
 
 
 def valid_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spanwise import _torch
-from spanwise.attention.compare import Compare, compare_sums, compared
+from spanwise.attention.compare import Compare, compare_sums, compared, plain
 from spanwise.attention.exchange import failure
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.batch.token_scores import Scoring, Tokens
@@ -51,7 +51,9 @@ def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
         raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
 
 
-def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> tuple[torch.Tensor, Compare | None]:
+def offset_of(
+    tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring, caller: str
+) -> tuple[torch.Tensor, Compare | None]:
     """Number of this rank's first row in the whole vocabulary, a scalar on the tokens' device; checks the labels.
 
     The second result is for `compare_backward`, if the backward has a collective: the gradient of hidden states is a
@@ -60,6 +62,7 @@ def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> tupl
     Args:
         mesh: None if one rank has the whole vocabulary.
         scoring: must be equal on the ranks of `mesh`, except for the chunk.
+        caller: in words, equal as well: what it does with the scores decides on their gradients.
 
     Raises:
         ValueError: labels outside the vocabulary, on the CPU.
@@ -74,10 +77,10 @@ def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> tupl
     given = "logits" if weight is None else "hidden states"
     sizes = (labels.numel(), *([] if weight is None else x.shape[-1:]))
     grads = torch.is_grad_enabled() and x.requires_grad
-    temperature, softcap, entropy = float(scoring.temperature), scoring.softcap, bool(scoring.entropy)
     facts = {
-        "given": given, "dtype": x.dtype, "requires grad": grads, "temperature": temperature,
-        "softcap": None if softcap is None else float(softcap), "entropy": entropy, "bias": bias is not None,
+        "for": caller, "given": given, "dtype": x.dtype, "requires grad": grads,
+        "temperature": float(scoring.temperature), "softcap": plain(scoring.softcap), "entropy": scoring.entropy,
+        "bias": bias is not None,
     }  # fmt: skip
     name = "token scores of a sharded vocabulary"
     compare = compare_sums(name, facts, mesh, of=x, sizes=("[tokens, hidden size]", sizes))

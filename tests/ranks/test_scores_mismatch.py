@@ -1,4 +1,4 @@
-"""Token scores of a sharded vocabulary and values of tree edges, whose calls differ between ranks: an error on all."""
+"""Losses, token scores, tree edges and recurrences whose calls differ between ranks: an error on every rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ def scores(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
     labels = torch.arange(options.pop("tokens", 4))
     weight = None if options.pop("logits", False) else torch.ones(3, 5, dtype=options["dtype"])
     bias = torch.ones(3, dtype=options["dtype"]) if options.pop("bias", False) else None
+    reduction = options.pop("loss", None)
     rest = {name: value for name, value in options.items() if name not in ("dtype", "grad")}
 
     def call(x: torch.Tensor) -> Any:
+        if reduction:
+            kwargs = {"loss_mesh": None, "vocab_mesh": mesh, "reduction": reduction}
+            return spanwise.linear_cross_entropy(x[: len(labels)], weight, labels, **kwargs)
         return spanwise.token_logprobs(
             x[: len(labels)], labels, vocab_weight=weight, bias=bias, vocab_mesh=mesh, **rest
         )
@@ -42,6 +46,30 @@ def edges(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
     return call
 
 
+def fused_loss(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    softcap = options.pop("softcap", None)
+
+    def call(x: torch.Tensor) -> Any:
+        weight = torch.ones(7, x.shape[-1])
+        return spanwise.linear_cross_entropy(x, weight, torch.arange(6), loss_mesh=mesh, softcap=softcap)
+
+    return call
+
+
+def recurrent(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(12), 2, balancer="contiguous", block_size=2)
+    route = spanwise.recurrence.recurrence_route(plan, mesh)
+    bias, normalize = options.pop("bias", None), options.pop("normalize", False)
+
+    def call(x: torch.Tensor) -> Any:
+        x = spanwise.recurrence.causal_conv(x, torch.ones(5, 3), bias, route)
+        gates = torch.full((6, 1), 0.5)
+        heads = [x.unsqueeze(1)] * 3
+        return spanwise.recurrence.gated_delta(*heads, -gates, gates, route, normalize=normalize)
+
+    return call
+
+
 # What rank 1 does otherwise, and what the error names.
 CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
     scores: {
@@ -53,6 +81,15 @@ CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
         "entropies": ({"entropy": True}, "entropy True"),
         "logits": ({"logits": True}, "given logits"),
         "a bias": ({"bias": True}, "bias True"),
+        "another loss": ({"loss": "sum"}, 'linear_cross_entropy(reduction="sum")'),
+    },
+    fused_loss: {
+        "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
+        "a hidden size": ({"columns": 4}, "last dim (4,)"),
+    },
+    recurrent: {
+        "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
+        "normalized": ({"normalize": True}, "rank 1: gated_delta(normalize=True)"),
     },
     edges: {
         "another tree": ({"tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 3])}, "(6, 5)"),
@@ -66,7 +103,7 @@ def run(door: Callable[..., Any], mesh: DeviceMesh, options: Options, backend: s
     """Calls, and then the backward of all but the first `skipped` of them."""
     options = {"dtype": torch.float32, "grad": True, "skipped": 0} | options
     skipped = options.pop("skipped")
-    x = torch.ones(6, 5, dtype=options["dtype"], requires_grad=options["grad"])
+    x = torch.ones(6, options.pop("columns", 5), dtype=options["dtype"], requires_grad=options["grad"])
     call = door(mesh, options)
     outs = [(torch.compile(call, backend=backend, fullgraph=True) if backend else call)(x) for _ in range(times)]
     for out in outs[skipped:]:
@@ -98,7 +135,7 @@ def test_raises_on_every_rank(gloo_pool: GlooPool, door: Callable[..., Any]) -> 
     [
         (scores, "aot_eager", ["a temperature", "a bias"]),
         (edges, "aot_eager", ["a wider dtype"]),
-        *(pytest.param(door, "inductor", list(CHANGES[door]), marks=pytest.mark.slow) for door in CHANGES),
+        *(pytest.param(door, "inductor", list(CHANGES[door]), marks=pytest.mark.slow) for door in (scores, edges)),
     ],
 )
 def test_raises_on_every_rank_in_compiled_code(
@@ -125,7 +162,7 @@ def skips(rank: int, mesh: DeviceMesh, door: Callable[..., Any], backend: str | 
     return mismatch(steps)
 
 
-@pytest.mark.parametrize("door", CHANGES)
+@pytest.mark.parametrize("door", [scores, edges, recurrent])
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.compiles])])
 def test_a_backward_that_one_rank_leaves_out(
     gloo_pool: GlooPool, door: Callable[..., Any], backend: str | None
