@@ -115,7 +115,7 @@ class Cost:
 
     def __call__(self, node: fx.Node) -> float:
         if node.target in operators.STARTS:
-            return 0.6
+            return 5.0
         if not node_flops(node):
             return 0.01
         return 10.0 if operators.tensors_of(node)[0].shape[-1] == self.slow else 1.0

@@ -19,34 +19,49 @@ from spanwise.attention.rank_plan import RankPlan, mesh_ranks
 class _Compiled(NamedTuple):
     """A call in a compiled graph: the result of its `compare_call`, and arguments for that of its backward."""
 
-    plan: torch.Tensor
+    plan: torch.Tensor | None
     groups: str
     name: str
+    labels: str
     what: str
 
 
-Compare = Callable[[], None] | _Compiled
+class Sums(NamedTuple):
+    """A call in a compiled graph whose collectives are all-reduces: arguments for its `compare_sums` after the sums."""
 
+    amount: torch.Tensor | None
+    groups: str
+    ranks: tuple[int, ...]
+    name: str
+    labels: str
+    what: str
+    sizes: Sequence[int]
+
+
+Compare = Callable[[], None] | _Compiled | Sums
+
+# Labels of what is compared. Compiled code names sizes apart and last, so that they may be symbols.
 _ATTENTION = (
     "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
     "softcap", "score_mod", "sinks", "returns",
 )  # fmt: skip
-_GATHER = ("side", "dtype", "rows", "requires grad")
-_RELAYOUT = ("dtype", "features of a token", "requires grad")
-_RECURRENCE = ("dtypes", "shapes of a token", "requires grad", "options")
-# Compiled code names sizes apart, so that they may be symbols; the labels of the other values and of the sizes.
-_COMPILED = {
-    "context_parallel_attention": ("mask, kernel, dtype, …", "[batch, heads of q and k, head dims of q and v]"),
-    "unshard or roll": ("side, dtype, requires grad", "rows"),
-    "relayout": ("dtype, requires grad", "features of a token"),
-}
-_COMPILED_RECURRENCE = ("dtypes, requires grad, options", "shapes of a token")
+_COMPILED_ATTENTION = (*_ATTENTION[:3], *_ATTENTION[5:], "[batch, heads of q and k, head dims of q and v]")
+_GATHER = ("side", "dtype", "requires grad", "rows")
+_RELAYOUT = ("dtype", "requires grad", "features of a token")
+_RECURRENCE = ("dtypes", "requires grad", "options", "shapes of a token")
 
 _library = torch.library.Library("spanwise", "FRAGMENT")
 # The first returns a copy of `plan`, for the second. That depends on a gradient, and so on nothing in a forward graph;
-# the plan itself in both would let torch put both comparisons into both graphs.
-_library.define("compare_call(Tensor plan, str groups, str name, str what, SymInt[] sizes) -> Tensor")
-_library.define("compare_backward(Tensor grad, Tensor plan, str groups, str name, str what) -> ()")
+# the plan itself in both would let torch put both comparisons into both graphs. The third returns the sums, for the
+# all-reduces.
+# A CUDA graph that had captured them would compare only once, while it is captured.
+for _schema in (
+    "compare_call(Tensor plan, str groups, str name, str labels, str what, SymInt[] sizes) -> Tensor",
+    "compare_backward(Tensor grad, Tensor? plan, str groups, str name, str labels, str what) -> ()",
+    "compare_sums(Tensor[] sums, Tensor? amount, str groups, int[] ranks, str name, str labels, str what, "
+    "SymInt[] sizes) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
 
@@ -81,14 +96,14 @@ def compare_attention(
     scale, mod = options.scale, options.score_mod
     values: tuple[Any, ...] = (
         mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
-        head_dim**-0.5 if scale is None else _plain(scale), _plain(options.softcap),
+        head_dim**-0.5 if scale is None else plain(scale), plain(options.softcap),
         None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
         None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         what = (*values[:3], *values[5:])
         sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
-        return _compare_compiled(local.digest, "context_parallel_attention", what, sizes, mesh)
+        return _compare_compiled(local.digest, "context_parallel_attention", _COMPILED_ATTENTION, what, sizes, mesh)
     if _torch.is_fake(q):
         return None
     return _compare(Call(local.fingerprint, "context_parallel_attention", _ATTENTION, values), mesh)
@@ -96,57 +111,102 @@ def compare_attention(
 
 def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> Compare | None:
     """`compare_attention` for an `unshard` or `roll`."""
+    what, sizes = (side, x_BTF.dtype, _grads(x_BTF)), (x_BTF.shape[0], x_BTF.shape[2])
     if torch.compiler.is_compiling():
-        what, sizes = (side, x_BTF.dtype, _grads(x_BTF)), [x_BTF.shape[0], x_BTF.shape[2]]
-        return _compare_compiled(local.digest, "unshard or roll", what, sizes, mesh)
+        return _compare_compiled(local.digest, "unshard or roll", _GATHER, what, sizes, mesh)
     if _torch.is_fake(x_BTF):
         return None
-    values = (side, x_BTF.dtype, (x_BTF.shape[0], x_BTF.shape[2]), _grads(x_BTF))
-    return _compare(Call(local.fingerprint, "unshard or roll", _GATHER, values), mesh)
+    return _compare(Call(local.fingerprint, "unshard or roll", _GATHER, (*what, sizes)), mesh)
 
 
 def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
     """`compare_attention` for a `relayout` between the plans of `digest`."""
-    values = (rows_RF.dtype, rows_RF.shape[1], _grads(rows_RF))
+    what, features = (rows_RF.dtype, _grads(rows_RF)), rows_RF.shape[1]
     if torch.compiler.is_compiling():
-        return _compare_compiled(digest, "relayout", (values[0], values[2]), [rows_RF.shape[1]], mesh)
+        return _compare_compiled(digest, "relayout", _RELAYOUT, what, [features], mesh)
     if _torch.is_fake(rows_RF):
         return None
-    return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, values), mesh)
+    return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, (*what, features)), mesh)
 
 
 def compare_recurrence(
     name: str, tensors: Sequence[torch.Tensor], options: Any, digest: torch.Tensor, mesh: DeviceMesh
 ) -> Compare | None:
     """`compare_attention` for a call of `name`, a layer that carries a state, with the rows ``[R, …]`` of `tensors`."""
-    dtypes, grads = tuple([x.dtype for x in tensors]), _grads(*tensors)
+    what = (tuple([x.dtype for x in tensors]), _grads(*tensors), options)
     if torch.compiler.is_compiling():
         sizes = [size for x in tensors for size in x.shape[1:]]
-        return _compare_compiled(digest, name, (dtypes, grads, options), sizes, mesh)
+        return _compare_compiled(digest, name, _RECURRENCE, what, sizes, mesh)
     if any(_torch.is_fake(x) for x in tensors):
         return None
-    values = (dtypes, tuple([tuple(x.shape[1:]) for x in tensors]), grads, options)
+    values = (*what, tuple([tuple(x.shape[1:]) for x in tensors]))
     return _compare(Call(_bytes(digest), name, _RECURRENCE, values), mesh)
 
 
-def _compare(call: Call, mesh: DeviceMesh) -> Compare:
+def compare_sums(
+    name: str,
+    facts: dict[str, Any],
+    mesh: DeviceMesh,
+    *,
+    of: torch.Tensor,
+    sizes: tuple[str, Sequence[int]] = ("", ()),
+    amount: float | torch.Tensor | None = None,
+) -> Compare | None:
+    """`compare_attention` for a call without a plan, whose collectives are all-reduces; the same call in compiled code.
+
+    They look alike in different calls, and would add up what differs without an error.
+
+    Args:
+        facts: what must be equal, by label.
+        of: tells whether tensors are fake.
+        sizes: with their label.
+        amount: a number that changes from call to call; in a tensor it is not compared.
+
+    Returns:
+        an argument for `compare_backward` and for `compared`.
+    """
+    what = tuple([_line(value) for value in facts.values()])
+    labels = (*facts, sizes[0]) if sizes[1] else tuple(facts)
+    number = None if amount is None or isinstance(amount, torch.Tensor) else amount
+    groups, ranks = mesh_ranks(mesh)
+    if torch.compiler.is_compiling():
+        kept = None if number is None else torch.full((), number, dtype=torch.float64)  # on the CPU
+        return Sums(kept, _names(groups), ranks(), name, "\n".join(labels), "\n".join(what), sizes[1])
+    if _torch.is_fake(of):
+        return None
+    values = (*what, tuple(sizes[1])) if sizes[1] else what
+    call = Call(b"", name, labels, values, None if number is None else float(number))
+    return _compare(call, mesh, Call(b"", name, tuple(facts), what))
+
+
+def compared(sums: tuple[torch.Tensor, ...], compare: Compare | None) -> Sequence[torch.Tensor]:
+    """Copies of the `sums` of a call that compiled code has compared by then; in eager code the sums themselves."""
+    return torch.ops.spanwise.compare_sums(sums, *compare) if isinstance(compare, Sums) else sums
+
+
+def _compare(call: Call, mesh: DeviceMesh, backward: Call | None = None) -> Compare:
+    """Compare in eager code; the backward as the same call, if it is not told apart."""
     groups, ranks = mesh_ranks(mesh)
     confirm = failure.compare(call, groups, ranks)
 
     def in_backward() -> None:
         if confirm is not None:
             confirm()
-        failure.compare(call._replace(name=f"backward of {call.name}"), groups, ranks)
+        failure.compare((backward or call)._replace(name=f"backward of {call.name}"), groups, ranks)
 
     return in_backward
 
 
 def _compare_compiled(
-    digest: torch.Tensor, name: str, what: tuple[Any, ...], sizes: list[Any], mesh: DeviceMesh
+    digest: torch.Tensor,
+    name: str,
+    labels: tuple[str, ...],
+    values: tuple[Any, ...],
+    sizes: Sequence[int],
+    mesh: DeviceMesh,
 ) -> Compare:
-    groups = " ".join([_torch.group_name(group) for group in mesh_ranks(mesh)[0]])
-    name, said = f"compiled {name}", " ".join([str(value) for value in what])
-    return _Compiled(torch.ops.spanwise.compare_call(digest, groups, name, said, sizes), groups, name, said)
+    call = _names(mesh_ranks(mesh)[0]), f"compiled {name}", "\n".join(labels), "\n".join(map(_line, values))
+    return _Compiled(torch.ops.spanwise.compare_call(digest, *call, sizes), *call)
 
 
 def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None) -> tuple[torch.Tensor, ...]:
@@ -157,8 +217,10 @@ def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None)
     """
     if compare is None or not any(out.requires_grad for out in outputs):
         return outputs
+    if isinstance(compare, Sums):
+        compare = _Compiled(None, compare.groups, compare.name, compare.labels, compare.what)
     if isinstance(compare, _Compiled):
-        return _InBackward.apply(*compare, *outputs)
+        return _InBackward.apply(compare, *outputs)
     last = -1
 
     def once(_: Any) -> None:
@@ -177,21 +239,20 @@ class _InBackward(torch.autograd.Function):
     """Identity of outputs; a comparison in the backward of compiled code."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: torch.Tensor, groups: str, name: str, what: str, *outputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(plan)
-        ctx.call = groups, f"backward of {name}", what
+    def forward(ctx: Any, compare: _Compiled, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if compare.plan is not None:
+            ctx.save_for_backward(compare.plan)
+        ctx.call = compare.groups, f"backward of {compare.name}", compare.labels, compare.what
         return tuple([out.view_as(out) for out in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (plan,) = ctx.saved_tensors
+        (plan,) = ctx.saved_tensors or (None,)
         torch.ops.spanwise.compare_backward(grads[0], plan, *ctx.call)
-        return None, None, None, None, *grads
+        return None, *grads
 
 
-def _plain(number: Any) -> Any:
+def plain(number: Any) -> Any:
     """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
     return number if number is None or torch.compiler.is_compiling() else float(number)
 
@@ -205,21 +266,49 @@ def _bytes(digest: torch.Tensor) -> bytes:
     return digest.numpy().tobytes()
 
 
+def _line(value: Any) -> str:
+    return str(value).replace("\n", " ")
+
+
+def _names(groups: Sequence[dist.ProcessGroup]) -> str:
+    """Groups in one string, as operators take them; `_groups` finds them again."""
+    return " ".join([_torch.group_name(group) for group in groups])
+
+
+def _groups(names: str) -> list[dist.ProcessGroup]:
+    return [_torch.find_group(name) for name in names.split()]
+
+
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
-def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
-    labels = _COMPILED.get(name.removeprefix("compiled "), _COMPILED_RECURRENCE)
-    _compare_in_graph(Call(_bytes(plan), name, labels, (what, tuple(sizes))), groups)
+def _(plan: torch.Tensor, groups: str, name: str, labels: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
+    _compare_in_graph(_call(plan, name, labels, what, sizes), groups)
     return plan.clone()
 
 
 @torch.library.impl(_library, "compare_backward", "CompositeExplicitAutograd")
-def _(grad: torch.Tensor, plan: torch.Tensor, groups: str, name: str, what: str) -> None:
-    labels = _COMPILED.get(name.removeprefix("backward of compiled "), _COMPILED_RECURRENCE)
-    _compare_in_graph(Call(_bytes(plan), name, labels[:1], (what,)), groups)
+def _(grad: torch.Tensor, plan: torch.Tensor | None, groups: str, name: str, labels: str, what: str) -> None:
+    _compare_in_graph(_call(plan, name, labels, what), groups)
+
+
+@torch.library.impl(_library, "compare_sums", "CompositeExplicitAutograd")
+def _(
+    sums: Sequence[torch.Tensor], amount: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str,
+    labels: str, what: str, sizes: Sequence[int],
+) -> list[torch.Tensor]:  # fmt: skip
+    call = _call(None, name, labels, what, sizes)
+    call = call._replace(amount=None if amount is None else float(amount))
+    failure.compare(call, _groups(groups), lambda: ranks)
+    return [x.clone() for x in sums]
+
+
+def _call(plan: torch.Tensor | None, name: str, labels: str, what: str, sizes: Sequence[int] = ()) -> Call:
+    """The call of an operator; a backward has no sizes."""
+    values = (*what.split("\n"), *([tuple(sizes)] if sizes else []))
+    return Call(b"" if plan is None else _bytes(plan), name, tuple(labels.split("\n"))[: len(values)], values)
 
 
 def _compare_in_graph(call: Call, groups: str) -> None:
-    found = [_torch.find_group(name) for name in groups.split()]
+    found = _groups(groups)
 
     def ranks() -> Sequence[int]:
         if len(found) > 1:
@@ -233,10 +322,15 @@ def _compare_in_graph(call: Call, groups: str) -> None:
 
 
 @torch.library.register_fake("spanwise::compare_call", lib=_library)
-def _(plan: torch.Tensor, groups: str, name: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
+def _(plan: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(plan)
 
 
 @torch.library.register_fake("spanwise::compare_backward", lib=_library)
-def _(grad: torch.Tensor, plan: torch.Tensor, groups: str, name: str, what: str) -> None:
+def _(*_: Any) -> None:
     return None
+
+
+@torch.library.register_fake("spanwise::compare_sums", lib=_library)
+def _(sums: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in sums]

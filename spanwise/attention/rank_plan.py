@@ -24,6 +24,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import ChunkBuilder, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.base import Exchange, Peers
+from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.exchange.ulysses import Trade
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.attention.kernels.table import for_plan
@@ -248,8 +249,7 @@ def local_plan(
     # The tensors serve training too, whatever mode the first call is made in.
     with _torch.plain_tensors() as to_active_mode:
         if mesh is not None and plan.num_ranks > 1:
-            compare_fingerprints(plan.fingerprint, mesh)
-            failure.connect(*mesh_ranks(mesh))
+            compare_fingerprints("plan.local", plan.fingerprint, mesh)
         local = plan.built.get(key) or build(plan, rank, device, kernel=chosen)
         if local.mesh is not mesh:  # by identity: an equal mesh may belong to groups that are gone
             local = dataclasses.replace(local, mesh=mesh)
@@ -339,8 +339,13 @@ def inner_group(mesh: DeviceMesh) -> str:
     return _torch.group_name(mesh.get_group(mesh.ndim - 1))
 
 
-def compare_fingerprints(fingerprint: str, mesh: DeviceMesh) -> None:
-    """Raise ``ValueError`` with all fingerprints on every rank of ``mesh`` if they differ. A collective."""
+def compare_fingerprints(call: str, fingerprint: str, mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` with all fingerprints on every rank of ``mesh`` if they differ. A collective.
+
+    It is a compared call itself, so that a rank that makes another one, as after a backward that it left out, is an
+    error at once.
+    """
+    failure.compare(Call(b"", call, (), ()), *mesh_ranks(mesh))
     what = "all-gather of plan fingerprints"
     everyone = None
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that the result is in the order of ranks

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise.attention.compare import plain
 from spanwise.batch import fused
 from spanwise.batch.logprobs import checked, scored
 from spanwise.batch.loss import check_count, check_weights, compare_loss, global_mean, global_sum
@@ -79,15 +80,15 @@ def linear_cross_entropy(
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
     call = fused.resolve(kernel, tokens, inner, vocab_mesh)
-    compared = None
+    compare, name = None, f'linear_cross_entropy(reduction="{reduction}")'
     if reduction != "none":
-        compared = compare_loss(f'linear_cross_entropy(reduction="{reduction}")', hidden, num_valid, weights, loss_mesh)
-    losses = -scored(tokens, scoring)[0] if call is None else call(tokens, softcap, inner)
+        compare = compare_loss(name, hidden, num_valid, weights, loss_mesh, {"softcap": plain(softcap)})
+    losses = -scored(tokens, scoring, name)[0] if call is None else call(tokens, softcap, inner)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
     if reduction == "none":
         return losses
     losses = losses.sum()  # of one number, where a fused kernel has summed
     if reduction == "sum":
-        return global_sum(losses, loss_mesh, compared)
-    return global_mean(losses, labels, num_valid, weights, loss_mesh, compared)
+        return global_sum(losses, loss_mesh, compare)
+    return global_mean(losses, labels, num_valid, weights, loss_mesh, compare)

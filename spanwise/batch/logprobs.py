@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention._limits import check_transforms
+from spanwise.attention.compare import compare_backward
 from spanwise.batch import vocabulary
 from spanwise.batch.token_scores import Scoring, Tokens, score
 
@@ -91,18 +92,23 @@ def token_logprobs(
     if softcap is not None and vocab_weight is None:
         raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
     scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
-    logprobs, entropies = scored(checked(logits, labels, vocab_weight, bias, scoring), scoring)
+    logprobs, entropies = scored(checked(logits, labels, vocab_weight, bias, scoring), scoring, "token_logprobs")
     return (logprobs, entropies) if entropy else logprobs
 
 
-def scored(tokens: Tokens, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(tokens: Tokens, scoring: Scoring, caller: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies in the shape of the labels.
 
     Args:
         tokens: as `checked` gives them.
+        caller: as in `vocabulary.offset_of`.
     """
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
-    return score(tokens, vocabulary.offset_of(tokens, mesh, scoring), scoring._replace(mesh=mesh))
+    offset, compare = vocabulary.offset_of(tokens, mesh, scoring, caller)
+    logprobs, entropies = score(tokens, offset, scoring._replace(mesh=mesh))
+    # Entropies that nobody asked for get no gradient.
+    logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
+    return logprobs, rest[0] if rest else entropies
 
 
 def checked(

@@ -7,41 +7,21 @@ by their number of valid tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _torch
+from spanwise.attention.compare import Compare, compare_sums, compared
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.rank_plan import mesh_ranks
 
 IGNORE_INDEX = -100
-_COMPARED = ("dtype", "requires grad", "num_valid", "weighted")
-
-
-_library = torch.library.Library("spanwise", "FRAGMENT")
-_library.define(
-    "compare_loss(Tensor[] sums, Tensor? num_valid, str groups, int[] ranks, str name, str what) -> Tensor[]"
-)
-
-
-class _Compiled(NamedTuple):
-    """A loss in a compiled graph: arguments for its `compare_loss` after the sums."""
-
-    num_valid: torch.Tensor | None
-    groups: str
-    ranks: tuple[int, ...]
-    name: str
-    what: str
 
 
 class _GlobalMean(torch.autograd.Function):
     """Sum over ranks divided by their count; the backward scales by the mesh size, because reducers average gradients.
 
-    In compiled code the comparison returns what the all-reduces take, so that they cannot start before it.
+    The comparison of compiled code returns what the all-reduces take, so that they cannot start before it.
     """
 
     @staticmethod
@@ -51,13 +31,14 @@ class _GlobalMean(torch.autograd.Function):
         count: torch.Tensor | None,
         mesh: DeviceMesh | None,
         counted: bool,
-        compared: _Compiled | None,
+        compare: Compare | None,
     ) -> torch.Tensor:
         size = 1 if mesh is None else mesh.size()
-        if compared is not None:
-            local = (total, count) if counted else (total,)
-            total, *found = torch.ops.spanwise.compare_loss(local, *compared)
-            count = found[0] if counted else count
+        if counted:
+            assert count is not None
+            total, count = compared((total, count), compare)
+        else:
+            (total,) = compared((total,), compare)
         if count is not None and counted and mesh is not None:
             count = failure.all_reduce(count, "sum", mesh, "the token count")
         total = total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")
@@ -73,15 +54,15 @@ class _GlobalMean(torch.autograd.Function):
         return grad * ctx.scale, None, None, None, None
 
 
-def global_sum(total: torch.Tensor, mesh: DeviceMesh | None, compared: _Compiled | None) -> torch.Tensor:
+def global_sum(total: torch.Tensor, mesh: DeviceMesh | None, compare: Compare | None) -> torch.Tensor:
     """`total` summed over the ranks of `mesh`.
 
     Averaging parameter gradients over `mesh` gives the gradient of the result.
 
     Args:
-        compared: from `compare_loss`.
+        compare: from `compare_loss`.
     """
-    return _GlobalMean.apply(total, None, mesh, False, compared)
+    return _GlobalMean.apply(total, None, mesh, False, compare)
 
 
 def global_mean(
@@ -90,11 +71,11 @@ def global_mean(
     num_valid: float | torch.Tensor | None,
     weights: torch.Tensor | None,
     mesh: DeviceMesh | None,
-    compared: _Compiled | None,
+    compare: Compare | None,
 ) -> torch.Tensor:
     """`global_sum` divided by `num_valid`; without it by the valid tokens, or their weights, of all ranks of `mesh`."""
     count = valid_tokens(labels, weights) if num_valid is None else as_count(num_valid, labels.device)
-    return _GlobalMean.apply(total, count, mesh, num_valid is None, compared)
+    return _GlobalMean.apply(total, count, mesh, num_valid is None, compare)
 
 
 def check_count(num_valid: float | torch.Tensor | None) -> None:
@@ -121,13 +102,13 @@ def compare_loss(
     num_valid: float | torch.Tensor | None,
     weights: torch.Tensor | None,
     mesh: DeviceMesh | None,
-) -> _Compiled | None:
+    options: dict[str, Any] | None = None,
+) -> Compare | None:
     """Compare a loss across the ranks of `mesh` before its all-reduces.
-
-    They are small and look alike: those of two calls, or with a count of the rank's own, would add up without an error.
 
     Args:
         x: logits or hidden states, of which ranks may have different numbers.
+        options: of the loss, which must be equal.
 
     Returns:
         an argument for `global_mean`, which compares in compiled code.
@@ -135,37 +116,10 @@ def compare_loss(
     if mesh is None or mesh.size() == 1:
         return None
     kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
-    facts = (x.dtype, torch.is_grad_enabled() and x.requires_grad, kind, weights is not None)
-    values = tuple([str(fact) for fact in facts])
-    groups, ranks = mesh_ranks(mesh)
-    if torch.compiler.is_compiling():
-        names = " ".join([_torch.group_name(group) for group in groups])
-        amount = torch.full((), num_valid, dtype=torch.float64) if kind == "a number" else None  # type: ignore[arg-type]
-        return _Compiled(amount, names, ranks(), name, ",".join(values))
-    if not _torch.is_fake(x):
-        number = float(num_valid) if kind == "a number" else None  # type: ignore[arg-type]
-        failure.compare(Call(b"", name, _COMPARED, values, number), groups, ranks)
-    return None
-
-
-@torch.library.impl(_library, "compare_loss", "CompositeExplicitAutograd")
-def _(
-    sums: Sequence[torch.Tensor],
-    num_valid: torch.Tensor | None,
-    groups: str,
-    ranks: Sequence[int],
-    name: str,
-    what: str,
-) -> list[torch.Tensor]:
-    amount = None if num_valid is None else float(num_valid)  # on the CPU
-    call = Call(b"", name, _COMPARED, tuple(what.split(",")), amount)
-    failure.compare(call, [_torch.find_group(group) for group in groups.split()], lambda: ranks)
-    return [x.clone() for x in sums]
-
-
-@torch.library.register_fake("spanwise::compare_loss", lib=_library)
-def _(sums: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in sums]
+    grad = torch.is_grad_enabled() and x.requires_grad
+    facts = {"dtype": x.dtype, "requires grad": grad, "num_valid": kind, "weighted": weights is not None}
+    sizes = ("last dim", x.shape[-1:])
+    return compare_sums(name, facts | (options or {}), mesh, of=x, sizes=sizes, amount=num_valid)
 
 
 def valid_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -224,9 +178,9 @@ def cross_entropy(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)
     check_count(num_valid)
-    compared = compare_loss("cross_entropy", logits, num_valid, weights, mesh)
+    compare = compare_loss("cross_entropy", logits, num_valid, weights, mesh)
     losses = torch.nn.functional.cross_entropy(
         scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
     )
     total = losses if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
-    return global_mean(total, labels, num_valid, weights, mesh, compared)
+    return global_mean(total, labels, num_valid, weights, mesh, compare)

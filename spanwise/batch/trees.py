@@ -16,16 +16,13 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _torch
+from spanwise.attention.compare import Compare, compare_backward, compare_sums, compared
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.rank_plan import mesh_ranks, rank_on
+from spanwise.attention.rank_plan import rank_on
 from spanwise.layouts.thd_order import check_dim
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.planning.documents import check_tree
 from spanwise.planning.plan import Plan
-
-_COMPARED = ("tokens of the tree", "dtype", "other dims", "requires grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +121,35 @@ def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, di
         )
     mesh = None if mesh is None or mesh.size() == 1 else mesh
     x_KF = x.movedim(dim, 0)
-    if mesh is not None and not (torch.compiler.is_compiling() or _torch.is_fake(x)):
+    compare = None
+    if mesh is not None:
         grads = torch.is_grad_enabled() and x.requires_grad
-        values = (edges.num_tokens, x.dtype, tuple(x_KF.shape[1:]), grads)
-        failure.compare(Call(b"", "unshard_edges", _COMPARED, values), *mesh_ranks(mesh))
-    return _Unshard.apply(x_KF, edges.targets, edges.num_tokens, mesh).movedim(0, dim)
+        sizes = ("[tokens of the tree, other dims]", (edges.num_tokens, *x_KF.shape[1:]))
+        compare = compare_sums("unshard_edges", {"dtype": x.dtype, "requires grad": grads}, mesh, of=x, sizes=sizes)
+    whole_NF = _Unshard.apply(x_KF, edges.targets, edges.num_tokens, mesh, compare)
+    return compare_backward((whole_NF,), compare)[0].movedim(0, dim)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_KF: torch.Tensor, targets_K: torch.Tensor, num_tokens: int, mesh: DeviceMesh | None
+        ctx: Any,
+        x_KF: torch.Tensor,
+        targets_K: torch.Tensor,
+        num_tokens: int,
+        mesh: DeviceMesh | None,
+        compare: Compare | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(targets_K)
         ctx.mesh, ctx.dtype = mesh, x_KF.dtype
         whole_NF = x_KF.new_zeros(num_tokens, *x_KF.shape[1:]).index_copy_(0, targets_K, x_KF)
+        (whole_NF,) = compared((whole_NF,), compare)
         return whole_NF if mesh is None else failure.all_reduce(whole_NF, "sum", mesh, "values of edges")
 
     @staticmethod
-    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (targets_K,) = ctx.saved_tensors
         if ctx.mesh is not None:
             grad_NF = grad_NF.to(torch.promote_types(grad_NF.dtype, torch.float32)).contiguous()
             grad_NF = failure.all_reduce(grad_NF, "sum", ctx.mesh, "gradients of edges")
-        return grad_NF.index_select(0, targets_K).to(ctx.dtype), None, None, None
+        return grad_NF.index_select(0, targets_K).to(ctx.dtype), None, None, None, None

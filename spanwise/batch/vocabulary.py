@@ -7,13 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spanwise import _torch
+from spanwise.attention.compare import Compare, compare_sums, compared, plain
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.rank_plan import mesh_ranks
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.batch.token_scores import Scoring, Tokens
-
-_COMPARED = ("[tokens, hidden size]", "dtypes", "requires grad", "options")
 
 
 def local_rows(x: torch.Tensor, what: str, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -54,12 +51,18 @@ def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
         raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
 
 
-def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> torch.Tensor:
+def offset_of(
+    tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring, caller: str
+) -> tuple[torch.Tensor, Compare | None]:
     """Number of this rank's first row in the whole vocabulary, a scalar on the tokens' device; checks the labels.
+
+    The second result is for `compare_backward`, if the backward has a collective: the gradient of hidden states is a
+    sum over ranks.
 
     Args:
         mesh: None if one rank has the whole vocabulary.
         scoring: must be equal on the ranks of `mesh`, except for the chunk.
+        caller: in words, equal as well: what it does with the scores decides on their gradients.
 
     Raises:
         ValueError: labels outside the vocabulary, on the CPU.
@@ -70,15 +73,22 @@ def offset_of(tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring) -> torc
     rows = x.shape[-1] if weight is None else weight.shape[0]
     if mesh is None:
         check_labels(labels, rows)
-        return labels.new_zeros(())
-    if not (torch.compiler.is_compiling() or _torch.is_fake(x)):
-        grads = torch.is_grad_enabled() and x.requires_grad
-        values = ((labels.numel(), x.shape[-1]), x.dtype, grads, (*scoring[:3], weight is None, bias is None))
-        failure.compare(Call(b"", "token scores of a sharded vocabulary", _COMPARED, values), *mesh_ranks(mesh))
+        return labels.new_zeros(()), None
+    given = "logits" if weight is None else "hidden states"
+    sizes = (labels.numel(), *([] if weight is None else x.shape[-1:]))
+    grads = torch.is_grad_enabled() and x.requires_grad
+    facts = {
+        "for": caller, "given": given, "dtype": x.dtype, "requires grad": grads,
+        "temperature": float(scoring.temperature), "softcap": plain(scoring.softcap), "entropy": scoring.entropy,
+        "bias": bias is not None,
+    }  # fmt: skip
+    name = "token scores of a sharded vocabulary"
+    compare = compare_sums(name, facts, mesh, of=x, sizes=("[tokens, hidden size]", sizes))
     # A rank does not know the others' rows. `full` and `cumsum` keep the answer on the device.
     rank, size = mesh.get_local_rank(), mesh.size()
     counts = labels.new_zeros(size)
     counts[rank : rank + 1] = rows
+    (counts,) = compared((counts,), compare)
     counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
     check_labels(labels, counts.sum())
-    return counts[:rank].sum()
+    return counts[:rank].sum(), compare if grads and weight is not None else None

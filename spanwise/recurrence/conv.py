@@ -62,9 +62,8 @@ def causal_conv(
     if route.apart and route.conv_width > 1:
         assert route.mesh is not None
         name, label = _torch.group_name(route.mesh.get_group()), "tokens (causal_conv)"
-        compare = compare_recurrence(
-            "causal_conv", [rows_RBC], (weight_CW.shape[1], activation), route.digest, route.mesh
-        )
+        options = (weight_CW.shape[1], activation, bias is not None)
+        compare = compare_recurrence("causal_conv", [rows_RBC], options, route.digest, route.mesh)
         (pending,) = needed.start(rows_RBC.flatten(1), [route.halo.route], name, label)
         arrived_NF = needed.wait(pending, route.halo.route, name, label)
         (arrived_NF,) = compare_backward((arrived_NF,), compare)

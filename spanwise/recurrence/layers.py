@@ -101,7 +101,8 @@ def gated_delta(
         raise ValueError("gated_delta needs beta; without an error to correct the layer is gated_linear")
     if normalize:
         q, k = (_normalized(x) for x in (q, k))
-    return _layer("gated_delta", q, k, v, log_decay, beta, route, scale, initial, return_final)
+    name = "gated_delta(normalize=True)" if normalize else "gated_delta"
+    return _layer(name, q, k, v, log_decay, beta, route, scale, initial, return_final)
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ def relayout_route(
     prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"
     digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
     if mesh is not None and from_plan.num_ranks > 1:
-        compare_fingerprints(digest.hex(), mesh)
+        compare_fingerprints("relayout_route", digest.hex(), mesh)
     with _torch.plain_tensors() as to_active_mode:
         return to_active_mode(_build(from_plan, to_plan, rank, mesh, device, digest))
 

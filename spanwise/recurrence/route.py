@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.needed import Route
-from spanwise.attention.rank_plan import compare_fingerprints, mesh_ranks
+from spanwise.attention.rank_plan import compare_fingerprints
 from spanwise.layouts import segments
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.segments import Segments
@@ -182,8 +181,7 @@ def recurrence_route(
     for values in everyone:
         prints.update(np.ascontiguousarray(values).tobytes())
     if mesh is not None and plan.num_ranks > 1:
-        compare_fingerprints(prints.hexdigest(), mesh)
-        failure.connect(*mesh_ranks(mesh))
+        compare_fingerprints("recurrence_route", prints.hexdigest(), mesh)
     with _torch.plain_tensors() as to_active_mode:
         built = _Builder(plan, everyone, rows, rank, device).route(int(conv_width), mesh, prints.digest())
     route: RecurrenceRoute = to_active_mode(built)

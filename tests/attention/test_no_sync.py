@@ -113,7 +113,7 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "attention/compare.py": {"digest.numpy()", "float(number)"},
+    "attention/compare.py": {"digest.numpy()", "float(number)", "float(amount)"},
     "attention/rank_plan.py": {"self.digest.numpy()"},
     "attention/kernels/_guard.py": {"bool(no_out.any())", "bool(rows.any())", "bool(x.sum().isfinite())"},
     "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
@@ -122,9 +122,8 @@ ON_HOST = {
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/chunkwise.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
-    "batch/loss.py": {"float(num_valid)"},
     "batch/sharding.py": {"int(shifts)"},
-    "batch/vocabulary.py": {"wrong[:4].tolist()"},
+    "batch/vocabulary.py": {"wrong[:4].tolist()", "float(scoring.temperature)"},
     "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 

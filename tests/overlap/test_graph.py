@@ -504,7 +504,7 @@ def test_collectives_stay_after_the_comparison_of_their_call(groups: dict[str, s
     def function(x: torch.Tensor, digest: torch.Tensor) -> Any:
         results = []
         for call in range(2):
-            torch.ops.spanwise.compare_call(digest, tp, f"call {call}", "", [1])
+            torch.ops.spanwise.compare_call(digest, tp, f"call {call}", "", "", [1])
             results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
         return results
 

@@ -461,7 +461,7 @@ def test_a_stuck_rank_on_two_levels(worlds: dict[Any, World]) -> None:
 
 def test_plans_are_not_compared_with_a_lost_rank(worlds: dict[Any, World]) -> None:
     for outcome in worlds["plan"].outcomes()[1:]:
-        check(outcome, "all-gather of plan fingerprints", (0,))
+        check(outcome, "connections to compare calls", (0,))
 
 
 @pytest.mark.parametrize("i", [1, pytest.param(2, marks=pytest.mark.slow)])

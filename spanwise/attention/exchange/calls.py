@@ -32,6 +32,7 @@ import torch.distributed as dist
 from spanwise import _torch
 from spanwise.attention.exchange.errors import ranks_in_words
 from spanwise.attention.exchange.expectation import Call, Expectation
+from spanwise.attention.exchange.findings import probe
 
 # Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
 # compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times; see
@@ -41,6 +42,7 @@ POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 RECENT = 4  # calls of a rank in an error
+GONE = -(2**40)  # added to the number of ranks that have come by one that gives up
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
 
@@ -89,13 +91,17 @@ class CallLog:
     Args:
         name: of the mesh's groups, in one string.
         ranks: global ranks of the mesh, in its order.
-        group: of one axis; its timeout holds.
+        groups: of each axis; the timeout of the first holds.
         on_mismatch: called where this rank may wait in a collective that other ranks will never start.
+
+    Raises:
+        RuntimeError: not all ranks came within the timeout, or one of them has ended.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], group: dist.ProcessGroup, on_mismatch: Callable[[], None]
+        self, name: str, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup], on_mismatch: Callable[[], None]
     ) -> None:
+        group = groups[0]
         self.name = f"group '{name}'" if " " not in name else f"the mesh of global ranks {ranks}"
         self.group_name, self.ranks = _torch.group_name(group), ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
@@ -103,11 +109,14 @@ class CallLog:
         self.error = ""
         self._recent: deque[tuple[int, Call]] = deque()  # those that a comparison may still be about, by number
         self._store, self._on_mismatch = _torch.group_store(dist.group.WORLD or group), on_mismatch
-        timeout = _torch.group_timeout(group)
+        until = time.monotonic() + _torch.group_timeout(group).total_seconds()
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
         self.key = f"spanwise/calls/{','.join(map(str, ranks))}"
         self.key += f"/{self._store.add(f'{self.key}/{self.rank}', 1)}"
-        self.host = _torch.host_group(self._store, f"{self.key}/connect", self.rank, self.size, timeout)
+        _meet(self._store, f"{self.key}/come", self.size, groups, until)
+        self.host = _torch.host_group(
+            self._store, f"{self.key}/connect", self.rank, self.size, _torch.group_timeout(group)
+        )
         self._lock = threading.Lock()
         self._expected = Expectation()
         self._digests: dict[Call, int] = {}
@@ -249,6 +258,34 @@ class CallLog:
         return told
 
 
+def _meet(store: dist.Store, key: str, size: int, groups: Sequence[dist.ProcessGroup], until: float) -> None:
+    """Return when `size` ranks have come; gloo's own wait for them would not end when one of their processes does.
+
+    Args:
+        key: of the number of ranks that have come.
+        groups: of the axes of their mesh; those of gloo show which processes have ended.
+
+    Raises:
+        RuntimeError: not all came `until` then, a process has ended, or another rank has given up.
+    """
+    began = time.monotonic()
+    come, pause, look = store.add(key, 1), POLL, began + 1.0
+    while 0 <= come < size:
+        now = time.monotonic()
+        closed: tuple[int, ...] = ()
+        if now > look:
+            look = now + min(now - began, 15.0)
+            closed = tuple(peer for group in groups if _torch.is_gloo(group) for peer in probe(group)[0])
+        if closed or now > until:
+            store.add(key, GONE)
+            raise RuntimeError(f"{come} of {size} ranks had come after {now - began:.1f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)  # the store of many ranks answers all of them
+        come = store.add(key, 0)
+    if come < 0:
+        raise RuntimeError(f"another rank gave up; {come % -GONE} of {size} ranks had come")
+
+
 def describe(number: int, name: str, told: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
     """The text of a mismatch in call `number`.
 
@@ -310,7 +347,7 @@ def log_of(
     name = " ".join([_torch.group_name(group) for group in groups])
     if name not in found:
         real = all(_torch.has_processes(group) for group in groups)
-        found[name] = CallLog(name, list(ranks()), groups[0], on_mismatch) if real else None
+        found[name] = CallLog(name, list(ranks()), groups, on_mismatch) if real else None
     return found[name]
 
 

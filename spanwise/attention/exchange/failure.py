@@ -141,8 +141,12 @@ def connect(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[in
     try:
         return calls.log_of(groups, ranks, close_connections)
     except RuntimeError as error:
-        what, name = "connections to compare calls", _torch.group_name(groups[0])
-        raise _explain(error, what, name, torch.device("cpu"), time.monotonic() - began) from error
+        what, seconds = "connections to compare calls", time.monotonic() - began
+        if len(groups) == 1:
+            raise _explain(error, what, _torch.group_name(groups[0]), torch.device("cpu"), seconds) from error
+        everyone = list(ranks())
+        own = Report(what, seconds, "", f"spanwise/calls/{everyone}", f"the mesh of global ranks {everyone}", everyone)
+        raise _found(error, own, None, None) from error
 
 
 def compare(

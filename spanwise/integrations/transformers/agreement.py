@@ -9,30 +9,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
+from spanwise.attention.exchange import failure
+from spanwise.attention.exchange.expectation import Call
+from spanwise.attention.rank_plan import mesh_ranks
 
 
 def check_same_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Compare the contents of a batch over `mesh`; one all-reduce of 16 bytes an axis.
+    """Compare the contents of a batch over `mesh`; one all-reduce of 16 bytes an axis. A compared call itself.
 
     Embeddings are not compared: ranks may have computed them, and kernels need not give the same bits twice.
 
     Raises:
         ValueError: batches that differ, on all ranks.
+        spanwise.MismatchError: a rank makes another call, as after a backward that it left out.
+        spanwise.ExchangeError: a rank is gone or too late.
     """
+    failure.compare(Call(b"", "a batch", (), ()), *mesh_ranks(mesh))
     total = torch.zeros((), dtype=torch.int64)
     for index, name in enumerate(sorted(batch)):
         x = batch[name]
         if isinstance(x, torch.Tensor) and name != "inputs_embeds":
             total = total.to(x.device) * 1000003 + (index + 1) * _checksum(x.detach())
     extremes = torch.stack([total, -total])
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        extremes = extremes.to(_torch.comparison_device(group))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    extremes = extremes.to(_torch.comparison_device(mesh.get_group(0)))
+    extremes = failure.all_reduce(extremes, "max", mesh, "the checksum of a batch")
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         raise ValueError(

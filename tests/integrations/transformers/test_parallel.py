@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.ranks.gloo import GlooPool
+from tests.ranks.test_mismatch import mismatch
 
 LENGTHS = (23, 41, 7, 30)
 
@@ -114,6 +115,24 @@ def test_tensor_parallelism(gloo_pool: GlooPool, name: str) -> None:
     want = tiny.reference(tiny.model_of(name), documents)
     for tp in range(2):
         tiny.check([results[tp], results[2 + tp]], want)
+
+
+def _leaves_out_a_backward(rank: int, mesh: Any, batch: dict[str, Any]) -> str:
+    model = hf.context_parallel(tiny.model_of("llama"), mesh)
+
+    def steps() -> None:
+        for number in range(4):
+            loss = model(**batch).loss
+            if not (rank == 1 and number == 2):
+                loss.backward()
+
+    return mismatch(steps)
+
+
+def test_a_rank_that_leaves_out_a_backward(gloo_pool: GlooPool) -> None:
+    """It goes on to the plan of the next batch, where the others are not."""
+    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(tiny.documents_of(LENGTHS)), timeout=120):
+        assert "rank 0: backward of context_parallel_attention(" in text and "rank 1: plan.local()" in text, text
 
 
 def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentrant: bool) -> Any:
