@@ -35,6 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and gradients against one device
 	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
 
+# The processes of a run share what the first one compiles, whatever the caller's shell says.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP)  ## a representative part of the tests (PYTEST_ARGS='-k mask' for some)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 

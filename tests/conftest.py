@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from spanwise._torch import COMPILES
 
 if TYPE_CHECKING:
     from tests.ranks.gloo import GlooPool
@@ -25,16 +22,28 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-# One thread an operator: the test processes share the cores, and sums come out the same on every machine.
-torch.set_num_threads(1)
-
-
+# Files that share processes, by what their text holds: the pool's, and those forked from a server that imports much.
+_SHARED = {"gloo_pool": ("gloo_pool",), "forked": ("tests.scripts", "tests.ranks.train_runs", "cli.fuzz.ranks")}
 # What takes longest comes first, so that no worker has a long file left when the other is done.
 _LONG = ("tests/ranks", "tests/test_dist", "tests/docs", "tests/cli", "tests/attention", "tests/overlap")
+_LONG += ("tests/integrations", "tests/recurrence", "tests/benchmarks", "tests/planning")
+
+
+def _place(item: pytest.Item) -> tuple[int, int]:
+    shared, long = list(_SHARED), next((i for i, long in enumerate(_LONG) if item.nodeid.startswith(long)), len(_LONG))
+    scope = _shared(item.path)
+    return (shared.index(scope) if scope else len(shared), long)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: next((i for i, long in enumerate(_LONG) if item.nodeid.startswith(long)), len(_LONG)))
+    # Imported where tests are collected, for the process that only hands them out to workers does without.
+    import torch
+
+    from spanwise._torch import COMPILES
+
+    # One thread an operator: the test processes share the cores, and sums come out the same on every machine.
+    torch.set_num_threads(1)
+    items.sort(key=_place)
     if not COMPILES:
         refused = pytest.mark.skip(reason=f"torch {torch.__version__} refuses compiled calls; it needs 2.12")
         for item in items:
@@ -50,20 +59,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, all files that use the pool of gloo processes are one file: one worker starts them."""
+    """With ``--dist loadfile``, all files that share processes are one file: one worker starts them."""
     from xdist.scheduler import LoadFileScheduling
 
     class OnePool(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "gloo_pool" if _uses_pool(config.rootpath / file) else file
+            return _shared(config.rootpath / file) or file
 
     return OnePool(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @functools.cache
-def _uses_pool(file: Path) -> bool:
-    return "gloo_pool" in file.read_text()
+def _shared(file: Path) -> str:
+    """What a file shares with others, of `_SHARED`; empty if nothing."""
+    text = file.read_text()
+    return next((name for name, words in _SHARED.items() if any(word in text for word in words)), "")
 
 
 @pytest.fixture(scope="session")

@@ -176,8 +176,8 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
     if plan.packing is not None and plan.packing.padded:
-        valid = on_device(plan.packing.valid_q[layout.indices(rank)], device)
-        kv_valid = on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device)
+        valid = _torch.mark_dynamic(on_device(plan.packing.valid_q[layout.indices(rank)], device), 0)
+        kv_valid = _torch.mark_dynamic(on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device), 0)
     trade = kv_trade = group_tokens = None
     if plan.head_exchange is not None:
         group_tokens = tokens_of(plan.groups, group)

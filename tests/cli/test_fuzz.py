@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from spanwise.cli.fuzz.cells import MaskCase
 from spanwise.cli.fuzz.check import Outcome, check
 from spanwise.cli.fuzz.command import FuzzOptions, fuzz, run, summary
 from spanwise.cli.fuzz.oracle import Inputs, expected
-from spanwise.cli.fuzz.ranks import Answer, Ranks
+from spanwise.cli.fuzz.ranks import Answer, Ranks, _preload
 from spanwise.cli.fuzz.refusals import REFUSALS, Refusal
 
 
@@ -245,6 +246,19 @@ def test_failures_are_printed_with_a_line_that_reruns_them(monkeypatch, tmp_path
 def test_wrong_options(options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["fuzz", *options])
     assert result.exit_code == 2 and message in result.output
+
+
+def test_the_server_imports_this_copy_or_none(monkeypatch, tmp_path) -> None:
+    """A server looks in its working directory first; its ranks would run the copy that it has imported."""
+    ours = Path(spanwise.__file__).parents[1]
+    monkeypatch.setattr(sys, "path", ["", str(ours), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert "spanwise.cli.fuzz.build" in _preload()
+    (tmp_path / "spanwise").mkdir()
+    (tmp_path / "spanwise" / "__init__.py").write_text("")
+    assert not any(name.startswith("spanwise") for name in _preload())
+    monkeypatch.chdir(ours)
+    assert "spanwise.cli.fuzz.build" in _preload()
 
 
 def answer_rank(rank, mesh):

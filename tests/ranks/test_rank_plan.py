@@ -169,6 +169,7 @@ def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
         )
         local = plan.local(mesh["cp"])
         x = torch.randn(1, local.tokens.shape[1], 8)
+        torch._dynamo.mark_dynamic(x, 1)  # else the first length has a graph of its own
         with torch.no_grad():
             assert relative_error(block(x, local), block._orig_mod(x, local)) <= 1e-5
     return counter.frame_count
@@ -177,4 +178,4 @@ def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
 @pytest.mark.compiles
 def test_meshes_and_positions_make_no_more_graphs(gloo_pool: GlooPool) -> None:
     for graphs in gloo_pool.run(2, compiled_with_positions, timeout=100):
-        assert graphs <= 2
+        assert graphs == 1

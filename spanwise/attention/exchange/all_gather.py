@@ -96,7 +96,7 @@ class AllGather(Exchange):
         tokens = np.pad(np.stack([ragged_arange(runs) for runs in others]), ((0, 0), (0, spare)))
         take = on_device(np.take_along_axis(builder.kv_slots, tokens, axis=1), builder.device)
         padded = torch.empty(int(layout.tokens_per_rank.max()), 0, device=builder.device)
-        route = Gathered(_torch.mark_dynamic(take, 1), padded, layout.batch_size > 1)
+        route = Gathered(_torch.mark_dynamic(take, 1), _torch.mark_dynamic(padded, 0), layout.batch_size > 1)
         return local, builder.chunk_side_by_side(mask, others, route, spare=spare)
 
     def start(
