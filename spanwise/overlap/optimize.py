@@ -147,15 +147,16 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     found = dataclasses.replace(
         described(gm, trial), unsplit=unsplit, unsplit_bound=bound, heavy=frozenset(arithmetic(gm))
     )
-    result = _emitted(trial.module, trial.cost, trial.captured, trial.merged, trial.found)
-    return dataclasses.replace(result, before=whole.before, split=found)
+    result = _emitted(trial.module, trial.cost, trial.captured, whole.before, trial.merged, trial.found)
+    return dataclasses.replace(result, split=found)
 
 
 def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
-    found = schedule(captured.dag, budget=memory_budget, **options)
-    return _emitted(gm, cost, captured, *_bucketed(captured, cost, found, bucket, options))
+    own = run(captured.dag)
+    found = schedule(captured.dag, budget=memory_budget, before=own, **options)
+    return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
 
 
 def _bucketed(
@@ -168,12 +169,14 @@ def _bucketed(
     return into_buckets(captured.dag, found, keys, price, quick=quick, **options)
 
 
-def _emitted(gm: fx.GraphModule, cost: Cost, captured: Captured, merged: Merged, found: Schedule) -> Result:
-    """A copy of `gm` with these buckets, in this order."""
+def _emitted(
+    gm: fx.GraphModule, cost: Cost, captured: Captured, own: Timeline, merged: Merged, found: Schedule
+) -> Result:
+    """A copy of `gm` with these buckets, in this order; `own` is of its own order."""
     made = _torch.copy_module(gm)
     emit(bind(captured.dag, made.graph), found.order, merged.members)
     doubts = _doubts(captured, cost)
-    return Result(made, found.timeline, run(captured.dag), found.bounds, merged.members, found.budget, doubts)
+    return Result(made, found.timeline, own, found.bounds, merged.members, found.budget, doubts)
 
 
 def _doubts(captured: Captured, cost: Cost) -> Doubts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.overlap.bucketing.bucket import bucket
+from spanwise.overlap.bucketing.bucket import bucket, least_ms
 from spanwise.overlap.bucketing.greedy import BucketingProblem, GreedyBuckets, greedy_buckets
 from spanwise.overlap.bucketing.merge import Merged, merge, without_buckets
 from spanwise.overlap.bucketing.moves import Move, candidate_moves, critical_collectives, in_batches
@@ -516,7 +517,7 @@ def greedy(
     slack: float = 1.0,
 ) -> GreedyBuckets:
     """Greedy buckets of the dag's own order."""
-    return greedy_buckets(BucketingProblem(simulate(dag), keys, price, budget, slack))
+    return greedy_buckets(BucketingProblem(simulate(dag), keys, price, budget), slack)
 
 
 @given(graphs(), st.integers(0, 4), st.randoms(use_true_random=False))
@@ -610,6 +611,43 @@ def test_a_full_bucket_is_launched() -> None:
     for latency, begin in ((0.01, 0.0), (0.5, 3.0)):
         found = greedy(dag, kind_of(dag), saves(dag, latency), slack=0.5)
         assert simulate(dag, found.order).begin[0] == begin and bool(found.buckets) == (begin > 0)
+
+
+def test_buckets_leave_no_cycles_in_memory() -> None:
+    """`optimize` turns Python's collector off, so that cycles would hold every dag that was tried."""
+    dag, budget = layers(8, compute=2.0)
+    found = schedule(dag, budget=budget)
+    gc.collect()
+    gc.disable()
+    try:
+        bucket(dag, found, kind_of(dag), saves(dag, 0.1))
+        assert not any(isinstance(left, Dag | Merged) for left in collected())
+    finally:
+        gc.enable()
+
+
+def collected() -> list[object]:
+    """What the collector finds, in place of freeing it."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return list(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+@given(graphs(), st.randoms(use_true_random=False))
+def test_no_buckets_get_below_the_floor(dag: Dag, draw: random.Random) -> None:
+    latency = draw.choice([0.0, 0.25, 1.0])
+    keys = [node.group or None for node in dag.nodes]
+
+    def price(starts: list[int]) -> float:
+        return max(saves(dag, latency)(starts), *(dag.nodes[i].ms for i in starts))
+
+    found = schedule(dag)
+    floor = least_ms(dag, found.bounds, keys, price)
+    assert bucket(dag, found, keys, price)[1].timeline.makespan >= floor - 1e-9
 
 
 def test_of_a_large_graph_more_effort_is_never_worse() -> None:

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.search.justify import starts_early_waits_late
+from spanwise.overlap.search.list_scheduler import ListOptions, list_schedule
 from spanwise.overlap.search.low_memory import low_memory_order
 from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 from spanwise.overlap.search.schedule import EFFORT, default_budget, schedule
@@ -80,7 +81,7 @@ def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
     ):
         schedule(dag, budget=least - 1)
     with pytest.raises(ValueError, match=f"needs {least} bytes at its peak, more than the budget of {least - 1}"):
-        schedule(dag, budget=least - 1, fallback=range(len(dag)))
+        ResourceLimit(dag.lifetimes, least - 1)
 
 
 def test_a_budget_below_the_own_order_is_refused_where_that_order_is_the_best() -> None:
@@ -268,17 +269,15 @@ def test_a_stream_that_is_the_bottleneck_is_kept_fed(gradients: float, room: int
     assert found.timeline.makespan <= 1.02 * found.bounds.makespan
 
 
-def test_a_fallback_order() -> None:
+def test_an_order_to_start_from() -> None:
     """The own order makes both large storages before it reads any; the other one reads one first."""
     nodes = (Node("a", C, 1.0), Node("b", C, 1.0), Node("read a", C, 1.0, (0,)), Node("read b", C, 1.0, (1,)))
     dag = Dag((*nodes, Node("s", S, 2.0, group="dp")), (Storage(10, 0, (2,)), Storage(10, 1, (3,))))
-    for fallback in (None, [0, 2, 1, 3, 4]):
-        found = schedule(dag, budget=15, fallback=fallback)
+    for before in (None, simulate(dag, [0, 2, 1, 3, 4])):
+        found = schedule(dag, budget=15, before=before)
         assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 and found.before.peak_bytes == 10
     assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 < found.before.makespan == 6
     assert found.before.order.tolist() == [0, 2, 1, 3, 4]
-    with pytest.raises(GraphError, match="'read a': it comes before 'a'"):
-        schedule(dag, fallback=[2, 0, 1, 3, 4])
 
 
 @given(with_memory())
@@ -294,6 +293,22 @@ def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
         assert least <= dag.peak_bytes(order) <= budget
         found = schedule(dag, budget=budget)
         assert found.timeline.peak_bytes <= budget and found.timeline.makespan <= found.before.makespan
+
+
+@given(with_memory(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 0.99, 1.0, 1.5]), st.sampled_from([0.0, math.inf]))
+def test_a_schedule_that_cannot_keep_a_limit_is_left_early(dag: Dag, room: int, share: float, ahead: float) -> None:
+    order = range(len(dag))
+    limits = [ResourceLimit(dag.lifetimes, dag.peak_bytes() + room, order)]
+    problem = SchedulingProblem(dag, order, limits)
+    rule = ListOptions(ahead)
+    whole = list_schedule(problem, list(problem.head), rule)
+    found = list_schedule(problem, list(problem.head), rule, share * whole.makespan)
+    assert found == whole if share >= 1 or whole.makespan == 0 else found.makespan == math.inf
+    least = schedule(dag, budget=limits[0].budget)
+    again = schedule(dag, budget=limits[0].budget, longest=share * least.timeline.makespan)
+    if share >= 1:
+        assert again.timeline.makespan <= share * least.timeline.makespan
+    assert again.timeline.makespan <= again.before.makespan
 
 
 def test_results_are_made_late() -> None:

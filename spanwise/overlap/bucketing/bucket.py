@@ -20,6 +20,7 @@ from typing import Any
 from spanwise.overlap.bucketing.greedy import BucketingProblem, checked_price, greedy_buckets
 from spanwise.overlap.bucketing.merge import Merged, merge, renumbered, without_buckets
 from spanwise.overlap.bucketing.moves import Move, candidate_moves, in_batches
+from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
 from spanwise.overlap.ir.simulate import Timeline, simulate
@@ -28,9 +29,9 @@ from spanwise.overlap.search.schedule import Schedule, schedule
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Not measured apart.
 _SLACKS = (0.1, 0.5)
-# Shares of the makespan that one bucket may take: all are tried. Without the second, the forward of ResNet-50 has 3
-# launches and takes longer than with 25; benchmarks/results/overlap-zoo.json.
-_LONGEST = (math.inf, 1 / 32)
+# Share of the makespan that one bucket may take where longer ones were found first. Without, the forward of ResNet-50
+# has 3 launches and takes longer than with 25; benchmarks/results/overlap-zoo.json.
+_SHORT = 1 / 32
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
 # Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
@@ -42,6 +43,7 @@ _ONE_BY_ONE = 4  # moves for each trial up to which they are tried one by one, n
 # Of the makespan: not scheduled above, if trials are few. In tests of all sets of buckets of small graphs the worst
 # result is 15 % longer than the best, and 16 % where this holds for small graphs too.
 _HOPELESS, _MANY_TRIALS = 1.02, 16
+_OPTIMAL = 1.001  # of what buckets can reach: moves end, as the search does in `schedule`
 _ROUNDING = 1e-9
 
 
@@ -87,28 +89,47 @@ def bucket(
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
     trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort != 0 else 0
-    longest = _LONGEST[:1] if quick else _LONGEST
-    searches = [_BucketSearch(dag, found, keys, merged_ms, options, effort, share) for share in longest]
-    for search in searches:
-        for slack in _SLACKS:
-            search.try_greedy(slack)
-    best, *others = searches
-    for other in others:  # fewer launches are worth a little
-        if other.best.timeline.makespan < _WORTH * best.best.timeline.makespan:
-            best = other
-    if not quick and best.improve(trials):
-        best.try_greedy(_SLACKS[-1])
+    start = _State(without_buckets(dag), found)
+    best = search = _BucketSearch(start, keys, merged_ms, options, effort)
+    search.try_all_greedy()
+    if not quick:
+        search.floor = least_ms(dag, found.bounds, keys, merged_ms)
+        short = _SHORT * found.timeline.makespan
+        # Fewer launches are worth a little.
+        if search.floor < _WORTH * search.makespan and search.merged.longest_bucket > short:
+            other = _BucketSearch(start, keys, merged_ms, options, effort, short, search.floor)
+            other.try_all_greedy()
+            if other.makespan < _WORTH * best.makespan:
+                best = other
+        if best.improve(trials):
+            best.try_greedy(_SLACKS[-1])
     return best.merged, best.best
+
+
+@dataclasses.dataclass
+class _State:
+    """Buckets and their schedule.
+
+    Attributes:
+        problem: what greedy buckets on top of them start from, once it is known: the original nodes that each node of
+            its timeline stands for, and the problem.
+    """
+
+    merged: Merged
+    best: Schedule
+    problem: tuple[list[tuple[int, ...]], BucketingProblem] | None = None
 
 
 class _BucketSearch:
     """The best buckets so far, and the schedule of the merged dag.
 
     Args:
+        start: without buckets.
         options, effort: of the schedules.
-        longest: share of the makespan that a greedy bucket may take.
 
     Attributes:
+        most_ms: milliseconds that a greedy bucket may take.
+        floor: milliseconds below which no buckets can get.
         allowed: of each group, most collectives and bytes in flight; None for no limits.
         longest: a makespan that must not be exceeded.
         tried: the sets of buckets tried.
@@ -117,21 +138,34 @@ class _BucketSearch:
 
     def __init__(
         self,
-        dag: Dag,
-        found: Schedule,
+        start: _State,
         keys: Sequence[Hashable | None],
         price: Callable[[list[int]], float],
         options: dict[str, Any],
         effort: int | None,
-        longest: float = math.inf,
+        most_ms: float = math.inf,
+        floor: float = 0.0,
     ) -> None:
-        self.most_ms = math.inf if longest == math.inf else longest * found.timeline.makespan
-        self.dag, self.keys, self.price, self.options, self.effort = dag, keys, price, options, effort
-        self.merged, self.best = without_buckets(dag), found
+        found = start.best
+        self.state, self.dag = start, start.merged.dag
+        self.keys, self.price, self.options, self.effort = keys, price, options, effort
+        self.most_ms, self.floor = most_ms, floor
         self.longest = found.timeline.makespan * (1 + _ROUNDING)
         self.allowed = in_flight_limits(found.timeline, options["in_flight"], options["in_flight_bytes"])
         self.tried: set[frozenset[tuple[int, ...]]] = set()
         self.saved: dict[Hashable, float] = {}
+
+    @property
+    def merged(self) -> Merged:
+        return self.state.merged
+
+    @property
+    def best(self) -> Schedule:
+        return self.state.best
+
+    @property
+    def makespan(self) -> float:
+        return self.best.timeline.makespan
 
     def keeps_limits(self, timeline: Timeline) -> bool:
         """Whether memory and collectives in flight are within their limits."""
@@ -145,27 +179,28 @@ class _BucketSearch:
             for now, most in zip(of_group, self.allowed[group], strict=True)
         )
 
+    def try_all_greedy(self) -> None:
+        for slack in _SLACKS:
+            self.try_greedy(slack)
+
     def try_greedy(self, slack: float) -> None:
         """Add greedy buckets, if the makespan is kept."""
         joint = self._with_greedy(slack)
         if joint.launches == self.merged.launches:
             return
         own = simulate(joint.dag)
-        limit = min(self.longest, self.best.timeline.makespan * (1 + _ROUNDING))
+        limit = min(self.longest, self.makespan * (1 + _ROUNDING))
         if own.makespan > limit or not self.keeps_limits(own):
             return
-        best = self._scheduled(joint, own, self.effort)
-        if best.timeline.makespan <= limit:
-            self.merged, self.best = joint, best
-            self.effort = self._low_effort()
+        self.state = _State(joint, self._scheduled(joint, own, self.effort, limit))
+        self.effort = self._low_effort()
 
     def _low_effort(self) -> int:
         return _LOW_EFFORT if self.effort is None else min(self.effort, _LOW_EFFORT)
 
-    def _scheduled(self, joint: Merged, own: Timeline, effort: int | None) -> Schedule:
+    def _scheduled(self, joint: Merged, own: Timeline, effort: int | None, longest: float) -> Schedule:
         """The best schedule of the merged dag, or its own order."""
-        best = schedule(joint.dag, budget=self.best.budget, effort=effort, **self.options)
-        return best if best.timeline.makespan <= own.makespan else dataclasses.replace(best, timeline=own)
+        return schedule(joint.dag, budget=self.best.budget, effort=effort, before=own, longest=longest, **self.options)
 
     def improve(self, trials: int) -> bool:
         """Make moves that shorten the makespan, until `trials` in a row do not.
@@ -175,20 +210,20 @@ class _BucketSearch:
         """
         before, effort = self.best, self._low_effort()
         batches, left = self._batches(trials), trials
-        while left > 0 and (batch := next(batches, None)):
+        while left > 0 and self.makespan > _OPTIMAL * self.floor and (batch := next(batches, None)):
             known, new = self._moved(batch)
             if (buckets := frozenset((*known, *new))) in self.tried:
                 continue
             self.tried.add(buckets)
             left -= 1  # also if it is not scheduled
             joint = self._with_buckets(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
-            was = self.best.timeline.makespan
+            was = self.makespan
             if joint is None or (trials < _MANY_TRIALS and joint[1].makespan > _HOPELESS * was):
                 continue
-            best = self._scheduled(*joint, effort)
+            best = self._scheduled(*joint, effort, was * (1 - _MIN_GAIN))
             gain = was - best.timeline.makespan
             if gain > _MIN_GAIN * was:
-                self.merged, self.best = joint[0], best
+                self.state = _State(joint[0], best)
                 batches, left = self._batches(trials), trials if gain > _PAYS * was else left
         return self.best is not before
 
@@ -228,29 +263,55 @@ class _BucketSearch:
 
     def _with_greedy(self, slack: float) -> Merged:
         """The best dag with greedy buckets."""
-        dag, multiplier = self.dag, self.options["multiplier"]
-        members = [self.merged.members[i] for i in self.best.order]
-        in_order = renumbered(self.merged.dag, self.best.order, multiplier)
-
-        def flat(nodes: Iterable[int]) -> list[int]:
-            return [of_node for i in nodes for of_node in members[i]]
-
-        greedy = greedy_buckets(
-            BucketingProblem(
-                simulate(in_order),
-                keys=[self.keys[of_node[0]] for of_node in members],
-                price=lambda starts: multiplier * self.price(flat(starts)),
-                budget=self.best.budget,
-                slack=slack,
-                most_ms=self.most_ms * multiplier,
-                allowed=self.allowed,
-            )
-        )
+        if self.state.problem is None:
+            self.state.problem = self._problem()
+        members, problem = self.state.problem
+        dag, multiplier, in_order = self.dag, self.options["multiplier"], problem.timeline.dag
+        greedy = greedy_buckets(problem, slack, self.most_ms * multiplier)
         ms = {i: in_order.nodes[i].ms for i in in_order.starts if len(members[i]) > 1}
         for starts, cost in zip(greedy.buckets, greedy.ms, strict=True):
             ms[starts[0]] = cost
             for i in starts[1:]:
                 ms.pop(i, None)
         joint = {starts[0]: starts for starts in greedy.buckets}
-        buckets = [flat(joint.get(i, [i])) for i in ms]
-        return merge(dag, buckets, [cost / multiplier for cost in ms.values()], flat(greedy.order), late=True)
+        buckets = [_flat(members, joint.get(i, [i])) for i in ms]
+        order = _flat(members, greedy.order)
+        return merge(dag, buckets, [cost / multiplier for cost in ms.values()], order, late=True)
+
+    def _problem(self) -> tuple[list[tuple[int, ...]], BucketingProblem]:
+        """The best dag, numbered in the order of its schedule."""
+        multiplier, price = self.options["multiplier"], self.price
+        members = [self.merged.members[i] for i in self.best.order]
+        problem = BucketingProblem(
+            simulate(renumbered(self.merged.dag, self.best.order, multiplier)),
+            keys=[self.keys[of_node[0]] for of_node in members],
+            price=lambda starts: multiplier * price(_flat(members, starts)),
+            budget=self.best.budget,
+            allowed=self.allowed,
+        )
+        return members, problem
+
+
+def _flat(members: Sequence[tuple[int, ...]], nodes: Iterable[int]) -> list[int]:
+    return [of_node for i in nodes for of_node in members[i]]
+
+
+def least_ms(dag: Dag, bounds: Bounds, keys: Sequence[Hashable | None], price: Callable[[list[int]], float]) -> float:
+    """Milliseconds that `dag` takes at least with any buckets, if none of a key costs less than one of them all.
+
+    Buckets shorten the work of a group's stream, but no collective, so neither the longest path nor compute.
+
+    Args:
+        bounds: of `dag`.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    work = dict.fromkeys(dag.groups, 0.0)
+    for i in dag.starts:
+        work[dag.nodes[i].group] += dag.nodes[i].ms
+        if keys[i] is not None:
+            alike.setdefault(keys[i], []).append(i)
+    for starts in alike.values():
+        if len(starts) > 1:
+            alone = sum(dag.nodes[i].ms for i in starts)
+            work[dag.nodes[starts[0]].group] -= max(0.0, alone - checked_price(dag, starts, price))
+    return max(bounds.path, bounds.streams["compute"], *work.values())

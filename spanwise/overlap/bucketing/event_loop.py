@@ -26,7 +26,7 @@ class EventLoop:
     Args:
         dag: numbered in the known order.
         latest: when each node has to run.
-        budget: most bytes; the known order keeps it.
+        memory: the budget, before any node has run; the known order keeps it.
         allowed: by group, most collectives and bytes in flight; None for no limits.
 
     Attributes:
@@ -44,11 +44,15 @@ class EventLoop:
     """
 
     def __init__(
-        self, dag: Dag, latest: LatestTimes, budget: int, allowed: Mapping[str, tuple[float, float]] | None = None
+        self,
+        dag: Dag,
+        latest: LatestTimes,
+        memory: ResourceLimit,
+        allowed: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         self.dag, self.latest, self.allowed = dag, latest, allowed
         self.kinds, self.ms = dag.kinds.tolist(), dag.ms.tolist()
-        self.memory = ResourceLimit(dag.lifetimes, budget)
+        self.memory = memory
         self.missing = [len(deps) for deps in dag.unique_deps]
         self.state = bytearray(len(dag))
         self.order: list[int] = []

@@ -19,12 +19,14 @@ because its members are started one after another in a legal order before any of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spanwise.overlap.bucketing.event_loop import DEFERRED, ISSUED, UNISSUED, EventLoop
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind
+from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.search.slack import LatestTimes, MemorySlack, OpenBucket, StreamQueues
 
@@ -35,17 +37,15 @@ _FULL = 64  # a bucket's time in units of what one more saves; docs/decisions.md
 _SMALL = 1.5  # the same for a start that is mostly latency, which may always join; not measured apart
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BucketingProblem:
-    """A schedule and the rules by which its collectives may be fused.
+    """A schedule and the rules by which its collectives may be fused, for any number of runs.
 
     Attributes:
         timeline: of a dag in its own order, which is that of the schedule.
         keys: by node; starts of equal keys may be fused, those of None never.
         price: milliseconds of a fused collective, by its starts.
         budget: most bytes; the order keeps it, and the result will.
-        slack: share of the slack that may be used, between 0 and 1; the rest is for costs that are wrong.
-        most_ms: milliseconds that a bucket may take.
         allowed: by group, most collectives and bytes in flight; a bucket is one, with all of its bytes. It is exceeded
             only where there is no other way to go on.
     """
@@ -54,9 +54,22 @@ class BucketingProblem:
     keys: Sequence[Hashable | None]
     price: Callable[[list[int]], float]
     budget: int
-    slack: float
-    most_ms: float = math.inf
     allowed: Mapping[str, tuple[float, float]] | None = None
+
+    @functools.cached_property
+    def limit(self) -> ResourceLimit:
+        """The budget, before any node has run."""
+        return ResourceLimit(self.timeline.dag.lifetimes, self.budget)
+
+    @functools.cached_property
+    def memory(self) -> MemorySlack:
+        """Memory below the budget."""
+        return MemorySlack(self.timeline, self.budget)
+
+    @functools.cached_property
+    def latest(self) -> LatestTimes:
+        """Latest times of the nodes."""
+        return LatestTimes(self.timeline, self.memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +87,18 @@ class GreedyBuckets:
     ms: list[float]
 
 
-def greedy_buckets(problem: BucketingProblem) -> GreedyBuckets:
+def greedy_buckets(problem: BucketingProblem, slack: float, most_ms: float = math.inf) -> GreedyBuckets:
     """Run a schedule once more and fuse starts of equal keys.
+
+    Args:
+        slack: share of the slack that may be used, between 0 and 1; the rest is for costs that are wrong.
+        most_ms: milliseconds that a bucket may take.
 
     Raises:
         GraphError: a price is negative or not finite.
         ValueError: the order exceeds the budget.
     """
-    loop = _GreedyBucketing(problem)
+    loop = _GreedyBucketing(problem, slack, most_ms)
     loop.run()
     return GreedyBuckets(loop.order, loop.buckets, loop.prices)
 
@@ -97,13 +114,13 @@ class _GreedyBucketing(EventLoop):
         alike: starts by key, ascending.
     """
 
-    def __init__(self, problem: BucketingProblem) -> None:
+    def __init__(self, problem: BucketingProblem, slack: float, most_ms: float) -> None:
         timeline = problem.timeline
         dag, keys = timeline.dag, problem.keys
-        self.slack = MemorySlack(timeline, problem.budget)
-        latest = LatestTimes(timeline, self.slack, problem.slack)
-        super().__init__(dag, latest, problem.budget, problem.allowed)
-        self.keys, self.price, self.most_ms = keys, problem.price, problem.most_ms
+        self.slack = problem.memory.copy()
+        latest = problem.latest.of_share(slack)
+        super().__init__(dag, latest, problem.limit.copy(), problem.allowed)
+        self.keys, self.price, self.most_ms = keys, problem.price, most_ms
         self.issued_at = timeline.issued.tolist()
         self.rounding = 1e-9 * timeline.makespan
         self.streams = StreamQueues(timeline, latest, self.state)
@@ -184,20 +201,20 @@ class _GreedyBucketing(EventLoop):
         if not self.missing[i]:
             return []
         found: list[int] = []
-        seen: set[int] = set()
-        cheap = self.latest.is_cheap
+        return found if self._needs(i, set(), found) else None
 
-        def needs(node: int) -> bool:
-            for dep in self.dag.nodes[node].deps:
-                if self.state[dep] == ISSUED or dep in seen:
-                    continue
-                seen.add(dep)
-                if self.kinds[dep] != _COMPUTE or not cheap[dep] or len(seen) > _MAX_EXTRAS or not needs(dep):
-                    return False
-                found.append(dep)
-            return True
-
-        return found if needs(i) else None
+    def _needs(self, node: int, seen: set[int], found: list[int]) -> bool:
+        """Add what must run before `node`; whether that is cheap compute. No closure: it would be a cycle in memory."""
+        for dep in self.dag.nodes[node].deps:
+            if self.state[dep] == ISSUED or dep in seen:
+                continue
+            seen.add(dep)
+            if self.kinds[dep] != _COMPUTE or not self.latest.is_cheap[dep] or len(seen) > _MAX_EXTRAS:
+                return False
+            if not self._needs(dep, seen, found):
+                return False
+            found.append(dep)
+        return True
 
     def extras_fit(self, extras: list[int]) -> bool:
         """Whether there is memory for all of them; only one that allocates is known to leave space for the others."""

@@ -30,6 +30,11 @@ class Merged:
         """Number of collectives that are started."""
         return len(self.dag.starts)
 
+    @property
+    def longest_bucket(self) -> float:
+        """Milliseconds of the longest merged collective."""
+        return max((self.dag.nodes[i].ms for i in self.dag.starts if len(self.members[i]) > 1), default=0.0)
+
 
 def without_buckets(dag: Dag) -> Merged:
     """`dag` as it is, each node standing for itself."""
@@ -72,7 +77,13 @@ def merge(
     for u, of_unit in enumerate(members):
         for i in of_unit:
             unit[i] = u
-    deps = [[unit[dep] for i in of_unit for dep in dag.nodes[i].deps] for of_unit in members]
+    given = dag.nodes
+    deps = [
+        [unit[dep] for dep in given[of_unit[0]].deps]
+        if len(of_unit) == 1
+        else [unit[dep] for i in of_unit for dep in given[i].deps]
+        for of_unit in members
+    ]
     for u, of_unit in enumerate(members):
         if len(of_unit) > 1 and u in deps[u]:
             raise GraphError(
@@ -87,20 +98,17 @@ def merge(
         walk = sorted(walk, key=last.__getitem__)
     numbering = _with_dependencies_first(dag, members, deps, walk)
 
-    number = [0] * len(dag)
-    for new, u in enumerate(numbering):
-        for i in members[u]:
-            number[i] = new
+    place = positions(numbering).tolist()  # of each unit
+    number = [place[u] for u in unit]
     merged_ms = {unit[bucket[0]]: cost for bucket, cost in zip(buckets, ms, strict=True)}
     nodes = []
     for u in numbering:
-        of_unit = members[u]
-        node = dag.nodes[of_unit[0]]
+        of_unit, of_deps = members[u], deps[u]
+        node = given[of_unit[0]]
         name = node.name if len(of_unit) == 1 else f"{node.name} and {len(of_unit) - 1} more"
-        start = number[node.start] if node.kind == Kind.WAIT else -1
-        cost = merged_ms.get(u, node.ms)
-        new_deps = tuple(sorted({number[dep] for i in of_unit for dep in dag.nodes[i].deps}))
-        nodes.append(Node(name, node.kind, cost, new_deps, node.group, start))
+        start = number[node.start] if node.start >= 0 else -1
+        new_deps = (place[of_deps[0]],) if len(of_deps) == 1 else tuple(sorted({place[dep] for dep in of_deps}))
+        nodes.append(Node(name, node.kind, merged_ms.get(u, node.ms), new_deps, node.group, start))
     return Merged(Dag(tuple(nodes), _storages(dag, number)), tuple(members[u] for u in numbering))
 
 
@@ -150,14 +158,15 @@ def _with_dependencies_first(
         path = [first] if not done[first] else []
         while path:
             u = path[-1]
-            missing = min((dep for dep in deps[u] if not done[dep]), default=None)
-            if missing is None:
+            left = [dep for dep in deps[u] if not done[dep]]
+            if not left:
                 path.pop()
                 on_path[u] = False
                 done[u] = True
                 found.append(u)
                 continue
             on_path[u] = True
+            missing = min(left)
             if on_path[missing]:
                 cycle = path[path.index(missing) :]
                 bad = next(u for u in cycle if len(members[u]) > 1)
@@ -172,10 +181,10 @@ def _storages(dag: Dag, number: Sequence[int]) -> tuple[Storage, ...]:
     """Storages by the new number of each node."""
     found = []
     for storage in dag.storages:
-        maker = -1 if storage.is_given else number[storage.maker]
-        users = sorted({number[user] for user in storage.users})
+        maker = number[storage.maker] if storage.maker >= 0 else -1
+        users = [number[user] for user in storage.users]
         kept = storage.kept
-        if users and users[0] < maker:
+        if users and min(users) < maker:
             # A user that does not depend on the maker stands for the end of the graph, which may be another node now.
             kept, users = True, [user for user in users if user >= maker]
         found.append(Storage(storage.num_bytes, maker, tuple(users), kept))

@@ -35,6 +35,9 @@ class Kind(enum.IntEnum):
     WAIT = 2
 
 
+_COMPUTE = Kind.COMPUTE
+
+
 class GraphError(ValueError):
     """A graph that cannot be scheduled; the text names the node.
 
@@ -51,7 +54,7 @@ class GraphError(ValueError):
         self.node = node
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """A node of a `Dag`.
 
@@ -92,13 +95,16 @@ class Dag:
 
     def __post_init__(self) -> None:
         waited: dict[int, str] = {}
+        count = len(self.nodes)
         for i, node in enumerate(self.nodes):
-            if not (math.isfinite(node.ms) and node.ms >= 0):
+            if not 0 <= node.ms < math.inf:  # NaN is not, either
                 raise GraphError(node.name, f"its cost must be finite and not negative, got {node.ms} ms")
             for dep in node.deps:
                 if not 0 <= dep < i:
-                    text = f"it depends on {self.nodes[dep].name!r}" if 0 <= dep < len(self.nodes) else f"on node {dep}"
+                    text = f"it depends on {self.nodes[dep].name!r}" if 0 <= dep < count else f"on node {dep}"
                     raise GraphError(node.name, f"{text}, which does not come before it: a cycle, or no order")
+            if node.kind == _COMPUTE:
+                continue
             if node.kind == Kind.START and not node.group:
                 raise GraphError(node.name, "it starts a collective and has no process group")
             if node.kind == Kind.WAIT:
@@ -109,9 +115,10 @@ class Dag:
                     raise GraphError(node.name, f"it waits for a collective that {first!r} has waited for")
                 waited[node.start] = node.name
         for storage in self.storages:
+            earliest = storage.maker if storage.maker > 0 else 0
             for user in storage.touched_by:
-                if not max(0, storage.maker) <= user < len(self.nodes):
-                    raise ValueError(f"a storage of node {storage.maker} is used by node {user}, of {len(self.nodes)}")
+                if not earliest <= user < count:
+                    raise ValueError(f"a storage of node {storage.maker} is used by node {user}, of {count}")
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -24,7 +24,7 @@ _ISSUED = int(np.iinfo(np.int64).min) // 4  # added to the row of a node that ha
 _FEW = 32  # changes of a profile up to which slices are quicker than one cumulative sum; not measured apart
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Storage:
     """Memory that a node allocates, or that the graph is given and may free.
 
@@ -42,7 +42,7 @@ class Storage:
     kept: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_given and (self.kept or not self.users):
+        if self.maker < 0 and (self.kept or not self.users):
             raise ValueError("memory that the graph is given has users, after the last of which it is freed")
 
     @property
@@ -53,7 +53,7 @@ class Storage:
     @property
     def touched_by(self) -> tuple[int, ...]:
         """Its maker and its users."""
-        return self.users if self.is_given else (self.maker, *self.users)
+        return self.users if self.maker < 0 else (self.maker, *self.users)
 
 
 def interval_sums(

@@ -15,6 +15,7 @@ from spanwise.overlap.ir.memory import AllLimits
 from spanwise.overlap.ir.order import positions
 from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 
+_ROUNDING = 1e-9
 _LOOKAHEAD = 8  # ready nodes tried when the first ones do not fit the limits; with 1, random-1 takes 18 % longer
 
 
@@ -39,7 +40,9 @@ class ListOptions:
         )  # also if `ms` is 0
 
 
-def list_schedule(problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> ListSchedule:
+def list_schedule(
+    problem: SchedulingProblem, priorities: list[float], options: ListOptions, limit: float = math.inf
+) -> ListSchedule:
     """Make a schedule from the beginning: the ready node of the smallest priority first, within all limits.
 
     A wait is taken when its collective has ended and its turn has come, or when nothing else is ready. If the first
@@ -47,8 +50,9 @@ def list_schedule(problem: SchedulingProblem, priorities: list[float], options: 
 
     Args:
         priorities: milliseconds by node; see `priorities`.
+        limit: a schedule that must take more milliseconds is left early. Its makespan is infinite.
     """
-    return _ListScheduler(problem, priorities, options).run()
+    return _ListScheduler(problem, priorities, options, limit).run()
 
 
 class _ListScheduler:
@@ -60,11 +64,18 @@ class _ListScheduler:
         waits: waits of collectives that run, by the time at which these end.
         ended: waits of collectives that have ended.
         horizon: the largest priority that a node that takes memory may have now.
+        limit: milliseconds that the schedule may take.
+        spare: of each stream, milliseconds that it may still be idle within the limit.
+        is_late: whether the limit cannot be kept.
     """
 
-    def __init__(self, problem: SchedulingProblem, priorities: list[float], options: ListOptions) -> None:
+    def __init__(
+        self, problem: SchedulingProblem, priorities: list[float], options: ListOptions, limit: float = math.inf
+    ) -> None:
         self.problem, self.priorities, self.options = problem, priorities, options
-        self.ms, self.stream, self.users = problem.ms, problem.stream, problem.users
+        self.limit = limit * (1 + _ROUNDING)
+        self.spare, self.is_late = [self.limit - work for work in problem.work], False
+        self.ms, self.stream, self.users, self.tail = problem.ms, problem.stream, problem.users, problem.tail
         self.start_of, self.is_instant = problem.start_of, problem.is_instant
         count = len(problem.ms)
         self.memory = memory = problem.limits[0].copy()
@@ -83,7 +94,8 @@ class _ListScheduler:
         self.deferred: list[int] = []
         self.waits: list[tuple[float, int]] = []
         self.ended: list[int] = []
-        self.now, self.first_left, self.horizon = 0.0, 0, -math.inf
+        self.now, self.first_left = 0.0, 0
+        self.horizon = math.inf if options.ahead == math.inf else -math.inf
 
     def run(self) -> ListSchedule:
         problem, has_run, waits = self.problem, self.has_run, self.waits
@@ -91,7 +103,7 @@ class _ListScheduler:
             if not self.missing[i] and not has_run[i]:
                 self.issue(i) if problem.is_instant[i] else self.add_ready(i)
         count = len(has_run)
-        while len(self.order) < count:
+        while len(self.order) < count and not self.is_late:
             if self.ended or (waits and (waits[0][0] <= self.now or has_run[waits[0][1]])):
                 self.wait_in_turn()
                 if len(self.order) == count:
@@ -99,7 +111,8 @@ class _ListScheduler:
             is_scarce = self.memory.alive > problem.scarce
             if is_scarce and self.ended and self.wait_for_ended():
                 continue
-            self.admit_deferred()
+            if self.horizon < math.inf:
+                self.admit_deferred()
             chosen = self.take(self.ready[0])
             started = self.start_collectives(chosen)
             if chosen >= 0:
@@ -111,11 +124,12 @@ class _ListScheduler:
             if not started:
                 wait = self.choose_wait()
                 self.issue(wait if wait >= 0 and self.is_safe(wait) else self.memory.next_in_order)
-        return ListSchedule(self.order, self.begin, max([self.now, *self.free]), self.memory.peak)
+        makespan = math.inf if self.is_late else max([self.now, *self.free])
+        return ListSchedule(self.order, self.begin, makespan, self.memory.peak)
 
     def issue(self, i: int) -> None:
         """Issue a node, and the instant nodes that become ready by it."""
-        missing, begin = self.missing, self.begin
+        missing, begin, spare = self.missing, self.begin, self.spare
         stack = [i]
         while stack:
             i = stack.pop()
@@ -124,14 +138,24 @@ class _ListScheduler:
             self.order.append(i)
             stream = self.stream[i]
             begin[i] = now = self.now
+            if now + self.tail[i] > self.limit:
+                self.is_late = True
             if stream == 0:
                 self.now = now + self.ms[i]
             elif stream > 0:
-                if self.free[stream] > now:
-                    begin[i] = self.free[stream]
+                free = self.free[stream]
+                if free > now:
+                    begin[i] = free
+                else:
+                    spare[stream] -= now - free
+                    if spare[stream] < 0:
+                        self.is_late = True
                 self.end[i] = self.free[stream] = begin[i] + self.ms[i]
-            else:
-                self.now = max(now, self.end[self.start_of[i]])
+            elif self.end[self.start_of[i]] > now:
+                self.now = self.end[self.start_of[i]]
+                spare[0] -= self.now - now
+                if spare[0] < 0:
+                    self.is_late = True
             for user in self.users[i]:
                 missing[user] -= 1
                 if not missing[user]:

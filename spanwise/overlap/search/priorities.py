@@ -25,6 +25,9 @@ import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spanwise.overlap.ir.critical_path import heads, tails
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.memory import ResourceLimit
@@ -59,6 +62,7 @@ class SchedulingProblem:
 
     Attributes:
         stream: of each node: 0 for compute, a number for each group, -1 for a wait.
+        work: milliseconds of all work of each stream.
         longest: milliseconds of the longest path.
         head: of each node, the earliest time at which it can be issued.
         tail: of each node, the longest path from its issue to the end of the graph.
@@ -75,6 +79,7 @@ class SchedulingProblem:
         numbers = {group: number for number, group in enumerate(dag.groups, 1)}
         self.num_streams = 1 + len(numbers)
         self.stream = [numbers[n.group] if n.kind == _START else -(n.kind == _WAIT) for n in dag.nodes]
+        self.work = self.work_of(dag.ms)
         self.start_of = [node.start for node in dag.nodes]
         self.head, self.tail = heads(dag).tolist(), tails(dag)[0].tolist()
         self.longest = max((first + rest for first, rest in zip(self.head, self.tail, strict=True)), default=0.0)
@@ -89,6 +94,11 @@ class SchedulingProblem:
             )
         for limit in limits:
             self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
+
+    def work_of(self, ms: NDArray[np.float64]) -> list[float]:
+        """Milliseconds of each stream if the nodes take `ms`; added in order, so that every machine gets the same."""
+        streams = np.maximum(np.array(self.stream, np.int64), 0)
+        return np.bincount(streams, ms, self.num_streams).tolist()
 
     def along(self, order: Sequence[int], budget: int) -> SchedulingProblem:
         """The same problem with another known order and memory budget; the order must keep the other limits."""

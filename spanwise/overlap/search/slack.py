@@ -5,6 +5,7 @@ dag, numbered in the order of its schedule ─► slack ─► bucketing.greedy
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -56,6 +57,12 @@ class MemorySlack:
         until, late = _delayed(timeline, waits, num_bytes, alive, budget)
         self._profile = Profile(alive + late)
         self.latest = dict(zip(waits.tolist(), until.tolist(), strict=True))
+
+    def copy(self) -> MemorySlack:
+        """An independent one; both may `move`."""
+        other = copy.copy(self)
+        other._profile = self._profile.copy()
+        return other
 
     def fits_at(self, node: int, position: int) -> bool:
         """Whether the memory that `node` allocates fits if it runs at a position before its own."""
@@ -118,14 +125,25 @@ class LatestTimes:
         may_be_late: of each node, whether it may run after its position: waits, instant nodes, and cheap last ones.
     """
 
-    def __init__(self, timeline: Timeline, memory: MemorySlack, share: float) -> None:
+    def __init__(self, timeline: Timeline, memory: MemorySlack, share: float = 1.0) -> None:
         dag = timeline.dag
-        self._count, self._share = len(dag), share
+        self._timeline = timeline
         self.is_cheap = _cheap_nodes(dag)
         self.is_last, self.may_be_late = [False] * len(dag), [False] * len(dag)
-        begin, end, reach = self._backward_pass(dag, timeline.makespan, memory)
-        self.begin, self.end = self._shared(timeline.begin, begin), self._shared(timeline.end, end)
-        self.reach = [*self._shared(timeline.issued, reach), timeline.makespan]
+        self._latest = self._backward_pass(dag, timeline.makespan, memory)
+        self._use(share)
+
+    def of_share(self, share: float) -> LatestTimes:
+        """The same with another share."""
+        other = copy.copy(self)
+        other._use(share)
+        return other
+
+    def _use(self, share: float) -> None:
+        real, (begin, end, reach) = self._timeline, map(np.array, self._latest)
+        self.begin = (real.begin + share * (begin - real.begin)).tolist()
+        self.end = (real.end + share * (end - real.end)).tolist()
+        self.reach = [*(real.issued + share * (reach[:-1] - real.issued)).tolist(), real.makespan]
 
     def _backward_pass(
         self, dag: Dag, total: float, memory: MemorySlack
@@ -161,9 +179,6 @@ class LatestTimes:
                 of = issue if kinds[dep] == _START and dep != node.start else end
                 of[dep] = min(of[dep], begin[i])
         return begin, end, reach
-
-    def _shared(self, real: NDArray[np.float64], latest: list[float]) -> list[float]:
-        return (real + self._share * (np.array(latest[: self._count]) - real)).tolist()
 
 
 def _cheap_nodes(dag: Dag) -> list[bool]:
