@@ -252,13 +252,8 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Out, lse and, if asked for, the largest score of each head, over all chunks as they arrive.
 
-    This is all the compute between the collectives of a call. Benchmarks call it with K/V that have arrived.
-
-    Args:
-        q: ``[B, Hq, T, Dk]``.
-        arriving: K/V of each of the `chunks`, in order.
-        tokens: positions of the rows of q, as the kernel takes them.
-        options: as the kernel takes them.
+    This is all the compute between the collectives of a call. Benchmarks call it with K/V that have arrived. q is ``[B,
+    Hq, T, Dk]``; `arriving` gives K/V of each of the `chunks`, in order.
     """
     queries, merging = kernel.queries(q), Merging(q.dtype)
     top = None
@@ -279,11 +274,7 @@ def merged(
 def _as_traded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors without memory that look like q, k and v after heads have been traded for tokens.
-
-    Raises:
-        ValueError: the heads do not divide over the ranks that trade them.
-    """
+    """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
     assert local.trade is not None
     check_heads(q.shape[1], k.shape[1], local.inner)
     heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)

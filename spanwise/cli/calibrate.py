@@ -36,9 +36,6 @@ class CalibrateOptions:
         head_dim: width of a head.
         dtype: of q, K and V.
         host_size: ranks of a host, where host names do not tell them apart.
-
-    Raises:
-        ValueError: an option is out of range, or no device serves; raised before a process starts.
     """
 
     ranks: int = 2

@@ -276,13 +276,7 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 
 
 class _Priced:
-    """Costs of the nodes of one graph, computed in advance, so that timings of a pass do not contain them.
-
-    Args:
-        gm: the graph.
-        costs: of operators.
-        model: of the network.
-    """
+    """Costs of the nodes of `gm`, computed in advance, so that timings of a pass do not contain them."""
 
     def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
         self.costs, self.model = costs, model
