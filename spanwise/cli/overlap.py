@@ -125,7 +125,7 @@ class OverlapOptions:
 
 
 def overlap(options: OverlapOptions) -> None:
-    """Hide the communication of a training step: schedule a captured graph, and say what is exposed and why."""
+    """Hide the communication of a training step. Schedules a captured graph; says what is exposed, and why."""
     check_writable(options.trace, options.html, options.json, options.save)
     hardware = load_hardware(options.hardware)
     given = parse_groups(options.group)

@@ -72,7 +72,7 @@ class FuzzOptions:
 
 
 def fuzz(options: FuzzOptions) -> int:
-    """Compare random attention calls on local ranks with dense float64 attention, outputs and gradients."""
+    """Compare random calls with dense attention. Runs local ranks; outputs and gradients, in float64."""
     check_writable(options.out)
     cases = list(options.chosen())
     if not cases:
