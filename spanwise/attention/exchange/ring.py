@@ -284,8 +284,6 @@ def fetches(
     """For a chained `Refetch`: functions that start fetching each chunk again, the last one first.
 
     The last chunk comes from its owner, by one hop. Every other chunk comes by sending the chunk after it a hop back.
-
-    Args: as in :func:`start`.
     """
     ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
 
