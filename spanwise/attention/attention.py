@@ -28,7 +28,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group, mesh_of
+from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
 from spanwise.planning.plan import Plan
 
 
@@ -229,15 +229,6 @@ def _checked(
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
     return local, mesh, kernel
-
-
-def check_plan(plan: object, caller: str) -> None:
-    """``ValueError`` for anything but a plan."""
-    if not isinstance(plan, (Plan, RankPlan)):
-        raise ValueError(
-            f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
-            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
-        )
 
 
 def merged(

@@ -301,6 +301,15 @@ def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh
 
 
+def check_plan(plan: object, caller: str) -> None:
+    """``ValueError`` for anything but a plan."""
+    if not isinstance(plan, (PlanData, RankPlan)):
+        raise ValueError(
+            f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
+        )
+
+
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
     """``ValueError`` unless `local` belongs to this rank of ``mesh``."""
     rank = rank_on(mesh, local.num_ranks, local.inner)
