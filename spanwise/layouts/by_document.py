@@ -32,7 +32,7 @@ def ways(num_ranks: int, host_size: int | None) -> list[Folded]:
 
 @dataclass(frozen=True)
 class ByDocument:
-    """Documents spread over ranks with equal links, so that the busiest receives and sends least."""
+    """Documents over ranks with equal links: the busiest moves least, within `max_imbalance` (busiest to mean work)."""
 
     max_imbalance: float
 
