@@ -23,6 +23,6 @@ for _ in range(5):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-report = hf.verify(model, {"input_ids": ids[:, :256]})
+report = hf.verify(model, {name: x[:, :400] for name, x in batch.items()})  # two documents, the second one cut
 print(f"rank {mesh.get_rank()}: loss {loss.item():.3f}, {report}")
 dist.destroy_process_group()

@@ -40,10 +40,9 @@ class Link:
     Raises:
         ValueError: a bandwidth that is not positive, a negative latency, or groups of fewer than 2 ranks.
 
-    Examples:
-        >>> from spanwise import Link
-        >>> Link(bandwidth=50e9, latency=40e-6)
-        Link(bandwidth=50000000000.0, latency=4e-05, ranks=None)
+    >>> from spanwise import Link
+    >>> Link(bandwidth=50e9, latency=40e-6)
+    Link(bandwidth=50000000000.0, latency=4e-05, ranks=None)
     """
 
     bandwidth: float
@@ -79,14 +78,13 @@ class Hardware:
     Raises:
         ValueError: a rate that is not a positive number, links in the wrong order, or an unknown collective in `wire`.
 
-    Examples:
-        >>> import dataclasses
-        >>> import spanwise
-        >>> spanwise.H100.memory, len(spanwise.H100.links)
-        (80000000000, 2)
-        >>> slow = dataclasses.replace(spanwise.H100, name="one link", links=(spanwise.Link(10e9, 1e-3),))
-        >>> slow.all_gather_seconds(shard_bytes=1e7, num_ranks=3)
-        0.003
+    >>> import dataclasses
+    >>> import spanwise
+    >>> spanwise.H100.memory, len(spanwise.H100.links)
+    (80000000000, 2)
+    >>> slow = dataclasses.replace(spanwise.H100, name="one link", links=(spanwise.Link(10e9, 1e-3),))
+    >>> slow.all_gather_seconds(shard_bytes=1e7, num_ranks=3)
+    0.003
     """
 
     name: str
@@ -133,9 +131,8 @@ class Hardware:
     def attention_seconds(self, flops: float | np.ndarray, *, backward: bool) -> Any:
         """Seconds of one call of the attention kernel with ``flops`` operations; 0 for 0 operations.
 
-        Examples:
-            >>> float(H100.attention_seconds(378e12, backward=False))
-            1.00002
+        >>> float(H100.attention_seconds(378e12, backward=False))
+        1.00002
         """
         rate = self.attention_backward_flops if backward else self.attention_flops
         return np.where(np.asarray(flops) > 0, self.kernel_seconds + flops / rate, 0.0)[()]
@@ -143,9 +140,8 @@ class Hardware:
     def copy_seconds(self, num_bytes: float) -> float:
         """Seconds to copy ``num_bytes`` within the rank's memory: each byte is read and written.
 
-        Examples:
-            >>> H200.copy_seconds(2.4e12)
-            1.0
+        >>> H200.copy_seconds(2.4e12)
+        1.0
         """
         return 2 * num_bytes / self.memory_bandwidth
 
@@ -161,10 +157,9 @@ class Hardware:
         Raises:
             ValueError: not square, or negative.
 
-        Examples:
-            >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
-            >>> two.all_to_all_seconds(np.array([[5e7, 1e7], [2e7, 0]]))
-            0.003
+        >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
+        >>> two.all_to_all_seconds(np.array([[5e7, 1e7], [2e7, 0]]))
+        0.003
         """
         traffic = np.asarray(num_bytes, dtype=np.float64)
         if traffic.ndim != 2 or traffic.shape[0] != traffic.shape[1] or not (traffic >= 0).all():
@@ -187,19 +182,17 @@ class Hardware:
         of the outside bytes over the outer level, and all other bytes over the inner one. NCCL's rings do the same:
         they run through all network cards of a host.
 
-        Examples:
-            >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
-            >>> two.all_gather_seconds(2e7, num_ranks=2)
-            0.003
+        >>> two = dataclasses.replace(H100, links=(Link(10e9, 1e-3),))
+        >>> two.all_gather_seconds(2e7, num_ranks=2)
+        0.003
         """
         return self._ring_seconds(shard_bytes, num_ranks, "all_gather")
 
     def reduce_scatter_seconds(self, shard_bytes: float, num_ranks: int) -> float:
         """Seconds of a reduce-scatter that leaves ``shard_bytes`` on each rank: an all-gather in reverse.
 
-        Examples:
-            >>> CPU_HOST.reduce_scatter_seconds(1e6, 2) > CPU_HOST.all_gather_seconds(1e6, 2)
-            True
+        >>> CPU_HOST.reduce_scatter_seconds(1e6, 2) > CPU_HOST.all_gather_seconds(1e6, 2)
+        True
         """
         return self._ring_seconds(shard_bytes, num_ranks, "reduce_scatter")
 
@@ -227,9 +220,8 @@ class Hardware:
         Raises:
             ValueError: fewer than two ranks, one level alone, or a level outside that hosts do not divide.
 
-        Examples:
-            >>> [link.ranks for link in H100.with_host_size(4).links]
-            [4, None]
+        >>> [link.ranks for link in H100.with_host_size(4).links]
+        [4, None]
         """
         if len(self.links) < 2:
             raise ValueError(f"{self.name} has one level of links, so that no host size matters; add a link for hosts")
@@ -238,9 +230,8 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts, as in JSON.
 
-        Examples:
-            >>> Hardware.from_dict(H100.to_dict()) == H100
-            True
+        >>> Hardware.from_dict(H100.to_dict()) == H100
+        True
         """
         wire = [list(pair) for pair in self.wire]
         return dataclasses.asdict(self) | {"links": [dataclasses.asdict(link) for link in self.links], "wire": wire}
@@ -257,13 +248,12 @@ class Hardware:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the figures to ``path`` as JSON.
 
-        Examples:
-            >>> import tempfile
-            >>> from spanwise.hardware import H100
-            >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            ...     H100.save(file.name)
-            ...     Hardware.load(file.name) == H100
-            True
+        >>> import tempfile
+        >>> from spanwise.hardware import H100
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     H100.save(file.name)
+        ...     Hardware.load(file.name) == H100
+        True
         """
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
@@ -381,9 +371,8 @@ def attention_flops(area: float, num_q_heads: int, head_dim: int, v_head_dim: in
         area: visible (query, key) pairs, summed over batch rows.
         backward: count the backward pass instead of the forward.
 
-    Examples:
-        >>> attention_flops(100, num_q_heads=2, head_dim=8, v_head_dim=8, backward=False)
-        6400.0
+    >>> attention_flops(100, num_q_heads=2, head_dim=8, v_head_dim=8, backward=False)
+    6400.0
     """
     qk, pv = 2.0 * area * num_q_heads * head_dim, 2.0 * area * num_q_heads * v_head_dim
     return 3 * qk + 2 * pv if backward else qk + pv

@@ -28,7 +28,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, check_rank, inner_group, mesh_of
+from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
 from spanwise.planning.plan import Plan
 
 
@@ -231,15 +231,6 @@ def _checked(
     return local, mesh, kernel
 
 
-def check_plan(plan: object, caller: str) -> None:
-    """``ValueError`` for anything but a plan."""
-    if not isinstance(plan, (Plan, RankPlan)):
-        raise ValueError(
-            f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
-            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
-        )
-
-
 def merged(
     kernel: Kernel,
     q: torch.Tensor,
@@ -252,13 +243,8 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Out, lse and, if asked for, the largest score of each head, over all chunks as they arrive.
 
-    This is all the compute between the collectives of a call. Benchmarks call it with K/V that have arrived.
-
-    Args:
-        q: ``[B, Hq, T, Dk]``.
-        arriving: K/V of each of the `chunks`, in order.
-        tokens: positions of the rows of q, as the kernel takes them.
-        options: as the kernel takes them.
+    This is all the compute between the collectives of a call. Benchmarks call it with K/V that have arrived. q is ``[B,
+    Hq, T, Dk]``; `arriving` gives K/V of each of the `chunks`, in order.
     """
     queries, merging = kernel.queries(q), Merging(q.dtype)
     top = None
@@ -279,11 +265,7 @@ def merged(
 def _as_traded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors without memory that look like q, k and v after heads have been traded for tokens.
-
-    Raises:
-        ValueError: the heads do not divide over the ranks that trade them.
-    """
+    """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
     assert local.trade is not None
     check_heads(q.shape[1], k.shape[1], local.inner)
     heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spanwise import _moved
-from spanwise.attention.attention import Aux, AuxRequest, check_plan, context_parallel_attention
+from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.kernels.base import Kernel
-from spanwise.attention.rank_plan import RankPlan, rank_on
+from spanwise.attention.rank_plan import RankPlan, check_plan, rank_on
 from spanwise.planning.plan import Plan
 
 

@@ -150,11 +150,7 @@ _torch.register_pytree_dataclass(
 
 
 def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kernel: Kernel | None = None) -> RankPlan:
-    """The tensors of ``rank`` on ``device``; pure, without a process group.
-
-    Args:
-        kernel: the kernel that will use the plan; None for any that needs no tables.
-    """
+    """The tensors of ``rank`` on ``device``, for `kernel`, or for any that needs no tables. Pure: no process group."""
     device, kernel = torch.device(device), kernel or Kernel()
     if kernel.needs_tokens and plan.layout.tokens_per_rank.min() == 0:
         # Checked for all ranks, so that every rank raises; the kernel would raise on the empty rank alone.
@@ -288,11 +284,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
 
 
 def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of a call: the rank plan's, or the call's `mesh` if the rank plan has none.
-
-    Raises:
-        ValueError: `mesh` is another mesh than the rank plan's, or none.
-    """
+    """The mesh of a call: the rank plan's, or `mesh` if that has none; ``ValueError`` if they differ."""
     own = local.mesh
     if mesh is None or mesh is own:
         return own
@@ -307,6 +299,15 @@ def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
             f"plan.local(mesh)"
         )
     return mesh
+
+
+def check_plan(plan: object, caller: str) -> None:
+    """``ValueError`` for anything but a plan."""
+    if not isinstance(plan, (PlanData, RankPlan)):
+        raise ValueError(
+            f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
+            f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
+        )
 
 
 def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:

@@ -76,9 +76,8 @@ class VerifyReport:
             lines.append(f"  {name}: relative error {error:.2e} (tolerance {self.tolerance:.0e}) {verdict}")
         if set(self.errors) == {"out"}:
             lines.append("  gradients were not checked: no floating-point input and no parameter")
-        lines.append(
-            f"  leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
-        )
+        found = f"leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
+        lines.append(f"  {found}" if self.probed else "  leaks were not probed: there is no second document")
         for kind, pairs in (("leak", self.leaks), ("blind", self.blind)):
             lines += [f"    {kind}: row {row}, token {token}" for row, token in pairs[:5]]
         return "\n".join(lines)

@@ -97,11 +97,9 @@ def token_logprobs(
 
 
 def scored(tokens: Tokens, scoring: Scoring, caller: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies in the shape of the labels.
+    """Log-probabilities and entropies, of the tokens that `checked` gives, in the shape of the labels.
 
-    Args:
-        tokens: as `checked` gives them.
-        caller: as in `vocabulary.offset_of`.
+    `caller` as in `vocabulary.offset_of`.
     """
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
     offset, compare = vocabulary.offset_of(tokens, mesh, scoring, caller)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.rank_plan import RankPlan, mesh_of, rank_on
+from spanwise.attention.rank_plan import RankPlan, check_plan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.documents import shift
@@ -60,6 +60,7 @@ def shard(
     >>> spanwise.shard(plan.local(mesh=None), x=torch.tensor([5, 6, 7, 8]), dim=0)
     tensor([5, 6, 7, 8])
     """
+    check_plan(plan, "shard")
     check_side(side)
     if isinstance(plan, RankPlan):
         mesh_of(plan, mesh)
@@ -99,6 +100,7 @@ def unshard(
     >>> spanwise.unshard(plan, None, torch.tensor([[5, 6, 7, 8]]))
     tensor([[5, 6, 7, 8]])
     """
+    check_plan(plan, "unshard")
     check_side(side)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"unshard takes a tensor, got a {type(x).__name__}")
@@ -144,6 +146,7 @@ def roll(
     """
     if not isinstance(shifts, (int, np.integer)):
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
+    check_plan(plan, "roll")
     check_side(side)
     if tree is None:
         source, inside = shift(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
@@ -258,6 +261,7 @@ def shard_batch(
     >>> batch["labels"].tolist(), batch["position_ids"].tolist()
     ([[2, -100, 4, 5, -100]], [[0, 1, 0, 1, 2]])
     """
+    check_plan(plan, "shard_batch")
     if not batch:
         raise ValueError("shard_batch got an empty batch")
     if dim not in (0, 1):

@@ -14,11 +14,7 @@ from spanwise.batch.token_scores import Scoring, Tokens
 
 
 def local_rows(x: torch.Tensor, what: str, mesh: DeviceMesh | None) -> torch.Tensor:
-    """This rank's rows of a weight or bias, differentiably.
-
-    Raises:
-        ValueError: a DTensor that is not cut along dim 0 over `mesh`.
-    """
+    """This rank's rows of a weight or bias, differentiably; ``ValueError`` for a DTensor cut otherwise than `mesh`."""
     if not isinstance(x, DTensor):
         return x
     if mesh is None or x.device_mesh != mesh or tuple(x.placements) != (Shard(0),):

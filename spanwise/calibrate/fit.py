@@ -128,13 +128,8 @@ def fit_link(
 ) -> tuple[Link, dict[str, float], list[float]]:
     """The link that describes ``(collective, bytes, seconds)`` best, wire factors, and the fitted seconds.
 
-    ``seconds = latency + factor · bytes / bandwidth``. The collective that moves its bytes fastest has factor 1.
-
-    Args:
-        wire: known factors.
-
-    Raises:
-        ValueError: the times do not grow with the bytes.
+    ``seconds = latency + factor · bytes / bandwidth``. The collective that moves its bytes fastest has factor 1; `wire`
+    has known factors. ``ValueError`` if the times do not grow with the bytes.
     """
     names = list(dict.fromkeys(name for name, _, _ in samples))
     num_bytes = np.array([n for _, n, _ in samples])

@@ -27,9 +27,7 @@ def measure_links(
 ) -> tuple[tuple[Link, ...], tuple[tuple[str, float], ...], tuple[Sample, ...]]:
     """Levels innermost first, wire factors above 1, and the samples behind both. A collective call.
 
-    Args:
-        host_size: ranks of a host; all of them if there is one level.
-        largest: bytes that a rank receives in the largest collective.
+    `host_size` is all ranks if there is one level; a rank receives `largest` bytes in the largest collective.
     """
     # Outermost first: this level sets the wire factors. All groups of a level measure at the same time.
     levels: list[tuple[str, int | None, list[int]]] = []

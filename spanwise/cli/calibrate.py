@@ -36,9 +36,6 @@ class CalibrateOptions:
         head_dim: width of a head.
         dtype: of q, K and V.
         host_size: ranks of a host, where host names do not tell them apart.
-
-    Raises:
-        ValueError: an option is out of range, or no device serves; raised before a process starts.
     """
 
     ranks: int = 2
@@ -73,7 +70,7 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions, rank: Rank | None) -> int:
-    """Measure this machine and the links between its ranks: what plans are priced with.
+    """Measure this machine and its links. Plans are priced with the figures.
 
     Starts --ranks local processes, or takes part in those that torchrun started, on one host or several:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m spanwise calibrate --device cuda --out cluster.json

@@ -8,11 +8,7 @@ PRESETS = {"h100": H100, "h200": H200, "b200": B200, "cpu": CPU_HOST}
 
 
 def load_hardware(name: str) -> Hardware:
-    """The preset `name`, else the contents of the file `name`.
-
-    Raises:
-        ValueError: the file cannot be read or holds no `Hardware`.
-    """
+    """The preset `name`, else the `Hardware` in the file `name`; ``ValueError`` if that cannot be read."""
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     try:

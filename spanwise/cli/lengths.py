@@ -20,7 +20,7 @@ OFFSET_NAMES = ("cu_seqlens", "offsets")
 
 
 def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray]:
-    """Document lengths in the file `path`, int64 ``[num_docs]`` for each sequence in it.
+    """Document lengths in the file `path`, int64 ``[num_docs]`` for each sequence; ``ValueError`` names a wrong value.
 
     Args:
         path: ``.json``: a list of lengths, a list of such lists (one a sequence), or an object that holds one under
@@ -28,9 +28,6 @@ def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray
             header.
         column: the key or column. Default: the only one, or the first that is named like one of `LENGTH_NAMES` or
             `OFFSET_NAMES`. Names that begin with ``cu_`` or are in `OFFSET_NAMES` hold offsets ``0 = cu[0] <= …``.
-
-    Raises:
-        ValueError: the file cannot be read, or holds a value that is not a length.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

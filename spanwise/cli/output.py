@@ -11,22 +11,14 @@ from spanwise.cli.report.terminal import console
 
 
 def check_writable(*paths: str | None) -> None:
-    """Refuse a path that cannot become a file.
-
-    Raises:
-        ValueError: a path is a folder, or its folder does not exist.
-    """
+    """Raise ``ValueError`` for a path that is a folder, or whose folder does not exist."""
     for path in paths:
         if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise ValueError(f"cannot write {path}: name a file in a folder that exists")
 
 
 def write(path: str | None, writer: Callable[[Path], object]) -> None:
-    """Let `writer` write the file `path` and report it; nothing if `path` is None.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Let `writer` write the file `path`, if one is given, and report it; ``ValueError`` if it cannot be written."""
     if path is None:
         return
     try:
@@ -47,12 +39,9 @@ def json_text(figures: Any) -> str:
 
 
 def publish(result: dict[str, Any], out: Path | None, *tables: Any, width: int = 120) -> dict[str, Any]:
-    """Print a benchmark's `tables` (empty ones are left out), write `result` to `out`, and return it.
+    """Print a benchmark's `tables` (empty ones are left out), write `result` as JSON to `out`, and return it.
 
-    Args:
-        result: as JSON holds it.
-        out: file for it; its folder is made.
-        width: columns of the tables where there is no terminal.
+    `width` is that of the tables where there is no terminal.
     """
     for table in filter(None, tables):
         console(width).print(table)

@@ -125,7 +125,7 @@ class OverlapOptions:
 
 
 def overlap(options: OverlapOptions) -> None:
-    """Hide the communication of a training step: schedule a captured graph, and say what is exposed and why."""
+    """Hide the communication of a training step. Schedules a captured graph; says what is exposed, and why."""
     check_writable(options.trace, options.html, options.json, options.save)
     hardware = load_hardware(options.hardware)
     given = parse_groups(options.group)
@@ -276,13 +276,7 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 
 
 class _Priced:
-    """Costs of the nodes of one graph, computed in advance, so that timings of a pass do not contain them.
-
-    Args:
-        gm: the graph.
-        costs: of operators.
-        model: of the network.
-    """
+    """Costs of the nodes of `gm`, computed in advance, so that timings of a pass do not contain them."""
 
     def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
         self.costs, self.model = costs, model

@@ -112,7 +112,7 @@ class PlanOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Plan one sequence: who computes and receives what, predicted seconds, and why this way. Runs anywhere."""
+    """Plan one sequence and predict its step. Shows who computes and receives what, and why. Runs anywhere."""
     for name, largest in _LARGEST.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= largest:

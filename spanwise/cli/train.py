@@ -8,7 +8,7 @@ from spanwise.train.start import start
 
 
 def train(config: TrainConfig, rank: Rank | None) -> int:
-    """Train a decoder on packed documents, the sequence cut over the ranks.
+    """Train a decoder on packed documents over several ranks.
 
     Starts --ranks local processes, or takes part in those that torchrun started:
     torchrun --nproc-per-node 4 -m spanwise train ...

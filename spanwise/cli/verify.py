@@ -129,7 +129,7 @@ class VerifyConfig:
 
 
 def verify(config: VerifyConfig) -> int:
-    """Compare attention and a small decoder with one device, and probe them for leaks across the mask."""
+    """Compare attention and a decoder with one device. Probes them for leaks across the mask, too."""
     config.model()
     print(config.plan().explain(), flush=True)
     return launch(verify_rank, config, ranks=config.ranks)

@@ -38,11 +38,7 @@ _BY_NAME: Mapping[str, LoadBalancer] = {
 
 
 def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
-    """The balancer of a name; returns an object with an ``assign`` method as it is.
-
-    Raises:
-        ValueError: an unknown name, or an object that is not a balancer.
-    """
+    """The balancer of a name, or an object with ``assign`` as it is; ``ValueError`` for anything else."""
     known = ", ".join(map(repr, _BY_NAME))
     if isinstance(balancer, str):
         if balancer not in _BY_NAME:
@@ -56,11 +52,7 @@ def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
 
 
 def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_ranks: int) -> Layout:
-    """Runs a balancer and checks its answer.
-
-    Raises:
-        ValueError: see `resolve`; or the answer is not a layout of this problem (the message names the balancer).
-    """
+    """Run a balancer; ``ValueError`` names it if its answer is not a layout of this problem."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     balancer = resolve(balancer)

@@ -32,11 +32,7 @@ def ways(num_ranks: int, host_size: int | None) -> list[Folded]:
 
 @dataclass(frozen=True)
 class ByDocument:
-    """Documents spread over ranks whose links are all alike, in the way whose busiest rank receives and sends least.
-
-    Args:
-        max_imbalance: allowed ratio of busiest to mean work.
-    """
+    """Documents over ranks with equal links: the busiest moves least, within `max_imbalance` (busiest to mean work)."""
 
     max_imbalance: float
 

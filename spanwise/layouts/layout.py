@@ -39,13 +39,12 @@ class Layout:
     Raises:
         ValueError: a token has no owner or two, a rank is out of range, or rows give a rank different token counts.
 
-    Examples:
-        >>> from spanwise import Layout
-        >>> layout = Layout([[(0, 0, 2), (1, 2, 6), (0, 6, 8)]], num_ranks=2, seq_len=8)
-        >>> layout
-        Layout(seq_len=8, num_ranks=2, batch_size=1, runs=3)
-        >>> layout.rearrange_indices()
-        tensor([[0, 1, 6, 7, 2, 3, 4, 5]])
+    >>> from spanwise import Layout
+    >>> layout = Layout([[(0, 0, 2), (1, 2, 6), (0, 6, 8)]], num_ranks=2, seq_len=8)
+    >>> layout
+    Layout(seq_len=8, num_ranks=2, batch_size=1, runs=3)
+    >>> layout.rearrange_indices()
+    tensor([[0, 1, 6, 7, 2, 3, 4, 5]])
     """
 
     seq_len: int
@@ -82,9 +81,8 @@ class Layout:
         Raises:
             ValueError: as the constructor, or rows have different numbers of ranks.
 
-        Examples:
-            >>> Layout.from_runs([[[(0, 2), (6, 8)], [(2, 6)]]], seq_len=8).num_tokens(0)
-            4
+        >>> Layout.from_runs([[[(0, 2), (6, 8)], [(2, 6)]]], seq_len=8).num_tokens(0)
+        4
         """
         pieces = []
         for index, runs_per_rank in enumerate(rows):
@@ -105,11 +103,10 @@ class Layout:
         Raises:
             ValueError: wrong dtype or shape, a rank out of range, or rows that give a rank different token counts.
 
-        Examples:
-            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).pieces()
-            array([[0, 0, 2],
-                   [0, 6, 7],
-                   [1, 2, 6]])
+        >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).pieces()
+        array([[0, 0, 2],
+               [0, 6, 7],
+               [1, 2, 6]])
         """
         if seq_len < 1 or block_size < 1:
             raise ValueError(f"seq_len and block_size must be at least 1, got {seq_len} and {block_size}")
@@ -147,10 +144,9 @@ class Layout:
     def runs(self, rank: int, row: int = 0) -> Int64:
         """Runs of ``rank`` in batch row ``row``: int64 ``[num_runs, 2]``, ascending, disjoint, merged; read-only.
 
-        Examples:
-            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).runs(0)
-            array([[0, 2],
-                   [6, 7]])
+        >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).runs(0)
+        array([[0, 2],
+               [6, 7]])
         """
         row = self._check_row(row)
         lo, hi = self._offsets[row, self._check_rank(rank) : rank + 2]
@@ -159,18 +155,16 @@ class Layout:
     def indices(self, rank: int, row: int = 0) -> Int64:
         """Global positions of the rank's tokens, in shard order (ascending): int64 ``[num_tokens(rank)]``.
 
-        Examples:
-            >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).indices(0)
-            array([0, 1, 6])
+        >>> Layout.from_owners([0, 1, 1, 0], num_ranks=2, seq_len=7, block_size=2).indices(0)
+        array([0, 1, 6])
         """
         return ragged_arange(self.runs(rank, row))
 
     def grouped(self, size: int) -> Layout:
         """The layout of groups of ``size`` consecutive ranks; a group holds the tokens of its ranks.
 
-        Examples:
-            >>> Layout.from_owners([0, 1, 2, 3], num_ranks=4, seq_len=4, block_size=1).grouped(2).runs(1)
-            array([[2, 4]])
+        >>> Layout.from_owners([0, 1, 2, 3], num_ranks=4, seq_len=4, block_size=1).grouped(2).runs(1)
+        array([[2, 4]])
         """
         if size < 1 or self.num_ranks % size:
             raise ValueError(f"{self.num_ranks} ranks cannot be grouped by {size}")
@@ -182,9 +176,8 @@ class Layout:
     def split(self, parts: int) -> Layout:
         """Splits each rank's tokens among ``parts`` ranks: consecutive, sizes differ by at most one; undoes `grouped`.
 
-        Examples:
-            >>> Layout.from_owners([0, 1], num_ranks=2, seq_len=8, block_size=4).split(2).tokens_per_rank
-            array([2, 2, 2, 2])
+        >>> Layout.from_owners([0, 1], num_ranks=2, seq_len=8, block_size=4).split(2).tokens_per_rank
+        array([2, 2, 2, 2])
         """
         if parts == 1:
             return self
@@ -208,13 +201,12 @@ class Layout:
     def pieces(self, row: int = 0) -> Int64:
         """All runs of a batch row with their owner, rank-major: int64 ``[num_runs, 3]`` of (rank, start, stop).
 
-        Examples:
-            >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
-            >>> layout.pieces()
-            array([[0, 4, 8],
-                   [1, 0, 4]])
-            >>> Layout([layout.pieces()], layout.num_ranks, layout.seq_len) == layout
-            True
+        >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
+        >>> layout.pieces()
+        array([[0, 4, 8],
+               [1, 0, 4]])
+        >>> Layout([layout.pieces()], layout.num_ranks, layout.seq_len) == layout
+        True
         """
         row = self._check_row(row)
         ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
@@ -230,10 +222,9 @@ class Layout:
             Three int64 ``[m]``, one entry for each run and piece that overlap: index of the run, rank of the piece, and
             number of tokens in both.
 
-        Examples:
-            >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
-            >>> layout.owners_of(np.array([[3, 6]]))
-            (array([0, 0]), array([1, 0]), array([1, 2]))
+        >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
+        >>> layout.owners_of(np.array([[3, 6]]))
+        (array([0, 0]), array([1, 0]), array([1, 2]))
         """
         pieces = self.pieces(row)
         rank, start, stop = pieces[np.argsort(pieces[:, 1], kind="stable")].T
@@ -250,19 +241,17 @@ class Layout:
 
         ``x[rearrange_indices()[b]]`` is row ``b`` in shard order.
 
-        Examples:
-            >>> Layout.from_owners([1, 0], num_ranks=2, seq_len=4, block_size=2).rearrange_indices()
-            tensor([[2, 3, 0, 1]])
+        >>> Layout.from_owners([1, 0], num_ranks=2, seq_len=4, block_size=2).rearrange_indices()
+        tensor([[2, 3, 0, 1]])
         """
         return torch.from_numpy(np.stack([ragged_arange(runs) for runs in self._rows]))
 
     def restore_indices(self) -> torch.Tensor:
         """The inverse permutation of `rearrange_indices`: int64 ``[batch_size, seq_len]`` on the CPU.
 
-        Examples:
-            >>> layout = Layout.from_owners([1, 0, 0], num_ranks=2, seq_len=3, block_size=1)
-            >>> layout.rearrange_indices(), layout.restore_indices()
-            (tensor([[1, 2, 0]]), tensor([[2, 0, 1]]))
+        >>> layout = Layout.from_owners([1, 0, 0], num_ranks=2, seq_len=3, block_size=1)
+        >>> layout.rearrange_indices(), layout.restore_indices()
+        (tensor([[1, 2, 0]]), tensor([[2, 0, 1]]))
         """
         out = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
         for row, runs in enumerate(self._rows):
@@ -279,9 +268,8 @@ class Layout:
         Returns:
             int64 ``[batch_size, seq_len]``, indices into ``[rank, batch row, token]``, flattened.
 
-        Examples:
-            >>> Layout.from_owners([0, 0, 1], num_ranks=2, seq_len=3, block_size=1).slots()
-            array([[0, 1, 2]])
+        >>> Layout.from_owners([0, 0, 1], num_ranks=2, seq_len=3, block_size=1).slots()
+        array([[0, 1, 2]])
         """
         padded = int(self.tokens_per_rank.max())
         slots = np.empty((self.batch_size, self.seq_len), dtype=np.int64)

@@ -334,12 +334,9 @@ class _Search:
         self.least = (math.inf, math.inf)
 
     def run(self, start: Int64, threshold: float, penalty: float, budget: float) -> None:
-        """Searches from ``start``.
+        """Search from ``start``; at first a swap may be worse by `threshold` blocks. `budget` is in operations.
 
-        Args:
-            threshold: blocks by which a swap may be worse at the start.
-            penalty: price, in sequences per rank, of work over the limit by the mean work of a rank.
-            budget: operations.
+        `penalty` is the price, in sequences a rank, of work over the limit by the mean work of a rank.
         """
         self.last = start.copy()
         found = start.copy()

@@ -56,13 +56,12 @@ class Packing:
             for keys and queries, keys as long as padded queries without ``cu_seqlens_kv_padded``, or storage that ends
             before its last slot.
 
-    Examples:
-        >>> from spanwise import Packing
-        >>> packing = Packing([0, 3, 5], cu_seqlens_q_padded=[0, 4, 8])
-        >>> packing.sequence_ids(), packing.positions()
-        (array([ 0,  0,  0, -1,  1,  1, -1, -1]), array([0, 1, 2, 0, 0, 1, 0, 0]))
-        >>> packing.mask().area()
-        array([[1, 2, 3, 0, 1, 2, 0, 0]])
+    >>> from spanwise import Packing
+    >>> packing = Packing([0, 3, 5], cu_seqlens_q_padded=[0, 4, 8])
+    >>> packing.sequence_ids(), packing.positions()
+    (array([ 0,  0,  0, -1,  1,  1, -1, -1]), array([0, 1, 2, 0, 0, 1, 0, 0]))
+    >>> packing.mask().area()
+    array([[1, 2, 3, 0, 1, 2, 0, 0]])
     """
 
     q_lens: Int64
@@ -113,9 +112,8 @@ class Packing:
         Args:
             position_ids: as in `SpanMask.from_position_ids`; storage is the rows of the batch, one after the other.
 
-        Examples:
-            >>> Packing.from_position_ids([[0, 1, 0, 1, 2]]).q_lens
-            array([2, 3])
+        >>> Packing.from_position_ids([[0, 1, 0, 1, 2]]).q_lens
+        array([2, 3])
         """
         rows = _offsets.of_positions(position_ids)
         return cls(np.concatenate([[0], *(cu[1:] + row * cu[-1] for row, cu in enumerate(rows))]))
@@ -127,9 +125,8 @@ class Packing:
         Args:
             attention_mask: as in `SpanMask.from_attention_mask`; storage is the rows of the batch, one after the other.
 
-        Examples:
-            >>> Packing.from_attention_mask([[0, 1, 1], [1, 1, 0]]).sequence_ids()
-            array([-1,  0,  0,  1,  1, -1])
+        >>> Packing.from_attention_mask([[0, 1, 1], [1, 1, 0]]).sequence_ids()
+        array([-1,  0,  0,  1,  1, -1])
         """
         first, stop, length = _offsets.valid_runs(attention_mask)
         starts = first + np.arange(len(first)) * length
@@ -178,9 +175,8 @@ class Packing:
     def sequence_ids(self, side: Side = "q") -> Int64:
         """Sequence of each storage row, -1 in padding: int64 ``[q_len]`` or ``[kv_len]``.
 
-        Examples:
-            >>> Packing([0, 3, 5]).sequence_ids()
-            array([0, 0, 0, 1, 1])
+        >>> Packing([0, 3, 5]).sequence_ids()
+        array([0, 0, 0, 1, 1])
         """
         lens, offsets, length = self._of(side)
         ids = np.full(length, -1, np.int64)
@@ -190,9 +186,8 @@ class Packing:
     def positions(self, side: Side = "q") -> Int64:
         """Position of each storage row within its sequence, 0 in padding: int64 ``[q_len]`` or ``[kv_len]``.
 
-        Examples:
-            >>> Packing([0, 3, 5]).positions()
-            array([0, 1, 2, 0, 1])
+        >>> Packing([0, 3, 5]).positions()
+        array([0, 1, 2, 0, 1])
         """
         lens, offsets, length = self._of(side)
         rows = _rows(lens, offsets)
@@ -303,9 +298,8 @@ class Packing:
             ValueError: no storage; or a slot, or storage before or after the slots, is not a multiple of
                 ``2 * num_ranks`` tokens.
 
-        Examples:
-            >>> Packing([0, 4, 12]).dual_chunk_layout(2).runs(0).tolist()
-            [[0, 1], [3, 6], [10, 12]]
+        >>> Packing([0, 4, 12]).dual_chunk_layout(2).runs(0).tolist()
+        [[0, 1], [3, 6], [10, 12]]
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")

@@ -41,11 +41,10 @@ class LayoutProblem:
         ValueError: masks that are not square or differ in length or batch, weights for unknown masks or not positive,
             offsets that do not ascend from 0 to ``seq_len``.
 
-    Examples:
-        >>> from spanwise import LayoutProblem, SpanMask
-        >>> problem = LayoutProblem({"default": SpanMask.causal(10)}, block_size=4)
-        >>> problem.num_blocks, problem.block_area, problem.block_counts
-        (3, array([[10, 26, 19]]), array([[1, 2, 3]]))
+    >>> from spanwise import LayoutProblem, SpanMask
+    >>> problem = LayoutProblem({"default": SpanMask.causal(10)}, block_size=4)
+    >>> problem.num_blocks, problem.block_area, problem.block_counts
+    (3, array([[10, 26, 19]]), array([[1, 2, 3]]))
     """
 
     masks: Mapping[str, SpanMask]
@@ -167,18 +166,17 @@ def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
 class LoadBalancer(Protocol):
     """Assigns the blocks of a sequence to ranks. The same problem must give the same answer on every host.
 
-    Examples:
-        >>> import numpy as np
-        >>> from spanwise import LoadBalancer, SpanMask, make_plan
-        >>> class RoundRobin:
-        ...     def assign(self, problem, num_ranks):
-        ...         return np.arange(problem.num_blocks) % num_ranks
-        >>> isinstance(RoundRobin(), LoadBalancer)
-        True
-        >>> plan = make_plan(SpanMask.causal(8), 2, balancer=RoundRobin(), block_size=2, exchange="needed")
-        >>> plan.layout.runs(1)
-        array([[2, 4],
-               [6, 8]])
+    >>> import numpy as np
+    >>> from spanwise import LoadBalancer, SpanMask, make_plan
+    >>> class RoundRobin:
+    ...     def assign(self, problem, num_ranks):
+    ...         return np.arange(problem.num_blocks) % num_ranks
+    >>> isinstance(RoundRobin(), LoadBalancer)
+    True
+    >>> plan = make_plan(SpanMask.causal(8), 2, balancer=RoundRobin(), block_size=2, exchange="needed")
+    >>> plan.layout.runs(1)
+    array([[2, 4],
+           [6, 8]])
     """
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> ArrayLike | Layout:

@@ -29,12 +29,11 @@ def ptrr_schedule(process_time: Tensor, num_ranks: int) -> Tensor:
     Raises:
         ValueError: ``num_ranks`` below 1, or ``process_time`` without exactly one or two dims.
 
-    Examples:
-        >>> import torch
-        >>> from spanwise import ptrr_schedule
-        >>> ptrr_schedule(torch.tensor([9, 1, 7, 3, 5]), num_ranks=2)
-        tensor([[ 0,  1,  3],
-                [ 2,  4, -1]])
+    >>> import torch
+    >>> from spanwise import ptrr_schedule
+    >>> ptrr_schedule(torch.tensor([9, 1, 7, 3, 5]), num_ranks=2)
+    tensor([[ 0,  1,  3],
+            [ 2,  4, -1]])
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")

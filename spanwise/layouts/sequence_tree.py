@@ -26,11 +26,10 @@ class SequenceTree:
         ids: token ids in storage, int64 ``[tree.num_tokens]``.
         paths: for each sequence its tokens in storage, int64 ``[length]``: ``ids[paths[s]]`` is sequence ``s``.
 
-    Examples:
-        >>> from spanwise import tree_from_sequences
-        >>> found = tree_from_sequences([[5, 6, 7], [5, 6, 8]])
-        >>> found.ids, found.ids[found.paths[1]]
-        (array([5, 6, 7, 8]), array([5, 6, 8]))
+    >>> from spanwise import tree_from_sequences
+    >>> found = tree_from_sequences([[5, 6, 7], [5, 6, 8]])
+    >>> found.ids, found.ids[found.paths[1]]
+    (array([5, 6, 7, 8]), array([5, 6, 8]))
     """
 
     tree: TokenTree
@@ -50,11 +49,10 @@ class SequenceTree:
         Raises:
             ValueError: another number of sequences, or of tokens of one.
 
-        Examples:
-            >>> import spanwise
-            >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9]])
-            >>> found.weights(), found.weights([1.0, -0.5])
-            (array([2., 2., 1., 1., 1.]), array([ 0.5,  0.5,  1. , -0.5, -0.5]))
+        >>> import spanwise
+        >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9]])
+        >>> found.weights(), found.weights([1.0, -0.5])
+        (array([2., 2., 1., 1., 1.]), array([ 0.5,  0.5,  1. , -0.5, -0.5]))
         """
         given = [1.0] * len(self.paths) if values is None else values
         if len(given) != len(self.paths):
@@ -84,13 +82,12 @@ def tree_from_sequences(sequences: Iterable[Any]) -> SequenceTree:
     Raises:
         ValueError: a sequence that is not one-dimensional, or holds negative numbers.
 
-    Examples:
-        >>> import spanwise
-        >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
-        >>> found.tree.parents.tolist(), found.tree.lengths.tolist(), found.ids.tolist()
-        ([-1, 0, 0], [2, 1, 2], [5, 6, 7, 8, 9])
-        >>> [path.tolist() for path in found.paths]
-        [[0, 1, 2], [0, 1, 3, 4], [0, 1]]
+    >>> import spanwise
+    >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+    >>> found.tree.parents.tolist(), found.tree.lengths.tolist(), found.ids.tolist()
+    ([-1, 0, 0], [2, 1, 2], [5, 6, 7, 8, 9])
+    >>> [path.tolist() for path in found.paths]
+    [[0, 1, 2], [0, 1, 3, 4], [0, 1]]
     """
     given = [_checked(ids, s) for s, ids in enumerate(sequences)]
     # Big-endian bytes of numbers that are not negative sort as the numbers do.

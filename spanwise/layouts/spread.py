@@ -69,11 +69,7 @@ class Spread:
 
 
 class _Filling:
-    """Ways to fill the ranks, each for a bound on the seconds of a rank.
-
-    Args:
-        offsets: of documents, none empty; ``below[i]``: seconds of the first ``i`` tokens.
-    """
+    """Ways to fill the ranks, each for a bound on the seconds of a rank; ``below[i]``: of the first ``i`` tokens."""
 
     def __init__(self, offsets: Int64, below: Float64, num_ranks: int, given: Spread) -> None:
         self.offsets, self.below, self.num_ranks, self.max_tokens = offsets, below, num_ranks, given.max_tokens

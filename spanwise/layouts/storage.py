@@ -41,12 +41,7 @@ def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> in
 
 
 def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
-    """Checks that slots can be cut into dual chunks.
-
-    Args:
-        edges: 0, the storage offsets and the storage length.
-        kind: "query " or "key ", of the tokens, for the message.
-    """
+    """Check that slots with these edges, 0 to the storage length, can be cut into dual chunks; `kind` is for errors."""
     for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
         last = len(edges) - 2
         what = "storage before sequence 0" if s == 0 else "storage after the last sequence"

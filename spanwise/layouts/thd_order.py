@@ -33,11 +33,10 @@ def dualchunk_to_contiguous_order_thd(
         ValueError: `dim` does not exist; or ``T``, or a slot of offsets that the host can read, is not a multiple of
             ``2 * num_ranks``.
 
-    Examples:
-        >>> import torch
-        >>> from spanwise import dualchunk_to_contiguous_order_thd
-        >>> dualchunk_to_contiguous_order_thd(torch.tensor([0, 3, 1, 2]), [0, 4], num_ranks=2)
-        tensor([0, 1, 2, 3])
+    >>> import torch
+    >>> from spanwise import dualchunk_to_contiguous_order_thd
+    >>> dualchunk_to_contiguous_order_thd(torch.tensor([0, 3, 1, 2]), [0, 4], num_ranks=2)
+    tensor([0, 1, 2, 3])
     """
     edges, start, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, 1)
     within = start - edges[slot]
@@ -57,11 +56,10 @@ def contiguous_to_dualchunk_order_thd(
     The inverse of `dualchunk_to_contiguous_order_thd`, with the same arguments. The shard of rank ``r`` is the ``r``-th
     of `num_ranks` equal parts of the result.
 
-    Examples:
-        >>> import torch
-        >>> from spanwise import contiguous_to_dualchunk_order_thd
-        >>> contiguous_to_dualchunk_order_thd(torch.arange(4), [0, 4], num_ranks=2)
-        tensor([0, 3, 1, 2])
+    >>> import torch
+    >>> from spanwise import contiguous_to_dualchunk_order_thd
+    >>> contiguous_to_dualchunk_order_thd(torch.arange(4), [0, 4], num_ranks=2)
+    tensor([0, 3, 1, 2])
     """
     edges, position, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, num_ranks)
     rank = position // max(x.shape[dim] // num_ranks, 1)

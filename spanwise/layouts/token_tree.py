@@ -37,13 +37,12 @@ class TokenTree:
         ValueError: shapes that differ, negative lengths, a parent that does not exist or comes after its child, a
             circle.
 
-    Examples:
-        >>> from spanwise import TokenTree
-        >>> tree = TokenTree([-1, 0, 0], [3, 2, 1])  # a prompt and two answers
-        >>> tree.positions(), tree.parent_tokens()
-        (array([0, 1, 2, 3, 4, 3]), array([-1,  0,  1,  2,  3,  2]))
-        >>> tree.mask().area()
-        array([[1, 2, 3, 4, 5, 4]])
+    >>> from spanwise import TokenTree
+    >>> tree = TokenTree([-1, 0, 0], [3, 2, 1])  # a prompt and two answers
+    >>> tree.positions(), tree.parent_tokens()
+    (array([0, 1, 2, 3, 4, 3]), array([-1,  0,  1,  2,  3,  2]))
+    >>> tree.mask().area()
+    array([[1, 2, 3, 4, 5, 4]])
     """
 
     parents: Int64
@@ -59,9 +58,8 @@ class TokenTree:
     def pack(cls, several: Sequence[TokenTree]) -> TokenTree:
         """One forest of several trees, in storage one after the other.
 
-        Examples:
-            >>> TokenTree.pack([TokenTree([-1, 0], [2, 1]), TokenTree([-1], [4])]).parents
-            array([-1,  0, -1])
+        >>> TokenTree.pack([TokenTree([-1, 0], [2, 1]), TokenTree([-1], [4])]).parents
+        array([-1,  0, -1])
         """
         first = np.cumsum([0, *(len(tree.parents) for tree in several)])
         parents = [np.where(t.parents >= 0, t.parents + n, -1) for t, n in zip(several, first, strict=False)]
@@ -88,9 +86,8 @@ class TokenTree:
     def mask(self, *, window: SupportsIndex | None = None, max_spans: SupportsIndex = 64) -> SpanMask:
         """The mask over storage; see `SpanMask.tree`.
 
-        Examples:
-            >>> TokenTree([-1, 0, 0], [3, 2, 1]).mask(window=1).area()
-            array([[1, 2, 2, 2, 2, 2]])
+        >>> TokenTree([-1, 0, 0], [3, 2, 1]).mask(window=1).area()
+        array([[1, 2, 2, 2, 2, 2]])
         """
         return SpanMask.tree(self.parents, self.lengths, window=window, max_spans=max_spans)
 
@@ -104,9 +101,8 @@ class TokenTree:
         Raises:
             ValueError: negative steps: a token may have several successors; see `shard_edges`.
 
-        Examples:
-            >>> TokenTree([-1, 0, 0], [1, 2, 2]).parent_tokens(2)
-            array([-1, -1,  0, -1,  0])
+        >>> TokenTree([-1, 0, 0], [1, 2, 2]).parent_tokens(2)
+        array([-1, -1,  0, -1,  0])
         """
         if steps < 0:
             raise ValueError(
@@ -127,10 +123,9 @@ class TokenTree:
         Raises:
             ValueError: a node that does not exist.
 
-        Examples:
-            >>> tree = TokenTree([-1, 0, 0], [2, 3, 1])
-            >>> [path.tolist() for path in tree.paths(tree.leaves)]
-            [[0, 1, 2, 3, 4], [0, 1, 5]]
+        >>> tree = TokenTree([-1, 0, 0], [2, 3, 1])
+        >>> [path.tolist() for path in tree.paths(tree.leaves)]
+        [[0, 1, 2, 3, 4], [0, 1, 5]]
         """
         wanted = int_array(nodes, "nodes")
         for node in wanted[(wanted < -1) | (wanted >= self.num_nodes)][:1]:
@@ -149,11 +144,10 @@ class TokenTree:
     def explain(self) -> str:
         """Tokens and pairs of attention, against the paths to all leaves as separate sequences; text for a person.
 
-        Examples:
-            >>> print(TokenTree([-1, 0, 0], [1000, 100, 200]).explain())
-            1,300 tokens in 3 nodes, up to 2 spans a row
-            2 paths as separate sequences: 2,300 tokens, 1.77 times as many
-            pairs of attention: 825,650; 1,326,150 as separate sequences, 1.61 times as many
+        >>> print(TokenTree([-1, 0, 0], [1000, 100, 200]).explain())
+        1,300 tokens in 3 nodes, up to 2 spans a row
+        2 paths as separate sequences: 2,300 tokens, 1.77 times as many
+        pairs of attention: 825,650; 1,326,150 as separate sequences, 1.61 times as many
         """
         lengths = self.path_lengths()
         tokens, pairs = self.num_tokens, int((self.positions() + 1).sum())
@@ -171,9 +165,8 @@ class TokenTree:
     def path_lengths(self) -> Int64:
         """Tokens of the path to each of the `leaves`, int64 ``[num_leaves]``.
 
-        Examples:
-            >>> TokenTree([-1, 0, 0], [3, 2, 1]).path_lengths()
-            array([5, 4])
+        >>> TokenTree([-1, 0, 0], [3, 2, 1]).path_lengths()
+        array([5, 4])
         """
         return trees.path_lengths(self.parents, self.lengths)[self.leaves]
 

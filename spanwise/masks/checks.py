@@ -73,7 +73,10 @@ def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool 
     if offsets[0] < 0:
         raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
     if start_at_zero and offsets[0] != 0:
-        raise ValueError(f"{name} must begin with 0, got {offsets[0]} at position 0")
+        raise ValueError(
+            f"{name} must begin with 0, got {offsets[0]} at position 0: for lengths of documents give "
+            "[0, *cumsum(lengths)]"
+        )
     for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1] + 1:
         tail = offsets[s:]
         cure = ""

@@ -28,10 +28,9 @@ class NamedMasks(SpanArrays):
     def full(cls, q_len: SupportsIndex, kv_len: SupportsIndex | None = None) -> Self:
         """Every row reads every key. ``kv_len`` defaults to ``q_len``.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.full(2, 5).area()
-            array([[5, 5]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.full(2, 5).area()
+        array([[5, 5]])
         """
         rows = check_length(q_len, "q_len")
         keys = rows if kv_len is None else check_length(kv_len, "kv_len")
@@ -41,10 +40,9 @@ class NamedMasks(SpanArrays):
     def causal(cls, seq_len: SupportsIndex) -> Self:
         """Row ``i`` reads the keys ``0 … i``.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.causal(4).area()
-            array([[1, 2, 3, 4]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.causal(4).area()
+        array([[1, 2, 3, 4]])
         """
         return cls._trusted(*patterns.causal(seq_len))
 
@@ -52,10 +50,9 @@ class NamedMasks(SpanArrays):
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
         """Row ``i`` reads the keys ``i - left … i + right`` that exist, in tokens; -1 means no limit on that side.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.sliding_window(6, left=2).area()
-            array([[1, 2, 3, 3, 3, 3]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.sliding_window(6, left=2).area()
+        array([[1, 2, 3, 3, 3, 3]])
         """
         return cls._trusted(*patterns.sliding_window(seq_len, left, right))
 
@@ -83,12 +80,11 @@ class NamedMasks(SpanArrays):
         Raises:
             ValueError: offsets that do not ascend from 0, a bad window, or a chunk below 1.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.documents([0, 2, 5]).area()
-            array([[1, 2, 1, 2, 3]])
-            >>> SpanMask.documents([0, 2, 7], chunk=3).area()
-            array([[1, 2, 1, 2, 3, 1, 2]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.documents([0, 2, 5]).area()
+        array([[1, 2, 1, 2, 3]])
+        >>> SpanMask.documents([0, 2, 7], chunk=3).area()
+        array([[1, 2, 1, 2, 3, 1, 2]])
         """
         made = cls._trusted(*patterns.documents(cu_seqlens, causal, window, chunk))
         return made._with_offsets((check_offsets(cu_seqlens),))
@@ -114,10 +110,9 @@ class NamedMasks(SpanArrays):
         Raises:
             ValueError: another shape, not integers, a bad window or chunk.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.from_position_ids([[0, 1, 0, 1, 2]]) == SpanMask.documents([0, 2, 5])
-            True
+        >>> from spanwise import SpanMask
+        >>> SpanMask.from_position_ids([[0, 1, 0, 1, 2]]) == SpanMask.documents([0, 2, 5])
+        True
         """
         rows = offsets.of_positions(position_ids)
         return cls._stacked([cls.documents(cu, causal=causal, window=window, chunk=chunk) for cu in rows])
@@ -144,11 +139,10 @@ class NamedMasks(SpanArrays):
             ValueError: another shape (a mask of four dims says which keys are read, not what is padding), other values,
                 padding between tokens, a bad window or chunk.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.from_attention_mask([[0, 1, 1, 1], [1, 1, 0, 0]]).area()
-            array([[0, 1, 2, 3],
-                   [1, 2, 0, 0]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.from_attention_mask([[0, 1, 1, 1], [1, 1, 0, 0]]).area()
+        array([[0, 1, 2, 3],
+               [1, 2, 0, 0]])
         """
         first, stop, length = offsets.valid_runs(attention_mask)
         rows = []
@@ -168,10 +162,9 @@ class NamedMasks(SpanArrays):
             cu_seqlens: as in :meth:`documents`.
             prefix_lens: integers ``[num_docs]``, tokens; each between 0 and its document's length.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.prefix_lm([0, 5], [3]).area()
-            array([[3, 3, 3, 4, 5]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.prefix_lm([0, 5], [3]).area()
+        array([[3, 3, 3, 4, 5]])
         """
         made = cls._trusted(*patterns.prefix_lm(cu_seqlens, prefix_lens))
         return made._with_offsets((check_offsets(cu_seqlens),))
@@ -184,10 +177,9 @@ class NamedMasks(SpanArrays):
             prefix_len: tokens of the prompt.
             suffix_lens: integers ``[num_answers]``, tokens of each answer; they follow the prompt in this order.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.shared_prefix(2, [1, 2]).area()
-            array([[1, 2, 3, 3, 4]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.shared_prefix(2, [1, 2]).area()
+        array([[1, 2, 3, 3, 4]])
         """
         return cls._trusted(*patterns.shared_prefix(prefix_len, suffix_lens))
 
@@ -217,10 +209,9 @@ class NamedMasks(SpanArrays):
             ValueError: shapes that differ, negative lengths, a parent that does not exist or comes after its child, a
                 circle, a row that needs more spans.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.tree([-1, 0, 1, 0], lengths=[2, 1, 2, 1]).area()  # the last node reads the first
-            array([[1, 2, 3, 4, 5, 3]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.tree([-1, 0, 1, 0], lengths=[2, 1, 2, 1]).area()  # the last node reads the first
+        array([[1, 2, 3, 4, 5, 3]])
         """
         return cls._trusted(*trees.spans(parents, lengths, window, max_spans))
 
@@ -240,10 +231,9 @@ class NamedMasks(SpanArrays):
             global_tokens: every row reads the first ``global_tokens`` keys. The rows of these tokens follow the rule
                 of their own block, and so never read the future through a later block.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.block_causal(6, 2, num_previous=1).area()
-            array([[2, 2, 4, 4, 4, 4]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.block_causal(6, 2, num_previous=1).area()
+        array([[2, 2, 4, 4, 4, 4]])
         """
         return cls._trusted(*patterns.block_causal(seq_len, block_len, num_previous, global_tokens))
 

@@ -22,11 +22,7 @@ def of_positions(position_ids: Any) -> Offsets:
 
 
 def valid_runs(attention_mask: Any) -> tuple[Int64, Int64, int]:
-    """First token and end of the tokens of each row ``[batch]``, and the rows' length; equal where all is padding.
-
-    Raises:
-        ValueError: another shape, other values than 0 and 1, padding between tokens.
-    """
+    """First token and end of each row's tokens ``[batch]``, equal where all is padding, and the rows' length."""
     array = np.asarray(attention_mask)
     given = array if array.dtype == np.bool_ else int_array(attention_mask, "attention_mask")
     rows = _rows(given, "attention_mask", "give the mask of padding, [batch, tokens], from which it was made")

@@ -74,10 +74,9 @@ class SpanArrays:
     def area(self) -> Int64:
         """Number of keys that each row reads, int64 ``[batch, q_len]``; exact.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.documents([0, 1, 3], causal=False).area()
-            array([[1, 2, 2]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.documents([0, 1, 3], causal=False).area()
+        array([[1, 2, 2]])
         """
         area = self.end[:, 0] - self.start[:, 0]
         for j in range(1, self.num_spans):
@@ -87,10 +86,9 @@ class SpanArrays:
     def stretches(self, row: int = 0) -> tuple[Stretches, ...]:
         """Stretches of each slot of a batch row; see `masks.stretches`. Kept with the mask.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.documents([0, 300, 900]).stretches()[0].first
-            array([  0, 300])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.documents([0, 300, 900]).stretches()[0].first
+        array([  0, 300])
         """
         if row not in self._stretches:
             slots = zip(self.start[row], self.end[row], strict=True)
@@ -101,10 +99,9 @@ class SpanArrays:
     def is_causal(self) -> bool:
         """Whether this is the plain causal mask, of one batch row and as many keys as queries.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.causal(5).is_causal, SpanMask.documents([0, 2, 5]).is_causal
-            (True, False)
+        >>> from spanwise import SpanMask
+        >>> SpanMask.causal(5).is_causal, SpanMask.documents([0, 2, 5]).is_causal
+        (True, False)
         """
         if self.batch_size > 1 or self.num_spans > 1 or self.q_len != self.kv_len:
             return False
@@ -116,11 +113,10 @@ class SpanArrays:
     def dense(self) -> Bool:
         """The mask as bool ``[batch, q_len, kv_len]``, for tests and small problems.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.causal(2).dense()
-            array([[[ True, False],
-                    [ True,  True]]])
+        >>> from spanwise import SpanMask
+        >>> SpanMask.causal(2).dense()
+        array([[[ True, False],
+                [ True,  True]]])
         """
         key = np.arange(self.kv_len, dtype=np.int32)
         dense = np.zeros((self.batch_size, self.q_len, self.kv_len), np.bool_)
@@ -138,11 +134,10 @@ class SpanArrays:
         Raises:
             ValueError: the mask is batched (take ``mask.row(b)``).
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> q_ranges, k_ranges, types = SpanMask.sliding_window(8, left=2).to_slices()
-            >>> q_ranges.tolist(), k_ranges.tolist(), types.tolist()
-            ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
+        >>> from spanwise import SpanMask
+        >>> q_ranges, k_ranges, types = SpanMask.sliding_window(8, left=2).to_slices()
+        >>> q_ranges.tolist(), k_ranges.tolist(), types.tolist()
+        ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
         """
         check_unbatched("to_slices", self.batch_size)
         return slices.to_slices(self.start[0], self.end[0])
@@ -150,10 +145,9 @@ class SpanArrays:
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal masks (up to hash collisions), on any machine.
 
-        Examples:
-            >>> from spanwise import SpanMask
-            >>> SpanMask.causal(4).digest() == SpanMask.sliding_window(4, left=-1).digest()
-            True
+        >>> from spanwise import SpanMask
+        >>> SpanMask.causal(4).digest() == SpanMask.sliding_window(4, left=-1).digest()
+        True
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.array([*self.start.shape, self.kv_len], "<i8").tobytes())

@@ -46,13 +46,12 @@ class SpanMask(NamedMasks):
     Raises:
         ValueError: shapes differ, values outside ``[0, kv_len]``, ``start > end``, spans overlapping or out of order.
 
-    Examples:
-        >>> from spanwise import SpanMask
-        >>> mask = SpanMask.documents([0, 2, 5]) & SpanMask.sliding_window(5, left=1)
-        >>> mask == SpanMask(start=[[0, 0, 2, 2, 3]], end=[[1, 2, 3, 4, 5]], kv_len=5)
-        True
-        >>> (mask | SpanMask.sliding_window(5, left=0, right=1)).area()
-        array([[2, 3, 2, 3, 2]])
+    >>> from spanwise import SpanMask
+    >>> mask = SpanMask.documents([0, 2, 5]) & SpanMask.sliding_window(5, left=1)
+    >>> mask == SpanMask(start=[[0, 0, 2, 2, 3]], end=[[1, 2, 3, 4, 5]], kv_len=5)
+    True
+    >>> (mask | SpanMask.sliding_window(5, left=0, right=1)).area()
+    array([[2, 3, 2, 3, 2]])
     """
 
     __slots__ = ()
@@ -69,10 +68,9 @@ class SpanMask(NamedMasks):
     def stack(cls, masks: Sequence[SpanMask]) -> SpanMask:
         """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
 
-        Examples:
-            >>> SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)]).area()
-            array([[1, 2, 3],
-                   [3, 3, 3]])
+        >>> SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)]).area()
+        array([[1, 2, 3],
+               [3, 3, 3]])
         """
         made = cls._trusted(*spans.stack([(m.start, m.end, m.kv_len) for m in masks]))
         return made._with_offsets(stacked([(m.cu_seqlens, m.batch_size) for m in masks]))
@@ -88,9 +86,8 @@ class SpanMask(NamedMasks):
             ValueError: heads differ (in their blocks, or because mask_mod depends on the head), a block is listed
                 twice or does not exist, mask_mod cannot be evaluated.
 
-        Examples:
-            >>> SpanMask.from_block_mask(SpanMask.causal(300).block_mask()) == SpanMask.causal(300)
-            True
+        >>> SpanMask.from_block_mask(SpanMask.causal(300).block_mask()) == SpanMask.causal(300)
+        True
         """
         from spanwise.masks import flex
 
@@ -121,9 +118,8 @@ class SpanMask(NamedMasks):
         Raises:
             ValueError: a row needs more spans, mask_mod depends on the head, or cannot be evaluated under vmap.
 
-        Examples:
-            >>> SpanMask.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 8, 8) == SpanMask.causal(8)
-            True
+        >>> SpanMask.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 8, 8) == SpanMask.causal(8)
+        True
         """
         from spanwise.masks import flex
 
@@ -153,27 +149,24 @@ class SpanMask(NamedMasks):
         Raises:
             ValueError: slices overlap, ranges end beyond the lengths, a row needs more spans.
 
-        Examples:
-            >>> SpanMask.from_slices([[0, 4], [4, 8]], [[0, 4], [2, 8]], [1, 3]).area()
-            array([[1, 2, 3, 4, 3, 3, 3, 3]])
+        >>> SpanMask.from_slices([[0, 4], [4, 8]], [[0, 4], [2, 8]], [1, 3]).area()
+        array([[1, 2, 3, 4, 3, 3, 3, 3]])
         """
         return cls._trusted(*slices.from_slices(q_ranges, k_ranges, types, q_len, kv_len, max_spans))
 
     def __and__(self, other: SpanMask) -> SpanMask:
         """Keys that both masks read. Lengths agree; a batch of 1 goes with any. Equal `cu_seqlens` are kept.
 
-        Examples:
-            >>> (SpanMask.causal(5) & SpanMask.sliding_window(5, 1, 1)).area()
-            array([[1, 2, 2, 2, 2]])
+        >>> (SpanMask.causal(5) & SpanMask.sliding_window(5, 1, 1)).area()
+        array([[1, 2, 2, 2, 2]])
         """
         return self._combine(other, spans.intersect)
 
     def __or__(self, other: SpanMask) -> SpanMask:
         """Keys that either mask reads. Lengths agree; a batch of 1 goes with any. Equal `cu_seqlens` are kept.
 
-        Examples:
-            >>> (SpanMask.causal(5) | SpanMask.sliding_window(5, 1, 1)).area()
-            array([[2, 3, 4, 5, 5]])
+        >>> (SpanMask.causal(5) | SpanMask.sliding_window(5, 1, 1)).area()
+        array([[2, 3, 4, 5, 5]])
         """
         return self._combine(other, spans.unite)
 
@@ -189,9 +182,8 @@ class SpanMask(NamedMasks):
 
         Both lengths are cut into blocks of ``block_size`` tokens; the last may be short.
 
-        Examples:
-            >>> SpanMask.causal(8).block_counts(block_size=4)
-            array([[1, 2]])
+        >>> SpanMask.causal(8).block_counts(block_size=4)
+        array([[1, 2]])
         """
         return blocks.block_counts(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
 
@@ -200,9 +192,8 @@ class SpanMask(NamedMasks):
 
         A short last block is full if its rows read all of its existing keys.
 
-        Examples:
-            >>> SpanMask.causal(8).block_table(block_size=4).tolist()
-            [[[1, 0], [2, 1]]]
+        >>> SpanMask.causal(8).block_table(block_size=4).tolist()
+        [[[1, 0], [2, 1]]]
         """
         return blocks.block_table(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
 
@@ -215,10 +206,9 @@ class SpanMask(NamedMasks):
         Raises:
             ValueError: the mask is batched (take ``mask.row(b)``), or the runs are not ascending runs of its rows.
 
-        Examples:
-            >>> SpanMask.documents([0, 4, 8]).keys_read([[2, 3], [6, 8]])
-            array([[0, 3],
-                   [4, 8]])
+        >>> SpanMask.documents([0, 4, 8]).keys_read([[2, 3], [6, 8]])
+        array([[0, 3],
+               [4, 8]])
         """
         check_unbatched("keys_read", self.batch_size)
         runs = check_runs(q_runs, self.q_len, "q_runs")
@@ -227,9 +217,8 @@ class SpanMask(NamedMasks):
     def keys_read_many(self, q_runs: Sequence[Any]) -> list[Int64]:
         """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask's stretches.
 
-        Examples:
-            >>> [runs.tolist() for runs in SpanMask.causal(8).keys_read_many([[[0, 2]], [[2, 5]]])]
-            [[[0, 2]], [[0, 5]]]
+        >>> [runs.tolist() for runs in SpanMask.causal(8).keys_read_many([[[0, 2]], [[2, 5]]])]
+        [[[0, 2]], [[0, 5]]]
         """
         check_unbatched("keys_read_many", self.batch_size)
         runs = [check_runs(r, self.q_len, f"q_runs[{k}]") for k, r in enumerate(q_runs)]
@@ -240,9 +229,8 @@ class SpanMask(NamedMasks):
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.
 
-        Examples:
-            >>> SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).row(1) == SpanMask.full(4)
-            True
+        >>> SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).row(1) == SpanMask.full(4)
+        True
         """
         index = operator.index(b)
         if not 0 <= index < self.batch_size:
@@ -265,9 +253,8 @@ class SpanMask(NamedMasks):
             SpanMask whose ``dense()`` is this mask's ``dense()[:, rows][:, :, keys]``. Keys outside ``kv_runs`` are
             dropped.
 
-        Examples:
-            >>> SpanMask.causal(8).select([[6, 8]], [[0, 2], [6, 8]]).area()
-            array([[3, 4]])
+        >>> SpanMask.causal(8).select([[6, 8]], [[0, 2], [6, 8]]).area()
+        array([[3, 4]])
         """
         rows, keys = check_runs(q_runs, self.q_len, "q_runs"), check_runs(kv_runs, self.kv_len, "kv_runs")
         start, end = spans.take_runs(self.start, rows), spans.take_runs(self.end, rows)
@@ -279,11 +266,10 @@ class SpanMask(NamedMasks):
     def mask_mod(self, device: torch.device | str = "cpu") -> Callable[..., torch.Tensor]:
         """A FlexAttention mask_mod that reads this mask's spans as int32 tensors on ``device``.
 
-        Examples:
-            >>> import torch
-            >>> zero, one = torch.tensor(0), torch.tensor(1)
-            >>> SpanMask.causal(2).mask_mod()(zero, zero, zero, one)
-            tensor(False)
+        >>> import torch
+        >>> zero, one = torch.tensor(0), torch.tensor(1)
+        >>> SpanMask.causal(2).mask_mod()(zero, zero, zero, one)
+        tensor(False)
         """
         from spanwise.masks import flex
 
@@ -292,9 +278,8 @@ class SpanMask(NamedMasks):
     def block_mask(self, device: torch.device | str = "cpu", block_size: SupportsIndex = 128) -> BlockMask:
         """A FlexAttention ``BlockMask`` with batch ``batch_size`` and one head, without evaluating a cell.
 
-        Examples:
-            >>> SpanMask.causal(256).block_mask().kv_num_blocks.tolist()  # the partial blocks: the diagonal
-            [[[1, 1]]]
+        >>> SpanMask.causal(256).block_mask().kv_num_blocks.tolist()  # the partial blocks: the diagonal
+        [[[1, 1]]]
         """
         from spanwise.masks import flex
 

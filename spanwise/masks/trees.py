@@ -38,11 +38,7 @@ class Chains(NamedTuple):
 
 
 def checked(parents: Any, lengths: Any) -> tuple[Int64, Int64]:
-    """Parents and lengths of the nodes, int64 ``[num_nodes]`` each.
-
-    Raises:
-        ValueError: other shapes, a negative length, a parent that does not exist, a cycle, children before parents.
-    """
+    """Parents and lengths of the nodes, int64 ``[num_nodes]`` each; ``ValueError`` if they are no forest."""
     own, sizes = int_array(parents, "parents").astype(np.int64), check_lengths(lengths, "lengths")
     if own.ndim != 1 or len(own) != len(sizes):
         raise ValueError(

@@ -340,10 +340,8 @@ def torch_overlap_pass(
     """Run PyTorch's own overlap pass on ``gm``, which it may change, at the costs of ``estimate``.
 
     The pass also asks the local GPU for FLOP/s and bandwidth, and counts GPU memory only. So a private copy of its
-    module runs: it asks for nothing and counts all memory.
-
-    Raises:
-        NotImplementedError: this torch has no such pass, or a different one.
+    module runs: it asks for nothing and counts all memory. ``NotImplementedError`` where this torch has another pass,
+    or none.
     """
     import importlib.util
     import sys

@@ -66,10 +66,9 @@ def backend(
         ValueError: an unknown name, or a size below 1.
         TypeError: an option that `optimize` lacks.
 
-    Example:
-        >>> import torch
-        >>> from spanwise.hardware import CPU_HOST
-        >>> model = torch.compile(torch.nn.Linear(2, 2), backend=backend("aot_eager", cost=CPU_HOST))
+    >>> import torch
+    >>> from spanwise.hardware import CPU_HOST
+    >>> model = torch.compile(torch.nn.Linear(2, 2), backend=backend("aot_eager", cost=CPU_HOST))
     """
     inspect.signature(optimize).bind(None, cost, **options)
     if name not in ("inductor", "aot_eager"):

@@ -55,14 +55,13 @@ def graph_pass(
     Raises:
         TypeError: an option that `optimize` lacks.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-        >>> cost = lambda node: 2.0 if "gather" in node.name else 1.0  # milliseconds
-        >>> forward = capture(config).forward
-        >>> scheduled = graph_pass(cost=cost)(forward, ())
-        >>> optimize(scheduled, cost).before.makespan < optimize(forward, cost).before.makespan
-        True
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    >>> cost = lambda node: 2.0 if "gather" in node.name else 1.0  # milliseconds
+    >>> forward = capture(config).forward
+    >>> scheduled = graph_pass(cost=cost)(forward, ())
+    >>> optimize(scheduled, cost).before.makespan < optimize(forward, cost).before.makespan
+    True
     """
     inspect.signature(optimize).bind(None, cost, sizes=sizes, **options)
     return GraphPass(cost, {"sizes": sizes, **options}, on_result or (lambda result: None))

@@ -96,15 +96,14 @@ def optimize(
         ValueError: no order within the budget was found (the text has the least peak found); or an invalid
             multiplier, limit, effort or size.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-        >>> cost = lambda node: 2.0 if "gather" in node.name else 1.0  # milliseconds
-        >>> result = optimize(capture(config).forward, cost)
-        >>> result.timeline.makespan < result.before.makespan
-        True
-        >>> result.report().startswith("makespan")
-        True
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    >>> cost = lambda node: 2.0 if "gather" in node.name else 1.0  # milliseconds
+    >>> result = optimize(capture(config).forward, cost)
+    >>> result.timeline.makespan < result.before.makespan
+    True
+    >>> result.report().startswith("makespan")
+    True
     """
     cost = as_cost(cost)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
@@ -219,12 +218,11 @@ def simulate(
         TypeError, GraphError: as `optimize`.
         ValueError: `order` misses or repeats a node, or a contention below 1.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-        >>> timeline = simulate(capture(config).forward, lambda node: 1.0)
-        >>> timeline.counts()
-        {'hidden': 0, 'partly': 0, 'exposed': 9}
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    >>> timeline = simulate(capture(config).forward, lambda node: 1.0)
+    >>> timeline.counts()
+    {'hidden': 0, 'partly': 0, 'exposed': 9}
     """
     return run(_captured(gm, as_cost(cost)).dag, order, contention=contention)
 
@@ -235,12 +233,11 @@ def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float])
     Raises:
         TypeError, GraphError: as `optimize`.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-        >>> gm = capture(config).forward
-        >>> lower_bound(gm, lambda node: 1.0) <= simulate(gm, lambda node: 1.0).makespan
-        True
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    >>> gm = capture(config).forward
+    >>> lower_bound(gm, lambda node: 1.0) <= simulate(gm, lambda node: 1.0).makespan
+    True
     """
     return lower_bounds(_captured(gm, as_cost(cost)).dag).makespan
 

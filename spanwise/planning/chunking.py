@@ -30,14 +30,7 @@ def chunk_of(position: Int64, count: Int64 | int, num_chunks: int, block_size: i
 
 
 def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
-    """Tokens of each pair in each chunk: the counts of :func:`chunk_of`.
-
-    Args:
-        traffic: int64 ``[P receivers, P senders]``, tokens.
-
-    Returns:
-        int64 ``[num_chunks, P, P]``.
-    """
+    """Tokens of each pair in each chunk, ``[num_chunks, P, P]``, from `traffic` ``[P receivers, P senders]``."""
     moved = np.zeros((num_chunks, *traffic.shape), np.int64)
     receiver, sender = np.nonzero(traffic)  # few pairs talk
     tokens = traffic[receiver, sender]
@@ -59,11 +52,7 @@ def num_chunks(traffic: Int64, stages: int, block_size: int) -> int:
 
 
 def chunks_received(sender: Int64, rank: int, num_chunks: int, block_size: int) -> Int64:
-    """The chunk in which each token comes to `rank`; each sender's tokens are in the order in which it sends them.
-
-    Args:
-        sender: int64 ``[n]``, the rank that sends each token.
-    """
+    """The chunk in which each token comes to `rank`, from its `sender` ``[n]``, in the order in which that sends."""
     if num_chunks == 1:
         return np.zeros_like(sender)
     first = np.flatnonzero(np.diff(sender, prepend=-1))  # tokens of one sender come in long runs

@@ -20,12 +20,9 @@ from spanwise.planning.plan_data import PlanData
 
 
 def packings(plan: PlanData, side: Side = "q") -> list[Packing]:
-    """The documents of every batch row (one entry serves all), with their padding.
+    """The documents of every batch row (one entry serves all), with their padding: of the plan's packing or offsets.
 
-    From the plan's packing, or its offsets. Otherwise one document, if the mask cannot hold several.
-
-    Raises:
-        ValueError: the plan does not know its documents; says why.
+    Without these one document, if the mask cannot hold several; else ``ValueError``.
     """
     if plan.packing is not None:
         return [plan.packing]

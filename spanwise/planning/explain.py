@@ -18,12 +18,7 @@ _MANY_RANKS = 16  # from here on the text tells who talks to whom
 
 
 def describe_exchange(plan: PlanData) -> str:
-    """How K/V travel, on one line.
-
-    >>> import spanwise
-    >>> describe_exchange(spanwise.make_plan(spanwise.SpanMask.causal(64), (1, 2), block_size=8))
-    'heads traded (Ulysses) among 2 ranks'
-    """
+    """How K/V travel, on one line: "heads traded (Ulysses) among 2 ranks"."""
     between = f"exchange {plan.exchange}, chunks {plan.stages}"
     if plan.inner == 1:
         return between

@@ -57,11 +57,9 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
 
 
 def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str, Any]) -> PlanT:
-    """Read a plan that :func:`save` wrote; ``ValueError`` if the file is not a plan, or was altered.
+    """Read a plan that :func:`save` wrote, of class `cls`, with these exchanges by name.
 
-    Args:
-        cls: class of the plan.
-        exchanges: exchange by name.
+    ``ValueError`` if the file is not a plan, or was altered.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:

@@ -27,7 +27,7 @@ from spanwise.planning.recurrence import Recurrence
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
 _BALANCE = 1.02  # bound of the imbalance where documents are spread without a search, as `Local` has it
-# Bound of the imbalance to try where a step waits for the exchange; see docs/decisions.md, "A looser bound".
+# Bound of the imbalance to try where a step waits for the exchange; docs/decisions.md, "Two exceptions".
 _LOOSE = 2.0
 # Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
 _MOST_RUNS = (2, 8)

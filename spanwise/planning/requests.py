@@ -190,7 +190,10 @@ def _shape(*given: Any) -> tuple[int | None, int | None, int | None, int | None]
     num_kv_heads, v_head_dim = num_kv_heads or num_q_heads, v_head_dim or head_dim
     if num_q_heads is not None and num_kv_heads is not None:
         if num_q_heads % num_kv_heads:
-            raise ValueError(f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+            raise ValueError(
+                f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}; each K/V head "
+                f"serves as many query heads as the others"
+            )
         table.ULYSSES.check_heads(num_q_heads, num_kv_heads, inner)
     return num_q_heads, num_kv_heads, head_dim, v_head_dim
 

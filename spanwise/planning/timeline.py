@@ -131,12 +131,9 @@ def forward(
 
 
 def _arrival(ready: Float64, free: Float64, seconds: float, joined: Int64 | None = None) -> Float64:
-    """When a collective ends on each rank.
+    """When a collective of so many seconds ends on each rank; ``[P]``.
 
-    Args:
-        ready, free: ``[P]``, when each rank has started it, and when its stream is free.
-        seconds: of the collective.
-        joined: of its ranks, as in `forward`.
+    `ready` is when each rank has started it, `free` when its stream is free; `joined` as in `forward`.
     """
     begin = np.maximum(ready, free)
     if joined is None:
@@ -199,11 +196,7 @@ def backward(
 
 
 def between_trades(inner: Pass, before: float, after: float) -> Pass:
-    """`inner` between two exposed collectives: the trade of heads for tokens, and the trade back.
-
-    Args:
-        before, after: seconds of the two.
-    """
+    """`inner` between two exposed collectives of so many seconds: the trade of heads for tokens, and the trade back."""
     finish = inner.seconds + before + after
     wait = np.full((len(inner.start), 1), finish)
     return Pass(

@@ -27,9 +27,7 @@ def check_route(route: RecurrenceRoute, tensors: Mapping[str, torch.Tensor | Non
 def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -> torch.Tensor:
     """``[R, b, …]`` from a shard ``[B, T, …]`` or ``[T, …]``; b is 1 where R has the batch rows, else B.
 
-    Args:
-        name: of the tensor, for errors.
-        features: dims after T.
+    ``ValueError`` names the tensor, whose dims after T are `features`.
     """
     before = x.dim() - features
     if before not in (1, 2) or x.shape[before - 1] != route.tokens.shape[0]:

@@ -74,10 +74,7 @@ class Found(NamedTuple):
 def latest(out: str | Path) -> Found:
     """The checkpoint that ``latest`` names or, if that one is damaged, the newest good one before it.
 
-    Reads all its files and compares their digests.
-
-    Raises:
-        ValueError: there is none, or all are damaged.
+    Compares the digests of all its files; ``ValueError`` if none is good.
     """
     folder = checkpoints(out)
     bad: list[str] = []
@@ -102,12 +99,7 @@ def latest(out: str | Path) -> Found:
 
 
 def _read(path: Path) -> RunState:
-    """The state in a checkpoint, all of whose files must be as they were written.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: a file is damaged, or `save` did not write it.
-    """
+    """The state in a checkpoint whose files are as written; ``OSError`` or ``ValueError`` if one is not."""
     manifest.check(path)
     facts = json.loads((path / "run.json").read_text())
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
@@ -123,11 +115,7 @@ def _read(path: Path) -> RunState:
 
 
 def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: Path) -> None:
-    """Refuse a checkpoint of another model, data set or stream.
-
-    Raises:
-        ValueError: fields differ; the text names each with both values.
-    """
+    """Raise ``ValueError`` for a checkpoint of another model, data set or stream, with each field that differs."""
     wanted = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(ModelConfig)}
     different = [
         f"{name} is {state.model.get(name)!r} in the checkpoint and {wanted.get(name)!r} here"
@@ -152,11 +140,7 @@ def check_same_run(state: RunState, config: TrainConfig, corpus: Corpus, path: P
 
 
 def set_aside(out: str | Path) -> Path | None:
-    """Move the files of an earlier run from `out` to ``out/previous/N``.
-
-    Returns:
-        The new folder, or None if there was nothing to move.
-    """
+    """Move the files of an earlier run to a new folder ``out/previous/N``, and return that; None without files."""
     found = [path for path in (checkpoints(out), Path(out, "metrics.json")) if path.exists()]
     if not found:
         return None
@@ -172,8 +156,7 @@ def set_aside(out: str | Path) -> Path | None:
 def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: int) -> Path:
     """Write a checkpoint and return its folder. A collective call; all ranks need the same file system.
 
-    Raises:
-        RunError: a file could not be written; the earlier checkpoints are as they were.
+    ``RunError`` if a file cannot be written; earlier checkpoints are as they were.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -239,8 +222,7 @@ def _publish(temporary: Path, path: Path, keep: int) -> None:
 def load(path: Path, model: Any, optimizer: Any) -> None:
     """Read a checkpoint of any number of ranks into a sharded model and its optimizer. A collective call.
 
-    Raises:
-        ValueError: its tensors are not those of the model, or `save` did not write them.
+    ``ValueError`` if its tensors are not those of the model.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -50,11 +50,7 @@ class Document:
         return self.tokens(places.start, places.stop)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens ``[start, stop)`` of the document, int64; reads only these bytes.
-
-        Raises:
-            ValueError: the file cannot be read any more, or became shorter.
-        """
+        """Tokens ``[start, stop)``, int64; reads only these bytes; ``ValueError`` if the file is gone or shorter."""
         first, last = max(start - 1, 0), min(stop - 1, self.num_bytes)
         out = np.empty(stop - start, dtype=np.int64)
         try:
@@ -89,11 +85,7 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of names, sizes and contents; equal for a checkpoint and every host of a run. Reads all files.
-
-        Raises:
-            ValueError: a file cannot be read any more.
-        """
+        """Hex digest of names, sizes and contents, equal on every host; reads all files, or raises ``ValueError``."""
         found = hashlib.blake2b(digest_size=16)
         for document in self.documents:
             found.update(f"{document.num_bytes} {document.name}\n".encode("utf-8", "surrogateescape"))

@@ -17,11 +17,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
-    """The data and the checkpoint of a run, both read to the end and compared with each other.
-
-    Raises:
-        ValueError: data or checkpoint are missing, damaged, or not those of one run.
-    """
+    """The data and the checkpoint of a run, read to the end; ``ValueError`` unless both are whole and of one run."""
     corpus = find_documents(config.data, leave_out=config.out)
     found = None
     if config.resume:

@@ -68,11 +68,7 @@ def cores() -> int:
 
 
 def join_ranks(rank: Rank, device: str) -> torch.device:
-    """Join the process group of all ranks. Returns this rank's device; local ranks share the cores.
-
-    Args:
-        device: "cpu" (gloo) or "cuda" (NCCL, and gloo for CPU tensors).
-    """
+    """Join the process group of all ranks (gloo; "cuda" adds NCCL); returns the device. Local ranks share the cores."""
     torch.set_num_threads(max(1, cores() // rank.local_size))
     found, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
@@ -120,13 +116,8 @@ class StopRequest:
 def launch(target: Callable[..., int], *args: Any, ranks: int, timeout: float = math.inf) -> int:
     """Run ``target(rank, *args)`` on `ranks` local processes and return the largest exit status.
 
-    `target` and `args` are pickled; spawned processes share nothing with this one.
-
-    Args:
-        timeout: seconds without `Rank.progressed` of any rank after which the run ends.
-
-    Raises:
-        RankFailure: a rank raised, died or was stuck; the others have ended.
+    `target` and `args` are pickled; spawned processes share nothing with this one. ``RankFailure`` if a rank raised,
+    died, or no rank called `Rank.progressed` for `timeout` seconds; the others have ended.
     """
     with tempfile.TemporaryDirectory(prefix="spanwise-") as folder:
         context = multiprocessing.get_context("spawn")
@@ -174,8 +165,7 @@ def launch(target: Callable[..., int], *args: Any, ranks: int, timeout: float = 
 def _watch(processes: list[Any], folder: Path, timeout: float) -> None:
     """Return when all have ended, or `_GRACE` seconds after a failure. Report ranks that do not get on.
 
-    Raises:
-        RankFailure: no rank got on for `timeout` seconds.
+    ``RankFailure`` if no rank got on for `timeout` seconds.
     """
     deadline, last, since, reported = None, -1, time.monotonic(), False
     while alive := [process for process in processes if process.exitcode is None]:

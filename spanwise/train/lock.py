@@ -20,11 +20,7 @@ NAME = "lock.json"
 
 @contextlib.contextmanager
 def lock(out: Path) -> Iterator[None]:
-    """Hold the folder `out` for this process.
-
-    Raises:
-        ValueError: another run holds it; the text names host and process.
-    """
+    """Hold the folder `out` for this process; ``ValueError`` names host and process of another run that holds it."""
     path, mine = out / NAME, _describe(os.getpid())
     while True:
         try:
@@ -42,11 +38,7 @@ def lock(out: Path) -> Iterator[None]:
 
 
 def _take_over(path: Path) -> None:
-    """Remove the lock of a process of this host that has ended.
-
-    Raises:
-        ValueError: it may still run.
-    """
+    """Remove the lock of a process of this host; ``ValueError`` if it may still run."""
     holder = _read(path)
     if holder is None:
         return

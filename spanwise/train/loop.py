@@ -310,11 +310,10 @@ class Trainer:
         return checkpoint.save(config.out or "", state, self.model, self.optimizer, keep=config.keep)
 
     def run(self, stop: StopRequest) -> int:
-        """Run the steps that remain.
+        """Run the steps that remain, and return the exit status.
 
-        Returns:
-            The exit status: 128 + the signal that ended the run early; else 1, on rank 0 and after everything is saved,
-            if one device disagrees; else 0.
+        128 + the signal that ended the run early; else 1, on rank 0 after everything is saved, if one device disagrees;
+        else 0.
         """
         config, first = self.config, self.step
         evaluated = -1

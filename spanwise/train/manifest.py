@@ -48,12 +48,7 @@ def write(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def check(folder: Path) -> None:
-    """Compare all files with the manifest.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: a file is damaged; the text names it.
-    """
+    """Compare all files with the manifest; ``OSError`` or ``ValueError`` names a file that is missing or damaged."""
     try:
         files = json.loads((folder / NAME).read_text())["files"]
         stated = {str(name): (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in files.items()}

@@ -47,11 +47,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_metrics(path: Path | None) -> dict[str, Any]:
-    """Numbers of an earlier run; empty if there is no file.
-
-    Raises:
-        ValueError: the file cannot be read, or no run wrote it.
-    """
+    """Numbers of an earlier run; empty without a file; ``ValueError`` if no run wrote it."""
     if path is None or not path.exists():
         return {}
     try:
@@ -90,11 +86,7 @@ class Metrics:
         self._due = 0.0
 
     def restore(self, step: int) -> None:
-        """Take over the numbers of an earlier run up to `step`; steps that it does not hold become null.
-
-        Raises:
-            ValueError: no run wrote the file.
-        """
+        """Take over the numbers of an earlier run up to `step`; steps that it does not hold become null."""
         old = read_metrics(self.path)
         for name in PER_STEP:
             kept = old.get(name, [])[:step]

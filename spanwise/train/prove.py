@@ -161,12 +161,9 @@ class Reference:
 
 
 def gradient_error(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], floor: float) -> float:
-    """The largest over all tensors of ``max |g - g_ref| / max(max |g_ref|, floor * G)``.
+    """The largest over all tensors of ``max |g - g_ref| / max(max |g_ref|, floor * G)``; NaN if any difference is NaN.
 
-    ``G`` is the largest ``|g_ref|`` of the whole model. NaN if any difference is NaN.
-
-    Raises:
-        ValueError: the names of the tensors differ.
+    ``G`` is the largest ``|g_ref|`` of the whole model. Both have the same names, or it raises ``ValueError``.
     """
     if gradients.keys() != reference.keys():
         raise ValueError(f"gradients of one side only: {sorted(gradients.keys() ^ reference.keys())}")

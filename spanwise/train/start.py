@@ -23,11 +23,7 @@ DOCUMENTS_LIMIT = 2**20
 
 
 def check(config: TrainConfig, num_local: int) -> Inputs:
-    """Read the data and the checkpoint, and plan the first sequence. Returns what it read, for the ranks.
-
-    Raises:
-        ValueError: devices, data, checkpoint or plan options are wrong; the text names the value and a remedy.
-    """
+    """Read data and checkpoint, plan the first sequence, and return what was read; ``ValueError`` if that fails."""
     if config.device == "cuda" and torch.cuda.device_count() < num_local:
         raise ValueError(
             f"--device cuda needs a GPU for each of {num_local} local ranks, found {torch.cuda.device_count()}; "
@@ -90,9 +86,7 @@ def _remove_empty(out: Path) -> None:
 def start(config: TrainConfig, mine: Rank | None) -> int:
     """Run `config` on local ranks, or as the rank `mine` of torchrun. Returns the exit status.
 
-    Raises:
-        ValueError: the options, the data or the checkpoint are wrong, or another run writes into ``--out``.
-        RankFailure: a rank failed.
+    ``ValueError`` for wrong options, data or checkpoint, or another run in ``--out``; ``RankFailure`` if a rank failed.
     """
     with contextlib.ExitStack() as stack:
         if config.out is not None:

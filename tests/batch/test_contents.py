@@ -115,3 +115,17 @@ def test_other_batches_that_are_refused() -> None:
     flat = spanwise.make_plan(packing.mask(), 1, packing=packing)
     with pytest.raises(ValueError, match="a token at row 0, token 0, where the plan has padding"):
         spanwise.shard_batch({"attention_mask": torch.ones(12)}, flat, dim=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, plan: spanwise.shard(x, plan),
+        lambda x, plan: spanwise.unshard(x, plan),
+        lambda x, plan: spanwise.roll(x, 1, None),
+        lambda x, plan: spanwise.shard_batch(plan, {"input_ids": x}),
+    ],
+)
+def test_something_else_in_place_of_a_plan(call: Any) -> None:
+    with pytest.raises(ValueError, match="needs a Plan or RankPlan, got"):
+        call(IDS, spanwise.make_plan(SpanMask.causal(12), 1))

@@ -252,7 +252,7 @@ def test_numpy_is_enough():
         ),
         (lambda: SpanMask.documents([0, 8], window=3), "two integers .*, got 3"),
         (lambda: SpanMask.documents([0, 16, 12, 20]), "must not decrease, got 12 after 16 at position 2"),
-        (lambda: SpanMask.documents([1, 4]), "must begin with 0, got 1 at position 0"),
+        (lambda: SpanMask.documents([1, 4]), "must begin with 0, got 1 at position 0: for lengths of documents give"),
         (lambda: SpanMask.documents([]), r"got shape \[0\]"),
         (lambda: SpanMask.documents([[0, 4]]), r"got shape \[1, 2\]; cu_seqlens.squeeze\(0\) takes the batch dim off"),
         (lambda: SpanMask.documents([[0, 4], [0, 5]]), r"got shape \[2, 2\]$"),

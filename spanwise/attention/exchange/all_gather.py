@@ -158,12 +158,7 @@ class _Wait(torch.autograd.Function):
 
 
 def start(x_R_F: torch.Tensor, num_ranks: int, name: str, label: str) -> Pending:
-    """Start gathering ``x_R_F``; every rank passes the same number of rows.
-
-    Args:
-        name: of the process group.
-        label: names the transfer in errors.
-    """
+    """Start gathering ``x_R_F`` in process group `name`; every rank passes the same number of rows."""
     return Pending(*_Start.apply(x_R_F, num_ranks, name, label))
 
 

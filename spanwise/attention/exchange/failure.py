@@ -28,13 +28,9 @@ _SETTLE = 1.0  # seconds that a failed rank waits to learn whether ranks made di
 
 
 def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """``begin(*args)``, one of the starts in `_torch`, on the group called `name`.
+    """``begin(*args)``, one of the starts in `_torch`, on the group called `name`; `what` is the collective in words.
 
-    Args:
-        what: the collective in words, for an error.
-
-    Raises:
-        ExchangeError: the backend failed. Errors about arguments pass unchanged.
+    ``ExchangeError`` if the backend failed; errors about arguments pass unchanged.
     """
     _torch.check_compiling()
     if torch.compiler.is_compiling():
@@ -49,19 +45,14 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
 
 
 def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
-    """Wait for a started collective on the group called `name`.
+    """Wait for a started collective on the group called `name`; `what` is the collective in words.
 
-    On a CPU it returns when the data have arrived. It fails a few seconds after a process of the group has ended, and
-    for a stuck process after the timeout of the group. Groups that `init_device_mesh` makes have torch's default
-    timeout of half an hour, not that of the world; its ``backend_override`` sets another. (A timeout set later does not
-    reach sends and receives of gloo.) With NCCL a wait only orders streams, unless ``TORCH_NCCL_BLOCKING_WAIT`` is set:
-    torch's watchdog ends the process after the timeout, and this function raises nothing.
-
-    Args:
-        what: the collective in words, for an error.
-
-    Raises:
-        ExchangeError: the collective failed, on this rank or because of another.
+    On a CPU it returns when the data have arrived. It raises ``ExchangeError`` a few seconds after a process of the
+    group has ended, and for a stuck process after the timeout of the group. Groups that `init_device_mesh` makes have
+    torch's default timeout of half an hour, not that of the world; its ``backend_override`` sets another. (A timeout
+    set later does not reach sends and receives of gloo.) With NCCL a wait only orders streams, unless
+    ``TORCH_NCCL_BLOCKING_WAIT`` is set: torch's watchdog ends the process after the timeout, and this function raises
+    nothing.
     """
     if torch.compiler.is_compiling():
         return _torch.wait(x)
@@ -75,15 +66,9 @@ def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.Tensor:
-    """All-reduce (``"sum"`` or ``"max"``) over every axis of `mesh`, without autograd.
+    """All-reduce (``"sum"`` or ``"max"``) over every axis of `mesh`, without autograd; `what` is the value in words.
 
     One axis after the other, so that a sliced or multi-dimensional mesh needs no extra group.
-
-    Args:
-        what: the reduced value in words, for an error.
-
-    Raises:
-        ExchangeError: the collective failed.
     """
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
@@ -131,11 +116,7 @@ def exchange_errors(mesh: DeviceMesh) -> Iterator[None]:
 def connect(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]) -> calls.CallLog | None:
     """The log of calls of a mesh; connects its ranks when first asked for, which is a collective of the mesh.
 
-    Args:
-        groups, ranks: as in `calls.log_of`.
-
-    Raises:
-        ExchangeError: a rank is gone or too late.
+    ``ExchangeError`` if a rank is gone or too late; arguments as in `calls.log_of`.
     """
     began = time.monotonic()
     try:
@@ -217,8 +198,7 @@ def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | Non
 
     Args:
         own: what failed, and where.
-        near: gloo connections of the ranks of `own`, if there are any.
-        log: the calls of the ranks of `own`, if they are logged.
+        near, log: gloo connections of its ranks, and their calls, where there are such.
     """
     for each in calls.logs():
         each.settle(_SETTLE)

@@ -43,10 +43,7 @@ def kv_heads_held(num_q_heads: int, num_kv_heads: int, num_ranks: int, rank: int
 
 
 def kv_heads_of(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, tuple[int, ...]]:
-    """How many K/V heads a rank receives, and the first one of each rank's window.
-
-    Raises:
-        ValueError: heads that this number of ranks cannot share, see `check_heads`.
+    """How many K/V heads a rank receives, and the first one of each rank's window; refuses heads as `check_heads`.
 
     >>> kv_heads_of(32, 4, 8)
     (1, (0, 0, 1, 1, 2, 2, 3, 3))

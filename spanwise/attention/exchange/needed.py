@@ -265,12 +265,7 @@ def halves(sizes: list[int]) -> tuple[list[int], list[int]]:
 
 
 def start(x_RF: torch.Tensor, routes: Sequence[Route], name: str, label: str) -> list[Pending]:
-    """Start sending the rows of `x_RF` that other ranks read, chunk after chunk.
-
-    Args:
-        name: of the process group.
-        label: names the transfer in errors.
-    """
+    """Start sending the rows of `x_RF` that other ranks read, chunk after chunk, in process group `name`."""
     sizes = [n for route in routes for n in route.sizes]
     started = _Start.apply(x_RF, sizes, name, label, *(route.send for route in routes))
     return [Pending(*pair) for pair in zip(started[: len(routes)], started[len(routes) :], strict=True)]

@@ -258,22 +258,11 @@ class _Step(torch.autograd.Function):
 def start(
     k: torch.Tensor, v: torch.Tensor, hops: Sequence[Hop], rank: int, num_ranks: int, name: str, label: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Start sending this rank's shard round; iterate to get keys and values of each hop, as they arrive.
+    """Start sending this rank's shard round in process group `name`; an item is K and V of a hop, as they arrive.
 
-    An item comes after the start of the next hop. At most two shards live in addition to the rank's own, if the caller
-    drops an item before it asks for the next and autograd does not keep it.
-
-    Args:
-        k, v: ``[B, H, T, D]`` and ``[B, H, T, Dv]``, the rank's own.
-        hops: at least one.
-        name: of the process group.
-        label: names the transfer in errors.
-
-    Returns:
-        Iterator over ``[B, H, rows, D]`` and ``[B, H, rows, Dv]``, contiguous views of one buffer.
-
-    Raises:
-        spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
+    As `Exchange.start`, for at least one hop; items are contiguous views of one buffer. An item comes after the start
+    of the next hop. At most two shards live in addition to the rank's own, if the caller drops an item before it asks
+    for the next and autograd does not keep it.
     """
     ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
     rows = [hop.received.shape[0] for hop in hops]
@@ -295,8 +284,6 @@ def fetches(
     """For a chained `Refetch`: functions that start fetching each chunk again, the last one first.
 
     The last chunk comes from its owner, by one hop. Every other chunk comes by sending the chunk after it a hop back.
-
-    Args: as in :func:`start`.
     """
     ring = _Ring(tuple(hop.stride for hop in hops), rank, num_ranks, name, label)
 

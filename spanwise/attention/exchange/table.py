@@ -23,10 +23,7 @@ EXCHANGES: dict[str, Exchange] = {
 
 
 def resolve(exchange: str | Exchange) -> Exchange:
-    """The exchange of a name; passes an `Exchange` through.
-
-    Raises:
-        ValueError: an unknown name, an object that is no exchange, or one that breaks a promise of `Exchange`.
+    """The exchange of a name; an `Exchange` as it is; ``ValueError`` for others, and for one that breaks its promises.
 
     >>> resolve("needed")
     Needed()

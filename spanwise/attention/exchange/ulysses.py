@@ -216,25 +216,18 @@ def to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
-    A collective call of the group. A rank receives ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))`` elements, where c
-    is the first result of `heads.kv_heads_of`. Where ranks share K/V heads, the gradients of K and V travel in float32
-    at least and are summed in it.
+    A collective call of the group. A rank receives ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))`` elements, where c is
+    the first result of `heads.kv_heads_of`. Where ranks share K/V heads, the gradients of K and V travel in float32 at
+    least and are summed in it.
 
     Args:
-        q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``.
-        k: ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``.
-        v: ``[B, Hkv, T, Dv]``.
+        q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.
         name: of the process group.
-        label: names the transfer in errors.
         kv_trade: of K and V, where their tokens differ from those of q.
 
     Returns:
         q ``[B, Hq / n, S, Dk]``, k ``[B, c', S, Dk]``, v ``[B, c', S, Dv]``, strided views. c' divides Hq / n: the K/V
         heads that the query heads read, or one for each query head where no grouping of equal parts fits.
-
-    Raises:
-        ValueError: heads that the ranks cannot share, before anything is sent.
-        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
     """
     kv_trade = trade if kv_trade is None else kv_trade
     num_ranks, num_heads = trade.num_ranks, q.shape[1]
@@ -257,17 +250,10 @@ def to_heads(
 
 
 def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Tensor:
-    """All heads of this rank's tokens: the inverse of `to_heads` for q.
+    """All heads of this rank's tokens, in their own order: the inverse of `to_heads` for q, or for an lse.
 
-    A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads.
-
-    Args:
-        x: ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, tokens of the group in ascending order.
-        name: of the process group.
-        label: names the transfer in errors.
-
-    Returns:
-        ``[B, Hq, T, D]`` or ``[B, Hq, T]``, in the rank's own order of its tokens; a strided view.
+    A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads. `x` is
+    ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, the result ``[B, Hq, T, D]`` or ``[B, Hq, T]``, a strided view.
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
     started = _StartTokens.apply(x_BhSD, trade.order, trade.places, trade.tokens, trade.rank, name, label)

@@ -14,16 +14,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_problem(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, softcap: float | None = None) -> None:
-    """Raise ``ValueError`` unless the arguments describe one attention problem.
-
-    Args:
-        q: Queries ``[B, H, Q, D]``.
-        k: Keys ``[B, K, T, D]`` with ``H % K == 0``.
-        v: Values ``[B, K, T, V]``.
-        start: First key of each span, integer ``[B or 1, N, Q]``.
-        end: One past the last key of each span, same shape.
-        softcap: None or positive.
-    """
+    """Raise ``ValueError`` unless these, in the shapes of `Kernel.attend`, describe one attention problem."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")

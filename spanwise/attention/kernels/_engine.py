@@ -61,11 +61,7 @@ class Engine:
         self.careful = False
 
     def tiles(self, start: Tensor, end: Tensor, *, careful: bool = False) -> Iterator[tuple[int, Tile, Spans]]:
-        """Batch row, tile, and the spans of the tile's rows, over the whole problem.
-
-        Args:
-            careful: set `self.careful` where the tile has columns that some of its rows do not read.
-        """
+        """Batch row, tile, and its rows' spans; with `careful` sets `self.careful` where some rows skip columns."""
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))

@@ -23,12 +23,8 @@ def enter(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Finite q, k and v; bool ``[B, H, Q]``, rows whose lse is NaN, then whose out is; and `told` for `leave`.
 
-    Args:
-        q: Queries ``[B, H, Q, D]``.
-        k: Keys ``[B, K, T, D]``. Keys that no row reads become 0, whatever they hold.
-        v: Values ``[B, K, T, V]``, alike.
-        mask: Whether a row reads a key, bool ``[B or 1, Q, T]``.
-        has_key: Whether a row reads any, bool ``[B or 1, Q]``.
+    `mask`, bool ``[B or 1, Q, T]``, says whether a row reads a key, `has_key` ``[B or 1, Q]`` whether it reads any.
+    Keys that no row reads become 0, whatever they hold.
     """
     made: tuple[Tensor, ...] = _Enter.apply(q, k, v, mask, has_key)
     q, k, v, no_lse, no_out, told = made

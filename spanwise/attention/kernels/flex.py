@@ -91,40 +91,21 @@ def flex(
     q_pos: Tensor | None = None,
     kv_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one local problem by a compiled FlexAttention kernel.
+    """`Kernel.attend` by a compiled FlexAttention kernel; `tables` are those of the same mask, over all keys.
 
     Inside ``torch.compile`` the operator joins the surrounding graph. There all T share a graph if the tensor that T
     comes from is marked as dynamic (`_torch.mark_dynamic`). An eager call runs a separate graph. It is compiled at the
     first call of a setting (shapes without T, dtypes, options) and serves every later mask and T.
 
     On the CPU only inference is possible, and torch's kernel returns no lse. `_flex_cpu` finds it in a second pass.
-    With a `score_mod` or a softcap it is exact while the modified scores of a row lie within ±600; beyond, the row
-    gets an infinite lse.
+    With a `score_mod` or a softcap it is exact while the modified scores of a row lie within ±600; beyond, the row gets
+    an infinite lse.
 
-    NaN is not kept apart: on the CPU, NaN in a value reaches all rows of its blocks, because torch gives it a
-    weight of 0, and NaN in q or k may vanish. Kernels "sdpa" and "reference" keep it apart.
+    NaN is not kept apart: on the CPU, NaN in a value reaches all rows of its blocks, because torch gives it a weight of
+    0, and NaN in q or k may vanish. Kernels "sdpa" and "reference" keep it apart.
 
-    Args:
-        q: Queries ``[B, H, Q, D]``, float32, bfloat16 or float16. Any strides; other than contiguous are copied.
-        k: Keys ``[B, K, T, D]``, ``H % K == 0``. Rows that no span reads may hold any finite number.
-        v: Values ``[B, K, T, V]``.
-        start: First key of each span, int32 ``[B or 1, N, Q]``, padded with empty spans to `pad_spans`.
-        end: One past the last key of each span, same shape.
-        tables: Non-empty blocks of the same mask over T keys.
-        scale: Factor on ``q @ k^T``.
-        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``; sees the scaled score, before softcap and
-            mask, and global positions.
-        softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
-        q_pos: Global position of each query, integer ``[B or 1, Q]``; ``0, 1, …`` if not given.
-        kv_pos: Global position of each key, integer ``[B or 1, T]``; ``0, 1, …`` if not given.
-
-    Returns:
-        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and natural-log ``lse`` ``[B, H, Q]`` float32, both differentiable on
-        CUDA. A row without keys has out 0, lse -inf and no gradient.
-
-    Raises:
-        ValueError: Inputs that do not fit together, a dtype or head dim that the device's kernel lacks, or gradients on
-            the CPU.
+    Takes float32, bfloat16 and float16; copies what is not contiguous. Spans are padded to `pad_spans`; positions are
+    ``0, 1, …`` if not given. ``ValueError`` for what the device's kernel lacks, gradients on the CPU included.
     """
     check_problem(q, k, v, start, end)
     _check(q, k, v, tables, q_pos, kv_pos)
@@ -219,13 +200,7 @@ def max_logit(
     q_pos: Tensor | None = None,
     kv_pos: Tensor | None = None,
 ) -> Tensor:
-    """Largest visible score of each query head, float32 ``[H]``, -inf without any. CUDA only, no gradient.
-
-    Arguments as for `flex`. Scores are those that enter the softmax: scaled, modified, capped.
-
-    Raises:
-        ValueError: Not on CUDA: torch's CPU kernel does not report it; use kernel="sdpa" or "reference" there.
-    """
+    """`Kernel.max_logit` on CUDA, with the arguments of `flex`: of scaled, modified, capped scores; float32 ``[H]``."""
     if q.device.type == "cpu":
         raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
     q, k = q.detach().contiguous(), k.detach().contiguous()

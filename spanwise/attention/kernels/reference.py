@@ -53,32 +53,11 @@ def reference(
     kv_pos: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one local problem, dense.
-
-    float64 is computed in float64, every other dtype in float32.
+    """`Kernel.attend`, dense. float64 is computed in float64, every other dtype in float32.
 
     A row is NaN if its q or a key or value that it reads is not finite; so are its gradients and those of all keys that
-    it reads. All else is as exact as without. Tensors that a `score_mod` reads get no gradient from such a row.
-
-    Args:
-        q: Queries ``[B, H, Q, D]``.
-        k: Keys ``[B, K, T, D]``, ``H % K == 0``.
-        v: Values ``[B, K, T, V]``.
-        start: First key of each span, integer ``[B or 1, N, Q]``, indices into ``k``.
-        end: One past the last key of each span, same shape. Keys that no span reads may hold anything, NaN included.
-        scale: Factor on ``q @ k^T``.
-        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score`` on scalars; it is vmapped. It sees the
-            scaled score, before softcap and mask, and global positions.
-        q_pos: Global position of each query, integer ``[B or 1, Q]``; ``0, 1, …`` if not given.
-        kv_pos: Global position of each key, integer ``[B or 1, T]``; ``0, 1, …`` if not given.
-        softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
-
-    Returns:
-        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and ``lse`` ``[B, H, Q]``, float32 (float64 for float64 inputs). A row
-        without keys has out 0, lse -inf and no gradient.
-
-    Raises:
-        ValueError: If the shapes do not fit together.
+    it reads. All else is as exact as without. Tensors that a `score_mod` reads get no gradient from such a row. It is
+    vmapped over scalars; positions are ``0, 1, …`` if not given.
 
     >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)

@@ -62,25 +62,9 @@ def sdpa(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one local problem on the CPU.
+    """`Kernel.attend` on the CPU. The spans of a row are disjoint; keys that none reads are not touched.
 
     float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles.
-
-    Args:
-        q: Queries ``[B, H, Q, D]``.
-        k: Keys ``[B, K, T, D]``, ``H % K == 0``.
-        v: Values ``[B, K, T, V]``.
-        start: First key of each span, integer ``[B or 1, N, Q]``, indices into ``k``; the spans of a row are disjoint.
-        end: One past the last key of each span, same shape. Keys that no span reads are not touched.
-        scale: Factor on ``q @ k^T``.
-        softcap: ``softcap * tanh(score / softcap)`` is applied before the mask.
-
-    Returns:
-        ``out`` ``[B, H, Q, V]`` in ``q.dtype`` and ``lse`` ``[B, H, Q]``, float32 (float64 for float64 inputs), both
-        differentiable (once). A row without keys has out 0, lse -inf and no gradient.
-
-    Raises:
-        ValueError: If a tensor is not on the CPU, or the shapes do not fit together.
 
     >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
@@ -199,11 +183,7 @@ def _sdpa_backward(
 def _gradients(
     engine: Engine, tensors: tuple[Any, ...], start: Tensor, end: Tensor, *, careful: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq over the scale, dk over `engine.unscale`, and dv; as they are computed.
-
-    Args:
-        tensors: grad_out, grad_lse, q, k, v, out and lse of `_sdpa_backward`.
-    """
+    """dq over the scale, dk over `engine.unscale`, and dv, as they are computed from arguments of `_sdpa_backward`."""
     grad_out, grad_lse, q, k, v, out, lse = tensors
     heads = (engine.kv_heads, engine.group)
     dq = torch.zeros(q.shape, dtype=engine.dtype)

@@ -61,14 +61,9 @@ def masks(seq_len: int) -> dict[str, SpanMask]:
 
 
 def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Measure, print a table, and write JSON to `out` if it is given.
+    """Measure, print a table, and write JSON to `out`; `quick`: one small size.
 
-    Args:
-        quick: one small size.
-
-    Returns:
-        ``{"num_threads", "torch", "rows": [...], "memory": {...}}``; times in seconds, memory in bytes (Linux
-        only, else None).
+    ``{"num_threads", "torch", "rows", "memory"}``; times in seconds, memory in bytes (Linux only, else None).
     """
     sizes = QUICK_SIZES if quick else SIZES
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())

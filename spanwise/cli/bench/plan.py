@@ -44,13 +44,9 @@ def document_offsets(seq_len: int, seed: int, *, median: int = 4096, sigma: floa
 
 
 def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Measure, print a table, and write JSON to `out` if it is given.
+    """Measure, print a table, and write JSON to `out`; `quick`: the smaller size, three repeats instead of nine.
 
-    Args:
-        quick: the smaller size only, three repeats instead of nine.
-
-    Returns:
-        ``{"rows": [...], "num_threads": 1}``; times are medians in milliseconds.
+    ``{"rows": [...], "num_threads": 1}``; times are medians in milliseconds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

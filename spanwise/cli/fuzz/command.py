@@ -33,9 +33,6 @@ class FuzzOptions:
         ranks: run only the cases with so many ranks; other cases do not change.
         only: run only cases of this kind, such as ring, sdpa, bfloat16 or documents; several must all apply.
         out: file for the counts, errors and failures as JSON.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     num_cases: int = 300
@@ -75,7 +72,7 @@ class FuzzOptions:
 
 
 def fuzz(options: FuzzOptions) -> int:
-    """Compare random attention calls on local ranks with dense float64 attention, outputs and gradients."""
+    """Compare random calls with dense attention. Runs local ranks; outputs and gradients, in float64."""
     check_writable(options.out)
     cases = list(options.chosen())
     if not cases:
@@ -114,11 +111,7 @@ def run(cases: Sequence[Case]) -> list[Outcome]:
 
 
 def summary(options: FuzzOptions, chosen: int, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Counts by kind, largest errors by dtype and result, and failures, as JSON holds them.
-
-    Args:
-        chosen: cases that were to run; `outcomes` may be fewer.
-    """
+    """Counts by kind of the `chosen` cases, largest errors by dtype and result, and failures, as JSON holds them."""
     num_cases = options.num_cases if len(outcomes) == chosen else outcomes[-1].case.index + 1  # stopped early
     filters = [] if options.ranks is None else ["--ranks", str(options.ranks)]
     filters += [word for kind in options.only for word in ("--only", kind)]

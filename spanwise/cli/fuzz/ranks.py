@@ -46,12 +46,7 @@ class Answer(NamedTuple):
 
 
 class Ranks:
-    """A pool of ranks; a context manager.
-
-    Args:
-        size: the most ranks of a call.
-        timeout: seconds after which a call counts as stuck.
-    """
+    """A pool of at most `size` ranks, as a context manager; a call is stuck after `timeout` seconds."""
 
     def __init__(self, size: int, timeout: float = 120.0) -> None:
         self.size, self.timeout = size, timeout

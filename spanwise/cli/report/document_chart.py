@@ -11,11 +11,7 @@ _LEFT, _TOP, _HEIGHT = 64.0, 30.0, 150.0
 
 
 def draw_documents(lengths: np.ndarray, pairs: np.ndarray) -> Drawing:
-    """Documents by length: the share of tokens and of pairs in each power of two, and the number of documents.
-
-    Args:
-        lengths, pairs: tokens and visible pairs of each document.
-    """
+    """Documents by length: the share of their tokens and visible pairs in each power of two, and their number."""
     power = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     powers = range(int(power[lengths > 0].min()), int(power[lengths > 0].max()) + 1)
     groups = [(lengths > 0) & (power == p) for p in powers]

@@ -49,12 +49,7 @@ class Lane:
 
 
 def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reason] | None = None) -> list[Lane]:
-    """Lanes of compute and of each group. A bar of exposed time lies over its collective.
-
-    Args:
-        labels: labels of groups by their names; other groups keep their names.
-        why: reasons of exposed collectives by their starts.
-    """
+    """Lanes of compute and of each group, by its label. A bar of exposed time lies over its collective."""
     dag = timeline.dag
     groups = in_order(dag.groups, labels)
     bars: dict[str, list[Bar]] = {"": [], **{group: [] for group in groups}}
@@ -79,11 +74,7 @@ def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reaso
 
 
 def merged(bars: tuple[Bar, ...], per_pixel: float) -> list[tuple[Bar, int]]:
-    """Bars to draw, and the number of bars that each stands for.
-
-    Args:
-        per_pixel: milliseconds.
-    """
+    """Bars to draw at so many milliseconds a pixel, and the number of bars that each stands for."""
     found: list[tuple[Bar, int]] = []
     open_: dict[int, int] = {}  # by kind: the bar of thin ones that may take one more
     for bar in bars:
@@ -102,13 +93,7 @@ def merged(bars: tuple[Bar, ...], per_pixel: float) -> list[tuple[Bar, int]]:
 
 
 def draw(key: str, title: str, lanes: list[Lane], most: float) -> Drawing:
-    """All of a timeline.
-
-    Args:
-        key: for the ids inside, unique in a page.
-        lanes: of the timeline.
-        most: milliseconds of the full width.
-    """
+    """All of a timeline, `most` milliseconds wide; `key` begins the ids inside."""
     height = LANE * len(lanes) + AXIS
     drawing = Drawing(f"lanes-{key}", f"Timeline of the {title}", _described(lanes), WIDTH, height)
     scale = (WIDTH - LEFT - RIGHT) / most if most else 0.0

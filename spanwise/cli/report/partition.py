@@ -19,12 +19,7 @@ STEPS = 8
 
 
 def pairs_below(start: np.ndarray, end: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Pairs of some rows whose key is below each of `keys`; int64, in the shape of `keys`.
-
-    Args:
-        start, end: spans of the rows, integers of equal shape (empty spans add nothing).
-        keys: positions.
-    """
+    """Pairs of the rows with these spans (empty ones add nothing) whose key is below each of `keys`; int64."""
     total = np.zeros(len(keys), dtype=np.int64)
     for edges, sign in ((start, 1), (end, -1)):
         ordered = np.sort(edges, axis=None).astype(np.int64)

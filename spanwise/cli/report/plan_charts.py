@@ -214,11 +214,7 @@ MOST_TIMELINES = 64
 
 
 def timeline(name: str, mask: MaskFigures, boundary: float) -> Drawing:
-    """Compute and exchange of each rank over the forward and the backward of one layer; waits are marked.
-
-    Args:
-        boundary: seconds at which the backward begins.
-    """
+    """Compute and exchange of each rank in one layer; waits are marked. The backward begins `boundary` seconds in."""
     shown = sample_ranks(mask.compute, MOST_TIMELINES)
     roomy = len(shown) <= _FEW
     pitch, tall, thin = (24.0, 11.0, 6.0) if roomy else (11.0, 5.0, 3.0)

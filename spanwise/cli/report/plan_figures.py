@@ -130,16 +130,12 @@ def figures(
     comparison: Comparison | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Figures:
-    """All figures of `plan`, which has the attention's shape and one batch row.
+    """All figures of `plan`; ``ValueError`` unless it has the attention's shape and one batch row.
 
     Args:
-        source: of the sequence.
         command: the shell command that makes the plan.
         comparison: other numbers of ranks, if they were compared.
         notes: the keys that a row reads under each mask, in words.
-
-    Raises:
-        ValueError: the plan has several batch rows, or no attention shape.
     """
     if plan.batch_size > 1:
         raise ValueError(

@@ -28,12 +28,7 @@ def sections(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool
 
 
 def read(path: str | os.PathLike[str], sections: Mapping[bool, str]) -> dict[str, float]:
-    """Times of these sections, by signature; empty without a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a file of measured costs.
-    """
+    """Times of these sections, by signature; empty without a file; ``ValueError`` if it holds no measured costs."""
     content = _load(path)
     return {
         key: ms

@@ -77,13 +77,12 @@ def node_flops(node: fx.Node) -> float:
     known: in ``meta["known"]`` of their nodes, or because ``meta["val"]`` is real. Otherwise, and for FlexAttention, a
     share ``meta["custom"]["sparsity_hint"]`` of all scores is left out (``torch.fx.traceback.annotate``).
 
-    Example:
-        >>> graph = fx.Graph()
-        >>> x = graph.placeholder("x")
-        >>> x.meta["val"] = torch.empty(4, 4, device="meta")
-        >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
-        >>> node_flops(product)
-        128.0
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(4, 4, device="meta")
+    >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    >>> node_flops(product)
+    128.0
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     registered = packet in _torch.flop_formulas

@@ -56,14 +56,13 @@ class Measured:
         left_out: nodes of this rank's graphs that `fallback` prices, each with the reason.
         timed: number of signatures that this rank has timed; 0 if all were on file.
 
-    Example:
-        >>> graph = fx.Graph()
-        >>> x = graph.placeholder("x")
-        >>> x.meta["val"] = torch.empty(8, device="meta")
-        >>> node = graph.call_function(torch.ops.aten.relu.default, (x,))
-        >>> node.meta["val"] = x.meta["val"].clone()
-        >>> Measured({"aten.relu.default(self=float32[8])": 2.0}, fuse=False)(node)
-        2.0
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(8, device="meta")
+    >>> node = graph.call_function(torch.ops.aten.relu.default, (x,))
+    >>> node.meta["val"] = x.meta["val"].clone()
+    >>> Measured({"aten.relu.default(self=float32[8])": 2.0}, fuse=False)(node)
+    2.0
     """
 
     table: Mapping[str, float]
@@ -197,12 +196,11 @@ def measure(
         GraphError: a node that cannot run, without a `fallback`, or a time that is negative or not finite.
         ValueError: `cache` is not such a file, or `repeats` is below 1. On all ranks if on any.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, device="cpu")
-        >>> cost = measure(capture(config).forward, timer=lambda node, call: 2.0)
-        >>> max(cost.table.values())
-        2.0
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, device="cpu")
+    >>> cost = measure(capture(config).forward, timer=lambda node, call: 2.0)
+    >>> max(cost.table.values())
+    2.0
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")

@@ -186,15 +186,14 @@ class CostModel:
     Raises:
         ValueError: a rate that is not positive and finite.
 
-    Example:
-        >>> from spanwise.hardware import H100
-        >>> graph = fx.Graph()
-        >>> x = graph.placeholder("x")
-        >>> x.meta["val"] = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-        >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
-        >>> product.meta["val"] = x.meta["val"].clone()
-        >>> round(CostModel(H100)(product), 3)
-        0.185
+    >>> from spanwise.hardware import H100
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    >>> product.meta["val"] = x.meta["val"].clone()
+    >>> round(CostModel(H100)(product), 3)
+    0.185
     """
 
     def __init__(
@@ -353,9 +352,8 @@ def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
     Raises:
         ValueError: `cost` is neither. A table raises `GraphError` later, for a node that it lacks.
 
-    Example:
-        >>> as_cost({"x": 2.0})(fx.Graph().placeholder("x"))
-        2.0
+    >>> as_cost({"x": 2.0})(fx.Graph().placeholder("x"))
+    2.0
     """
     if isinstance(cost, Hardware):
         return CostModel(cost)

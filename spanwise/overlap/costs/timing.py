@@ -113,11 +113,7 @@ def why_not(node: fx.Node) -> str | None:
 
 
 def trial(call: Call, device: torch.device) -> Callable[[], Any]:
-    """A function that runs `call` on made-up inputs on `device`; a collective is started and waited for.
-
-    Raises:
-        RuntimeError: torch's, if there is no memory for the inputs.
-    """
+    """A function that runs `call` on made-up inputs on `device`; a collective is started and waited for."""
     generator = torch.Generator(device).manual_seed(0)
     limit = _index_limit(call)
     made: dict[fx.Node, Any] = {}

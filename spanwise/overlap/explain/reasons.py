@@ -72,12 +72,9 @@ class Reason:
 
 
 def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:
-    """Milliseconds of compute that neither lead to a start nor depend on its wait, for each start.
+    """Milliseconds of compute, `among` these nodes or all, that neither lead to a start nor depend on its wait.
 
     Each node has two sets of bits, one bit for each collective: starts it leads to, and waits it depends on.
-
-    Args:
-        among: compute nodes that count; default: all.
     """
     starts, nodes = dag.starts, dag.nodes
     leads_to, depends_on = starts_after(dag), waits_before(dag)

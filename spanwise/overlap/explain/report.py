@@ -97,11 +97,7 @@ class Result:
 
 
 def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
-    """All figures of a result.
-
-    Args:
-        groups: labels of process groups, by their names in the graph; others keep their name.
-    """
+    """All figures of a result; `groups` has labels of process groups by their names in the graph."""
     if result.sizes is not None:
         with assumed(result.graph_module, result.sizes):
             return figures(dataclasses.replace(result, sizes=None), groups)

@@ -42,11 +42,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def fake_world(config: CaptureConfig) -> Iterator[dict[str, Axis]]:
-    """Simulate all process groups of one rank while the context lasts; their names are the same every time.
-
-    Raises:
-        RuntimeError: torch.distributed is initialized in this process.
-    """
+    """Simulate all process groups of one rank, with the same names every time; ``RuntimeError`` beside real ones."""
     if dist.is_initialized():
         raise RuntimeError("capture simulates process groups; call destroy_process_group() first")
     dist.init_process_group("fake", rank=config.rank, world_size=config.num_ranks, store=_torch.fake_store())
@@ -82,10 +78,9 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
         ValueError: cp > 1 without `attention`.
         RuntimeError: torch.distributed is initialized in this process.
 
-    Example:
-        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, tp=2, device="cpu")
-        >>> capture(config).axes["tp"].ranks
-        (0, 1)
+    >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, tp=2, device="cpu")
+    >>> capture(config).axes["tp"].ranks
+    (0, 1)
     """
     if config.cp > 1 and attention is None:
         raise ValueError(f"cp = {config.cp}: pass attention=, which exchanges K/V between the shards")

@@ -106,7 +106,8 @@ def has_equal_waits(graph: fx.Graph) -> bool:
 def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None = None) -> None:
     """Put the graph of `captured` into `order`, and each bucket into one collective; in place, in linear time.
 
-    Afterwards `captured` no longer describes the graph. Its module runs the old code until ``recompile()``.
+    Afterwards `captured` no longer describes the graph. Its module runs the old code until ``recompile()``. After an
+    error the graph is unchanged.
 
     Args:
         order: the numbers of `members`, each once.
@@ -114,9 +115,8 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
             default: every node alone.
 
     Raises:
-        GraphError: the order breaks a dependency, or members of a bucket cannot be merged. The graph is unchanged.
-        ValueError: `order` or `members` misses or repeats a node, or the graph has changed since it was captured. The
-            graph is unchanged.
+        GraphError: the order breaks a dependency, or members of a bucket cannot be merged.
+        ValueError: a node is missing or there twice, or the graph has changed since it was captured.
     """
     if not captured.nodes:
         return

@@ -71,13 +71,12 @@ def save_graphs(
     Raises:
         ValueError: no graph, or one that torch's pickler refuses.
 
-    Example:
-        >>> import pathlib, tempfile
-        >>> gm = fx.symbolic_trace(torch.nn.Linear(2, 2))
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "step.graphs"
-        >>> save_graphs(path, {"forward": gm}, labels={"0": "dp"})
-        >>> load_graphs(path).labels
-        {'0': 'dp'}
+    >>> import pathlib, tempfile
+    >>> gm = fx.symbolic_trace(torch.nn.Linear(2, 2))
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "step.graphs"
+    >>> save_graphs(path, {"forward": gm}, labels={"0": "dp"})
+    >>> load_graphs(path).labels
+    {'0': 'dp'}
     """
     if not isinstance(graphs, Mapping) or not all(isinstance(gm, fx.GraphModule) for gm in graphs.values()):
         kind = (

@@ -90,12 +90,11 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
         GraphError: a symbolic size, an input or a call without ``meta["val"]``, a start of an unknown group,
             a negative or non-finite cost, or an exception of `cost`. Names the node.
 
-    Example:
-        >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
-        >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-        >>> captured = to_dag(capture(config).forward, lambda node: 1.0)
-        >>> len(captured.dag.starts)  # gathers of the parameters
-        9
+    >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
+    >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    >>> captured = to_dag(capture(config).forward, lambda node: 1.0)
+    >>> len(captured.dag.starts)  # gathers of the parameters
+    9
     """
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     builder = _Builder(cost, is_backward=any(name.startswith("tangents") for name in names))

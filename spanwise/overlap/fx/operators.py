@@ -331,11 +331,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_free(node: fx.Node, known: Traits | None = None) -> bool:
-    """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes.
-
-    Args:
-        known: the node's `traits`, if already computed.
-    """
+    """Whether nothing runs on the device: views, items of tuples, uninitialised memory, arithmetic on sizes."""
     known = known or traits(node)
     if known.role in (Role.FREE, Role.GUARD):
         return True

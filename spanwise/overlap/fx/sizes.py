@@ -28,12 +28,8 @@ def assumed(gm: fx.GraphModule, size: Sizes) -> Iterator[Callable[[fx.GraphModul
     """Inside, tensors in ``meta["val"]`` of all nodes have numeric sizes: those of `size`.
 
     Shared storages stay shared. Afterwards the old values are back, also in new nodes that took a value of an old one.
-
-    Yields:
-        A function that puts the old values back in a graph that was copied from this one.
-
-    Raises:
-        ValueError: `size` lacks a symbol of the graph, or has a number below 1.
+    Yields a function that puts them back in a copy of the graph. ``ValueError`` if `size` lacks a symbol or has a
+    number below 1.
     """
     mode = _torch.fake_mode()
     tensors = [t for node in gm.graph.nodes for t in tensors_of(node)]

@@ -36,12 +36,8 @@ def lacks_value(node: fx.Node, known: Traits) -> bool:
 def fill_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Give all nodes of `gm` values, in place, if one lacks its own.
 
-    Args:
-        inputs: what the graph is called with, real or fake tensors; a pytree of them is flattened. Empty: the graph
-            stays as it is.
-
-    Raises:
-        ValueError: the graph has another number of inputs, or does not run with these.
+    `inputs` are what the graph is called with, real or fake, perhaps in a pytree; without any it stays as it is.
+    ``ValueError`` if it has another number of inputs, or does not run with these.
     """
     given = [node for node in gm.graph.nodes if node.op == "placeholder"]
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]

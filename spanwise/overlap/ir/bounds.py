@@ -26,9 +26,8 @@ class Bounds:
         path: the longest path through collectives, with all compute that lies between two of them.
         streams: of each stream ("compute", and each group), its work with the work that must come before and after.
 
-    Examples:
-        >>> Bounds(compute=5.0, path=3.0, streams={"compute": 5.0, "dp": 6.5}).makespan
-        6.5
+    >>> Bounds(compute=5.0, path=3.0, streams={"compute": 5.0, "dp": 6.5}).makespan
+    6.5
     """
 
     compute: float
@@ -44,11 +43,10 @@ class Bounds:
 def lower_bounds(dag: Dag) -> Bounds:
     """Bounds for every order of `dag` without contention.
 
-    Examples:
-        >>> from spanwise.overlap.ir.dag import Node
-        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
-        >>> lower_bounds(Dag((start, wait, Node("reader", Kind.COMPUTE, 2.0, (1,))))).makespan
-        6.0
+    >>> from spanwise.overlap.ir.dag import Node
+    >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+    >>> lower_bounds(Dag((start, wait, Node("reader", Kind.COMPUTE, 2.0, (1,))))).makespan
+    6.0
     """
     around = compute_around(dag)
     first, (rest, last) = heads(dag, around), tails(dag, around)

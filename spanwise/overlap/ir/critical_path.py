@@ -56,11 +56,7 @@ def heads(dag: Dag, around: ComputeAround | None = None) -> NDArray[np.float64]:
 
 
 def tails(dag: Dag, around: ComputeAround | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Least time to the end of the graph, by dependencies and the compute `around`.
-
-    Returns:
-        From when each node is issued, and from when it has ended; float64 ``[n]`` each.
-    """
+    """Least time to the end, by dependencies and the compute `around`, from each node's issue and from its end."""
     issued, ended = [0.0] * len(dag), [0.0] * len(dag)
     kinds, ms = dag.kinds.tolist(), dag.ms.tolist()
     after = np.zeros(len(dag.starts)) if around is None else around.after.copy()

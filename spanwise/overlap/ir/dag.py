@@ -44,9 +44,8 @@ class GraphError(ValueError):
     Attributes:
         node: the node's name.
 
-    Examples:
-        >>> GraphError("wait_3", "waits for no collective").node
-        'wait_3'
+    >>> GraphError("wait_3", "waits for no collective").node
+    'wait_3'
     """
 
     def __init__(self, node: str, text: str) -> None:
@@ -83,11 +82,10 @@ class Dag:
             no start, a start has several waits or no group.
         ValueError: the user of a storage comes before its maker, or is no node.
 
-    Examples:
-        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
-        >>> dag = Dag((start, Node("other", Kind.COMPUTE, 3.0), wait), (Storage(8, 0, (2,)),))
-        >>> dag.compute_ms, dag.peak_bytes(), dag.wait_of
-        (3.0, 8, {0: 2})
+    >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+    >>> dag = Dag((start, Node("other", Kind.COMPUTE, 3.0), wait), (Storage(8, 0, (2,)),))
+    >>> dag.compute_ms, dag.peak_bytes(), dag.wait_of
+    (3.0, 8, {0: 2})
     """
 
     nodes: tuple[Node, ...]
@@ -177,12 +175,7 @@ class Dag:
         return float(self.ms[self.kinds == Kind.COMPUTE].sum())
 
     def check_order(self, order: Sequence[int]) -> None:
-        """Check that `order` has every node once, each after its dependencies.
-
-        Raises:
-            ValueError: a node is missing, or there twice.
-            GraphError: a node comes before one of its dependencies.
-        """
+        """Check that `order` has every node once (``ValueError``), each after its dependencies (``GraphError``)."""
         if not np.array_equal(np.sort(np.asarray(order, np.int64)), np.arange(len(self))):
             raise ValueError(f"an order of {len(self)} nodes has each of them once, got {len(order)} numbers")
         position = positions(order)

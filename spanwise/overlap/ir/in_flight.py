@@ -48,11 +48,7 @@ def peak_in_flight(timeline: Timeline) -> dict[str, tuple[int, int]]:
 def in_flight_limits(
     timeline: Timeline, most: int | None, most_bytes: int | None
 ) -> dict[str, tuple[float, float]] | None:
-    """Most collectives and bytes that each group may have in flight: the limits, or the timeline's own where higher.
-
-    Returns:
-        None if there are no limits.
-    """
+    """Most collectives and bytes in flight in each group: the limits, or the timeline's own where higher; or None."""
     if most is None and most_bytes is None:
         return None
     limits: Sequence[float] = (math.inf if most is None else most, math.inf if most_bytes is None else most_bytes)

@@ -61,9 +61,8 @@ def interval_sums(
 ) -> NDArray[np.int64]:
     """Sum of the values whose interval ``[first, end)`` covers each position; int64 ``[size]``.
 
-    Examples:
-        >>> interval_sums(4, np.array([0, 1]), np.array([2, 4]), np.array([10, 1])).tolist()
-        [10, 11, 1, 1]
+    >>> interval_sums(4, np.array([0, 1]), np.array([2, 4]), np.array([10, 1])).tolist()
+    [10, 11, 1, 1]
     """
     change = np.zeros(size + 1, np.int64)
     np.add.at(change, first, values)
@@ -78,10 +77,9 @@ class Lifetimes:
         num_bytes: of each storage, int64.
         kept: of each storage, whether it is never freed.
 
-    Examples:
-        >>> lifetimes = Lifetimes(3, (Storage(8, 0, (1,)), Storage(2, 1, kept=True)))
-        >>> lifetimes.profile().tolist(), lifetimes.peak([0, 2, 1])
-        ([8, 10, 2], 10)
+    >>> lifetimes = Lifetimes(3, (Storage(8, 0, (1,)), Storage(2, 1, kept=True)))
+    >>> lifetimes.profile().tolist(), lifetimes.peak([0, 2, 1])
+    ([8, 10, 2], 10)
     """
 
     def __init__(self, num_nodes: int, storages: Sequence[Storage]) -> None:
@@ -130,11 +128,7 @@ class Lifetimes:
         return np.array([user for of_one in users for user in of_one], np.int64), begins
 
     def spans(self, position: NDArray[np.int64] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions at which each storage opens, and from which it is closed; that of a kept one is `num_nodes`.
-
-        Args:
-            position: of each node, in the order (`positions`); default: its own number.
-        """
+        """Where each storage opens and closes (`num_nodes` if kept); `position` of each node, by default its number."""
         users, begins = self._flat_users
         if not len(begins):
             return begins, begins
@@ -247,11 +241,7 @@ class ResourceLimit:
         return other
 
     def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
-        """A limit on the same storages, from the beginning, with another known order and budget.
-
-        Raises:
-            ValueError: the known order needs more than the budget.
-        """
+        """The limit from the beginning, with another known order and budget; ``ValueError`` if the order needs more."""
         return ResourceLimit(self._lifetimes, budget, order)
 
     @property

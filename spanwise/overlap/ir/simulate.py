@@ -20,12 +20,11 @@ from spanwise.overlap.ir.timeline import Intervals
 class Timeline(Intervals):
     """When the nodes of a `Dag` run in a given order; `Intervals` lists its attributes.
 
-    Example:
-        >>> from spanwise.overlap.ir.dag import Node
-        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
-        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
-        >>> timeline.makespan, timeline.exposed_ms, timeline.counts()
-        (4.0, 1.0, {'hidden': 0, 'partly': 1, 'exposed': 0})
+    >>> from spanwise.overlap.ir.dag import Node
+    >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+    >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+    >>> timeline.makespan, timeline.exposed_ms, timeline.counts()
+    (4.0, 1.0, {'hidden': 0, 'partly': 1, 'exposed': 0})
     """
 
     def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -47,12 +46,11 @@ def simulate(dag: Dag, order: Sequence[int] | None = None, *, contention: float 
         GraphError: a node of `order` comes before one of its dependencies.
         ValueError: `order` misses a node or repeats one, or `contention` is below 1.
 
-    Examples:
-        >>> from spanwise.overlap.ir.dag import Node
-        >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
-        >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
-        >>> timeline.makespan, timeline.exposed
-        (4.0, {0: 1.0})
+    >>> from spanwise.overlap.ir.dag import Node
+    >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
+    >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
+    >>> timeline.makespan, timeline.exposed
+    (4.0, {0: 1.0})
     """
     if not (math.isfinite(contention) and contention >= 1):
         raise ValueError(f"contention must be at least 1, got {contention}")

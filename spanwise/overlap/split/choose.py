@@ -84,11 +84,7 @@ class Trial:
 
 
 def find_split(gm: fx.GraphModule, cost: Cost, searches: Searches, whole: Timeline) -> Trial | None:
-    """The best cut graph found; None if none is shorter than the given one by more than `WORTH`.
-
-    Args:
-        whole: of the best schedule of `gm`.
-    """
+    """The best cut graph; None if none is shorter than `whole`, the best schedule of `gm`, by more than `WORTH`."""
     trials = _Trials(gm, cost, searches, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
         part = trials.best is not None and set(region.collectives) < set(trials.best.region.collectives)
@@ -190,11 +186,7 @@ class _Trials:
 
 
 def apply(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, values: Values | None = None) -> Made:
-    """Cut the nodes of these names, in place; equal graphs become equal.
-
-    Raises:
-        CannotSplit: a piece cannot be made.
-    """
+    """Cut the nodes of these names, in place; equal graphs become equal; ``CannotSplit`` if a piece cannot be made."""
     of_nodes = {node: cuts[node.name] for node in graph.nodes if node.name in cuts}
     return rewrite(graph, of_nodes, tokens, pieces, values)
 

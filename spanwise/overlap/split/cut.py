@@ -35,9 +35,8 @@ class Cut:
 def bounds(tokens: int, pieces: int) -> list[tuple[int, int]]:
     """First token and end of each piece; sizes differ by at most one.
 
-    Examples:
-        >>> bounds(7, 2)
-        [(0, 3), (3, 7)]
+    >>> bounds(7, 2)
+    [(0, 3), (3, 7)]
     """
     return [(tokens * i // pieces, tokens * (i + 1) // pieces) for i in range(pieces)]
 
@@ -45,15 +44,14 @@ def bounds(tokens: int, pieces: int) -> list[tuple[int, int]]:
 def through_view(old: Sequence[int], new: Sequence[int], cut: Cut, tokens: int) -> Cut | None:
     """The cut of a tensor of shape `old` after a view as `new`; None if no single dim holds the tokens then.
 
-    Examples:
-        >>> through_view([8, 2, 6], [16, 6], Cut(0), 8)
-        Cut(dim=0, blocks=1, unit=2)
-        >>> through_view([2, 8, 6], [16, 6], Cut(1), 8)
-        Cut(dim=0, blocks=2, unit=1)
-        >>> through_view([16, 6], [2, 8, 6], Cut(0, 2), 8)
-        Cut(dim=1, blocks=1, unit=1)
-        >>> through_view([8, 6], [4, 2, 6], Cut(0), 8) is None
-        True
+    >>> through_view([8, 2, 6], [16, 6], Cut(0), 8)
+    Cut(dim=0, blocks=1, unit=2, summed=False)
+    >>> through_view([2, 8, 6], [16, 6], Cut(1), 8)
+    Cut(dim=0, blocks=2, unit=1, summed=False)
+    >>> through_view([16, 6], [2, 8, 6], Cut(0, 2), 8)
+    Cut(dim=1, blocks=1, unit=1, summed=False)
+    >>> through_view([8, 6], [4, 2, 6], Cut(0), 8) is None
+    True
     """
     if math.prod(old) != math.prod(new) or 0 in old:
         return None

@@ -28,9 +28,8 @@ class Split:
         dag: the cut graph in its own order; `Result.members` refers to it.
         heavy: names of the given graph's nodes that count as compute which hides.
 
-    Example:
-        >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut, Split(why="no cut makes it shorter").is_cut
-        (True, False)
+    >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut, Split(why="no cut makes it shorter").is_cut
+    (True, False)
     """
 
     pieces: int = 1

@@ -23,11 +23,7 @@ _LOW = frozenset({torch.bfloat16, torch.float16})
 
 
 def sum_over(node: fx.Node, cuts: Mapping[fx.Node, Cut], tokens: int) -> Cut | None:
-    """The cut of the operands over whose tokens `node` sums; None if it does not, or an argument has another cut.
-
-    Args:
-        cuts: of results of nodes; at least one argument must have one.
-    """
+    """The cut over whose tokens `node` sums, if all its arguments with one of `cuts` agree; else None."""
     if node.op != "call_function" or node.target not in SUMS:
         return None
     given = dict(arguments(node, traits(node)))

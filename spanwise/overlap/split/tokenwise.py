@@ -34,11 +34,7 @@ COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
 
 
 def legal(node: fx.Node, cut: Cut, tokens: int) -> Legal | None:
-    """How `node` gives pieces of its result with `cut`; None if it cannot.
-
-    Args:
-        tokens: size of the region's token axis.
-    """
+    """How `node` gives pieces of its result with `cut`, along an axis of so many tokens; None if it cannot."""
     rule = SUMS.get(node.target) if cut.summed else _rule(node)
     results = tensors_of(node)
     if rule is None or not results:

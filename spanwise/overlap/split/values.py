@@ -65,11 +65,7 @@ def add_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """A node before `like`'s place with its metadata, and the value that its operator gives.
-
-    Raises:
-        CannotSplit: the operator refuses these arguments.
-    """
+    """A node before `like`'s place with its metadata, and its value; ``CannotSplit`` if the operator refuses."""
     node = graph.create_node("call_function", target, args, kwargs or {}, name=f"{like.name}_piece")
     node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUE}
     try:
