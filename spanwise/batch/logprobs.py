@@ -96,7 +96,11 @@ def token_logprobs(
 
 
 def scored(tokens: Tokens, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies, of the tokens that `checked` gives, in the shape of the labels."""
+    """Log-probabilities and entropies in the shape of the labels.
+
+    Args:
+        tokens: as `checked` gives them.
+    """
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
     return score(tokens, vocabulary.offset_of(tokens, mesh, scoring), scoring._replace(mesh=mesh))
 

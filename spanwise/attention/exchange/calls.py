@@ -52,7 +52,11 @@ def in_words(facts: dict[str, str]) -> str:
 
 
 class _Gather:
-    """An all-gather of int64 numbers, equally many on every rank, over a `_torch.host_group`; started when made."""
+    """An all-gather of numbers over a `_torch.host_group`, started when it is made.
+
+    Args:
+        numbers: int64, equally many on every rank.
+    """
 
     def __init__(self, host: Any, numbers: list[int], num_ranks: int) -> None:
         with _torch.without_modes():
@@ -142,7 +146,11 @@ class CallLog:
         return len(self._own) >= _WIDTH and not self.error and not self._broken
 
     def confirm(self, number: int) -> None:
-        """Wait until all ranks have made call `number` alike, or `error` is set; ``RuntimeError`` without an answer."""
+        """Return when all ranks have made call `number` alike, or `error` is set.
+
+        Raises:
+            RuntimeError: the connections failed, or a rank is too late.
+        """
         while self.confirmed < number and not self.error:
             with self._lock:
                 if self.confirmed < number and not self.error:
@@ -229,19 +237,19 @@ class CallLog:
     def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
         """The last calls of each rank that answers, by rank."""
         prefix = f"{self.key}/{number}"
-        by_rank, until = {self.rank: mine}, time.monotonic() + GRACE
+        told, until = {self.rank: mine}, time.monotonic() + GRACE
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
             for rank in range(self.size):
-                while rank not in by_rank and time.monotonic() < until:
+                while rank not in told and time.monotonic() < until:
                     if self._store.check([f"{prefix}/{rank}"]):
-                        by_rank[rank] = json.loads(self._store.get(f"{prefix}/{rank}"))
+                        told[rank] = json.loads(self._store.get(f"{prefix}/{rank}"))
                     else:
                         time.sleep(POLL)
-        return by_rank
+        return told
 
 
-def describe(number: int, name: str, by_rank: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
+def describe(number: int, name: str, told: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
     """The text of a mismatch in call `number`.
 
     >>> def calls(dtype): return [(1, {"call": "f", "plan": "1f", "dtype": "float32"}),
@@ -251,7 +259,7 @@ def describe(number: int, name: str, by_rank: dict[int, list[tuple[int, dict[str
 before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same calls in the same order
     """
     by_facts: dict[str, list[int]] = {}
-    for rank, calls in sorted(by_rank.items()):
+    for rank, calls in sorted(told.items()):
         facts = next((facts for n, facts in calls if n == number), {"call": "an unknown call"})
         by_facts.setdefault(json.dumps(facts), []).append(rank)
     first: dict[str, str] | None = None
@@ -263,7 +271,7 @@ before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same c
             said = ", ".join(f"{label} {value}" for label, value in facts.items() if first[label] != value)
         first = first or facts
         parts.append(f"{ranks_in_words(ranks)}: {said}")
-    before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in by_rank.values()}
+    before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in told.values()}
     earlier = json.loads(before.pop()) if len(before) == 1 else []
     tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
     return (
