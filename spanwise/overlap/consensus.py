@@ -266,12 +266,12 @@ def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> 
             break
     else:
         return ""
-    camps: dict[str, list[int]] = {}  # numbers of records that agree
+    alike: dict[str, list[int]] = {}  # numbers of equal records
     for at, entry in enumerate(entries):
-        camps.setdefault("nothing more here" if entry is None else _text(*entry), []).append(at)
+        alike.setdefault("nothing more here" if entry is None else _text(*entry), []).append(at)
     ranks = dist.get_process_group_ranks(group)
-    parts = [f"ranks {[ranks[at] for at in camp]} start {text}" for text, camp in camps.items()]
-    different = _differing([records[camp[0]]["facts"] for camp in camps.values()])
+    parts = [f"ranks {[ranks[at] for at in same]} start {text}" for text, same in alike.items()]
+    different = _differing([records[same[0]]["facts"] for same in alike.values()])
     causes = [f"{name} is {' / '.join(values)}" for name, values in different]
     why = f"Their inputs differ: {'; '.join(causes)}" if causes else "Their known options and costs are the same"
     return (

@@ -54,7 +54,11 @@ def in_words(facts: dict[str, str]) -> str:
 
 
 class _Gather:
-    """An all-gather of int64 numbers, equally many on every rank, over a `_torch.host_group`; started when made."""
+    """An all-gather of numbers over a `_torch.host_group`, started when it is made.
+
+    Args:
+        numbers: int64, equally many on every rank.
+    """
 
     def __init__(self, host: Any, numbers: list[int], num_ranks: int) -> None:
         with _torch.without_modes():
@@ -151,7 +155,11 @@ class CallLog:
         return len(self._own) >= _WIDTH and not self.error and not self._broken
 
     def confirm(self, number: int) -> None:
-        """Wait until all ranks have made call `number` alike, or `error` is set; ``RuntimeError`` without an answer."""
+        """Return when all ranks have made call `number` alike, or `error` is set.
+
+        Raises:
+            RuntimeError: the connections failed, or a rank is too late.
+        """
         while self.confirmed < number and not self.error:
             with self._lock:
                 if self.confirmed < number and not self.error:

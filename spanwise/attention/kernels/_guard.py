@@ -2,7 +2,7 @@
 
 Two functions stand around finite attention. `enter` replaces tokens that are not finite by zeros; `leave` makes NaN of
 the results of rows that have or read such a token. Their backwards do the same to gradients. `leave` tells `enter`
-which rows have NaN: as the gradient of `told`, a tensor of zeros that passes from `enter` to `leave`. All of it costs
+which rows have NaN: as the gradient of `marker`, a tensor of zeros that passes from `enter` to `leave`. All of it costs
 several passes over each tensor and a product with one column for each head. In a graph and on a device nothing depends
 on whether there is NaN, so graphs neither break nor wait. Eager code on a CPU looks first: a sum of each tensor.
 Letters of shapes: see `_checks`.
@@ -21,19 +21,19 @@ from spanwise import _torch
 def enter(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, has_key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Finite q, k and v; bool ``[B, H, Q]``, rows whose lse is NaN, then whose out is; and `told` for `leave`.
+    """Finite q, k and v; bool ``[B, H, Q]``, rows whose lse is NaN, then whose out is; and `marker` for `leave`.
 
     `mask`, bool ``[B or 1, Q, T]``, says whether a row reads a key, `has_key` ``[B or 1, Q]`` whether it reads any.
     Keys that no row reads become 0, whatever they hold.
     """
     made: tuple[Tensor, ...] = _Enter.apply(q, k, v, mask, has_key)
-    q, k, v, no_lse, no_out, told = made
-    return q, k, v, no_lse, no_out, told
+    q, k, v, no_lse, no_out, marker = made
+    return q, k, v, no_lse, no_out, marker
 
 
-def leave(out: Tensor, lse: Tensor, no_lse: Tensor, no_out: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
+def leave(out: Tensor, lse: Tensor, no_lse: Tensor, no_out: Tensor, marker: Tensor) -> tuple[Tensor, Tensor]:
     """``out`` ``[B, H, Q, V]`` and ``lse`` ``[B, H, Q]`` with NaN in the named rows; arguments after from `enter`."""
-    left: tuple[Tensor, Tensor] = _Leave.apply(out, lse, no_lse, no_out, told)
+    left: tuple[Tensor, Tensor] = _Leave.apply(out, lse, no_lse, no_out, marker)
     return left
 
 
@@ -51,11 +51,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, has_key: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(mask)
-        told = q.new_zeros(q.shape[:3])
+        marker = q.new_zeros(q.shape[:3])
         if _known_finite(q, k, v):
-            no_lse, no_out = told.new_zeros(2, *told.shape, dtype=torch.bool)
+            no_lse, no_out = marker.new_zeros(2, *marker.shape, dtype=torch.bool)
             ctx.mark_non_differentiable(no_lse, no_out)
-            return q, k, v, no_lse, no_out, told
+            return q, k, v, no_lse, no_out, marker
         is_read = mask.any(1)[:, None]
         good_q, good_k, good_v = (_is_finite(x) for x in (q, k, v))
         bad = torch.stack((~good_k, ~good_k | ~good_v), 1).to(torch.float32)
@@ -64,7 +64,7 @@ class _Enter(torch.autograd.Function):
         ctx.mark_non_differentiable(no_lse, no_out)
         keep = (good_q, good_k & is_read, good_v & is_read)
         finite = (torch.where(good[..., None], x, 0) for x, good in zip((q, k, v), keep, strict=True))
-        return *finite, no_lse, no_out, told
+        return *finite, no_lse, no_out, marker
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, _: Any, __: Any, rows: Tensor) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, lse: Tensor, no_lse: Tensor, no_out: Tensor, told: Tensor
+        ctx: Any, out: Tensor, lse: Tensor, no_lse: Tensor, no_out: Tensor, marker: Tensor
     ) -> tuple[Tensor, Tensor]:
         if _known_finite(out, lse) and not bool(no_out.any()):
             ctx.save_for_backward(no_out, lse > float("-inf"))

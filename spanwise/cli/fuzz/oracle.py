@@ -14,8 +14,11 @@ from torch import Tensor
 class Inputs(NamedTuple):
     """Whole tensors of one attention problem, in the dtype of the call.
 
-    q, k, v are ``[B, H, T, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``; the cotangents of output and lse ``[B, H, T,
-    Dv]`` and ``[B, H, T]``; sinks ``[H]`` or None.
+    Attributes:
+        q, k, v: ``[B, H, T, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``.
+        grad_out: cotangent of the output, ``[B, H, T, Dv]``.
+        grad_lse: cotangent of the lse, ``[B, H, T]``.
+        sinks: ``[H]`` or None.
     """
 
     q: Tensor

@@ -282,9 +282,9 @@ def _enters(nodes: Sequence[fx.Node]) -> bool:
 
 def _kind(nodes: Sequence[fx.Node]) -> str:
     """A text that is equal for equal segments."""
-    told = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in nodes]
+    described = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in nodes]
     heavy = sum(map(is_product_of_rows, nodes))
-    return f"{heavy} products, {hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
+    return f"{heavy} products, {hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
 
 
 def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:
