@@ -90,6 +90,8 @@ def plan_of(case: Case) -> Plan:
         "keep_kv": case.keep_kv,
         "block_size": case.block_size,
         "cu_seqlens": case.cu_seqlens,
+        "quality": case.quality,
+        "weights": {name: 1 + 2 * i for i, name in enumerate(case.masks)} if case.weighted else None,
         "dtype": case.dtype,
         "packing": packing_of(case.masks[case.mask]) if case.packed else None,
     }
@@ -115,7 +117,8 @@ def inputs_of(case: Case) -> Inputs:
     grad_lse = draw(case.batch, q_heads, case.q_len) * case.lse
     padding = padding_of(case)[0]
     grad_out[:, :, padding], grad_lse[:, :, padding] = 0, 0
-    return Inputs(q, k, v, grad_out, grad_lse, draw(q_heads) if case.sinks else None)
+    sinks = {0: None, 1: (q_heads,)}.get(case.sinks, (q_heads, case.sinks))
+    return Inputs(q, k, v, grad_out, grad_lse, sinks and draw(*sinks))
 
 
 def padding_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

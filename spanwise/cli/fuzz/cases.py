@@ -28,10 +28,12 @@ class Case:
         batch: rows of the tensors; a mask of one row serves them all.
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
         exchange, stages, keep_kv, balancer, block_size, cu_seqlens: arguments of make_plan.
+        quality: of make_plan; `weighted`: whether the layout weighs several masks unequally.
         give_shape: whether make_plan learns heads and head dims.
         heads, dims: query and K/V heads; head dims of K and V.
         dtype, kernel, scale, softcap, bias: of the call; `bias` is a kind of score_mod.
-        sinks, lse, max_logit: whether the call has sinks, and asks for lse (with a cotangent) and max_logit.
+        sinks: logits a head that join the softmax; 0: none.
+        lse, max_logit: whether the call asks for lse (with a cotangent) and max_logit.
         rank_plan: whether the call takes ``plan.local(…)`` instead of the plan.
         gradients: whether q, k and v require gradients.
         refusal: name of what is wrong with the call, or None.
@@ -51,6 +53,8 @@ class Case:
     balancer: str
     block_size: int
     cu_seqlens: list[int] | None
+    quality: str
+    weighted: bool
     give_shape: bool
     heads: tuple[int, int]
     dims: tuple[int, int]
@@ -59,7 +63,7 @@ class Case:
     scale: float | None
     softcap: float | None
     bias: str | None
-    sinks: bool
+    sinks: int
     lse: bool
     max_logit: bool
     rank_plan: bool
@@ -96,6 +100,9 @@ class Case:
         options += ["cross attention"] if self.q_len != self.kv_len else []
         options += ["batched mask"] if mask == "stack" else []
         options += ["several masks"] if len(self.masks) > 1 else []
+        options += ["weights"] if self.weighted else []
+        options += ["several sinks a head"] if self.sinks > 1 else []
+        options += ["quality fast"] if self.quality == "fast" else []
         return {
             "mask": mask,
             "ranks": str(self.num_ranks),
@@ -134,9 +141,15 @@ def random_case(seed: int, index: int) -> Case:
         exchange=exchange, stages=stages, keep_kv=keep_kv, balancer=balancer,
         block_size=int(rng.choice([1, 2, 3, 4, 8, 16, 128])),
         cu_seqlens=cuts(rng, q_len, 4) if balancer == "per_document_head_tail" and not packed else None,
+        quality=("best", "fast")[index % 4 == 1], weighted=len(masks) > 1 and index % 2 == 1,
         give_shape=bool(rng.random() < 0.5), heads=heads,
         dims=(dims[0], dims[1] if rng.random() < 0.5 else dims[0]), **_options(rng),
     )  # fmt: skip
+    # By the index, so that the cases of older versions stay what they were.
+    if case.dtype == "bfloat16" and index % 2:
+        case = dataclasses.replace(case, dtype="float16")
+    if case.sinks and index % 3 == 0:
+        case = dataclasses.replace(case, sinks=2)
     if rng.random() < 0.12:
         fitting = [name for name, refusal in REFUSALS.items() if refusal.fits(case)]
         case = dataclasses.replace(case, refusal=str(rng.choice(fitting)))
@@ -212,7 +225,7 @@ def _options(rng: Rng) -> dict[str, Any]:
         "scale": None if rng.random() < 0.7 else float(rng.choice([0.0, 0.4, -0.7, 1.5])),
         "softcap": float(rng.choice([0.5, 3.0])) if change == "softcap" else None,
         "bias": bias,
-        "sinks": bool(rng.random() < 0.3),
+        "sinks": int(rng.random() < 0.3),
         "lse": bool(rng.random() < 0.6),
         "max_logit": bool(bias is None and rng.random() < 0.25),
         "rank_plan": bool(rng.random() < 0.7),

@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
         q, k, v: ``[B, H, T, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``.
         grad_out: cotangent of the output, ``[B, H, T, Dv]``.
         grad_lse: cotangent of the lse, ``[B, H, T]``.
-        sinks: ``[H]`` or None.
+        sinks: ``[H]``, ``[H, n]`` or None.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ def expected(inputs: Inputs, visible: Tensor, options: dict[str, Any]) -> Expect
     scores = torch.where(seen, scores, -math.inf)
     columns = scores
     if sinks is not None:
-        columns = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        columns = torch.cat([scores, sinks.reshape(1, len(sinks), 1, -1).expand(*scores.shape[:3], -1)], -1)
     some = (columns > -math.inf).any(-1)
     lse = torch.where(some, torch.logsumexp(torch.where(some[..., None], columns, 0.0), -1), -math.inf)
     weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - torch.where(some, lse, 0.0)[..., None]), 0.0)
@@ -106,6 +106,6 @@ def _sizes(
         "max_logit": 1 + torch.where(scores > -math.inf, scores.abs(), 0.0),
     }
     if inputs.sinks is not None:
-        sinks = inputs.sinks.double().view(1, -1, 1)
-        sums["dsinks"] = (torch.exp(sinks - lse) * delta).sum((0, 2))
+        sinks = inputs.sinks.double().reshape(1, len(inputs.sinks), 1, -1)
+        sums["dsinks"] = (torch.exp(sinks - lse[..., None]) * delta[..., None]).sum((0, 2))
     return {name: float(x.max()) if x.numel() else 0.0 for name, x in sums.items()}
