@@ -23,6 +23,11 @@ class Rollouts(transformers.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if getattr(self, "_is_vlm", False):
+            raise ValueError(
+                "hf.trainer takes GRPOTrainer with a tokenizer, for prompts of text; rollouts with images are not "
+                "known to be right. Call hf.context_parallel on the model and write the loop"
+            )
         self.args: Any = copy.copy(self.args)  # the user's may serve another trainer
         size, generations = self.cp_mesh["cp"].size(), self.num_generations  # type: ignore[attr-defined]
         samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks

@@ -12,9 +12,10 @@ pytest.importorskip("trl", reason="trl is not installed; it needs Python 3.11")
 pytest.importorskip("peft", reason="peft is not installed")
 
 import trl
+from transformers import ProcessorMixin
 
+from tests.integrations.transformers import images, trl_runs
 from tests.integrations.transformers import trainer_runs as runs
-from tests.integrations.transformers import trl_runs
 from tests.integrations.transformers.test_trainer import EVALUATED, compare, start
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,6 +56,8 @@ DPO: dict[str, dict[str, Any]] = {
     "by length": dict(ld_alpha=0.5),
     "a mean over batches": dict(dp=2, loss_type=["bco_pair"]),
     "another divergence": dict(f_divergence_type="js_divergence"),
+    "images": dict(model="llava", dp=2),
+    "blocks of images": dict(model="gemma3"),
     "reference follows": dict(sync_ref_model=True, ref_model_sync_steps=2),
 }
 GRPO: dict[str, dict[str, Any]] = {
@@ -173,17 +176,24 @@ def test_refuses_other_trainers_of_trl() -> None:
             hf.trainer(base, mesh)
 
 
+class OfImages(ProcessorMixin):
+    """What models of text and images have in place of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+
+
 def grpo_refusals(cls: Any) -> list[str]:
     errors = []
     shape = dict(per_device_train_batch_size=4, num_generations=4)
-    for changes in (dict(per_device_train_batch_size=2), dict(log_completions=True)):
+    for changes in (dict(per_device_train_batch_size=2), dict(log_completions=True), dict()):
         with pytest.raises(ValueError) as caught:
             cls(trl.GRPOTrainer)(
-                runs.model_of("llama"),
+                runs.model_of("llama") if changes else images.model_of("llava"),
                 reward_funcs=trl_runs.digits,
                 args=runs.arguments(trl.GRPOConfig, **shape | changes),
                 train_dataset=trl_runs.preferences(4).select_columns(["prompt"]),
-                processing_class=runs.tokenizer(),
+                processing_class=runs.tokenizer() if changes else OfImages(runs.tokenizer()),
             )
         errors.append(str(caught.value))
     return errors
@@ -191,6 +201,7 @@ def grpo_refusals(cls: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_grpo_refusals(gloo_pool: Any) -> None:
-    half, completions = start(gloo_pool, 2, grpo_refusals)[0]
+    half, completions, of_images = start(gloo_pool, 2, grpo_refusals)[0]
     assert "leaves 2 completions for the 1 cp groups, which must be a multiple of num_generations=4" in half
     assert "log_completions does not go with hf.trainer" in completions
+    assert "takes GRPOTrainer with a tokenizer, for prompts of text" in of_images

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.integrations.transformers import images
 from tests.integrations.transformers import trainer_runs as runs
 
 OF_TRL = ("num_tokens", "entropy", "mean_token_accuracy")
@@ -70,6 +71,22 @@ def sft(
     return runs.result_of(trainer)
 
 
+def behind_images(name: str) -> Any:
+    """A collator of preferences that puts an image in front of each prompt."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    collate = DataCollatorForPreference(pad_token_id=0)
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate(rows)
+        front = images.documents_of((7 + images.TOKENS,), (True,))[0][5:].expand(2 * len(rows), -1)
+        for key, x in (("input_ids", front), ("attention_mask", front > 0), ("completion_mask", front < 0)):
+            batch[key] = torch.cat([x.to(batch[key]), batch[key]], dim=1)
+        return batch | images.marks_of(name, batch["input_ids"]) | images.pixels_of(name, 2 * len(rows))
+
+    return collator
+
+
 def dpo(
     cls: Any, model: str = "llama", lora: str = "", eval_count: int = 0, saved: str | None = None, **changes: Any
 ) -> Any:
@@ -77,13 +94,18 @@ def dpo(
     import datasets
     import trl
 
+    more, model_of = {}, runs.model_of
+    if model in images.MODELS:
+        more, model_of = {"data_collator": behind_images(model)}, lambda name, *_, **__: images.model_of(name)
+        changes |= {"remove_unused_columns": False, "ddp_find_unused_parameters": True}  # of the encoder
     trainer = cls(trl.DPOTrainer)(
-        runs.model_of(model, lora),
-        ref_model=None if lora else runs.model_of(model, seed=1),
+        model_of(model, lora),
+        ref_model=None if lora else model_of(model, seed=1),
         args=runs.arguments(trl.DPOConfig, **{"max_length": 64} | changes),
         train_dataset=datasets.load_from_disk(saved) if saved else preferences(22),
         eval_dataset=preferences(eval_count) if eval_count else None,
         processing_class=runs.tokenizer(),
+        **more,
     )
     trainer.train()
     return runs.result_of(trainer)
