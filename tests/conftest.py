@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # `item.keywords` also has the names of folders, such as the checkout's
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a full garbage collection, one for each `torch._dynamo.reset`, leaves it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
