@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward
 from spanwise.batch import vocabulary
+from spanwise.batch.loss import check_labels
 from spanwise.batch.token_scores import Scoring, Tokens, score
 
 
@@ -136,8 +137,7 @@ def checked(
         raise ValueError(
             f"{name} must be [*labels.shape, {size}], got {name} {tuple(x.shape)} and labels {tuple(labels.shape)}"
         )
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    check_labels(labels)
     if weight is not None and (weight.dim() != 2 or weight.shape[1] != x.shape[-1]):
         raise ValueError(f"vocab_weight must be [vocab, {x.shape[-1]}] for hidden {tuple(x.shape)}, got "
                          f"{tuple(weight.shape)}")  # fmt: skip

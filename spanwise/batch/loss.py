@@ -86,6 +86,12 @@ def check_count(num_valid: float | torch.Tensor | None) -> None:
         raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
 
 
+def check_labels(labels: torch.Tensor) -> None:
+    """``ValueError`` for labels that are no token ids."""
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+
+
 def check_weights(weights: torch.Tensor | None, labels: torch.Tensor) -> None:
     """``ValueError`` for weights of another shape, or with a gradient."""
     if weights is not None and weights.shape != labels.shape:
@@ -162,7 +168,8 @@ def cross_entropy(
         A scalar, float32 at least; 0 with gradient 0 if no rank has a valid token.
 
     Raises:
-        ValueError: shapes that do not match, weights with a gradient, or a `num_valid` that is not a number of tokens.
+        ValueError: shapes that do not match, labels that are not int64, weights with a gradient, or a `num_valid` that
+            is not a number of tokens.
         spanwise.MismatchError: ranks make different calls, or give other numbers of tokens.
         spanwise.ExchangeError: a rank is gone or too late.
 
@@ -174,6 +181,7 @@ def cross_entropy(
         raise ValueError(
             f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
         )
+    check_labels(labels)
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)

@@ -9,8 +9,9 @@ fastest; all_gather only where no plan with far less traffic is as fast (`choice
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from spanwise import hardware as rates
@@ -119,56 +120,74 @@ def make_plan(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
         hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing, recurrences=recurrences,
     )  # fmt: skip
-    outer, inner = request.levels
-    last: list[Plan] = []  # taken only where no other plan is as fast
     problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
-    base = functools.partial(
-        Plan,
-        weights=problem.weights,
-        cu_seqlens=problem.cu_seqlens,
-        reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",
-        **request.fields(),
-    )
-
-    def assigned(to: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
-        layout, kv_layout, block_size = problem.layouts(to, outer, inner)
-        return base(
-            layout=layout, kv_layout=kv_layout, block_size=block_size, balancer=label, num_ranks=outer * inner,
-            inner=inner,
-        )  # fmt: skip
-
-    def variants(to: str | LoadBalancer, label: str = "") -> list[Plan]:
-        label = label or (to if isinstance(to, str) else type(to).__name__)
-        return _variants(assigned(to, label, outer, inner), request)
-
-    if balancer != "auto":
-        plans = variants(balancer)
-    elif outer == 1 or not problem.square:
-        plans = variants("contiguous")
-    elif request.exchange is not None and request.exchange.baseline:
-        plans = [plan for name in _BALANCERS_BASELINE for plan in variants(name)]
+    ways = _Ways(problem, request)
+    if balancer == "auto":
+        plans, last = ways.auto()
     else:
-        plans = [plan for name in _BALANCERS for plan in variants(name)]
-        if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
-            bound = choice.exchange_bound(plans)
-            local = variants("local")
-            plans += local
-            if bound:  # less balance may pay off
-                plans += variants(problem.local(outer, inner, "fast", _LOOSE), f"local, imbalance to {_LOOSE:g}")
-            if problem.searches(outer, inner) and local[-1].kv_exchange.exact:
-                other = [x for x in variants(ByDocument(_BALANCE), "local, by document") if x.kv_exchange.exact]
-                last = other if choice.waits_less(other[0], local[-1]) else []
-        if request.recurrences:
-            plans += [
-                plan
-                for most in _MOST_RUNS
-                for plan in variants(problem.local(outer, inner, quality, most_runs=most), f"local, {most} runs a rank")
-            ]
-    plans += _traded(request, balancer, plans[0].balancer, assigned) + last
+        plans, last = ways.variants(balancer), []
+    plans += ways.traded("contiguous" if balancer == "auto" else balancer, plans[0].balancer) + last
     plans = recurrent.variants(plans)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))
     return plans[0] if len(plans) == 1 else choice.fastest(plans)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """Plans of one request: its layouts, each with every exchange and number of chunks that the caller left open."""
+
+    problem: Assigner
+    request: requests.Request
+
+    def auto(self) -> tuple[list[Plan], list[Plan]]:
+        """Plans that "auto" compares, simplest first; and some that it takes only where none of these is as fast."""
+        problem, exchange = self.problem, self.request.exchange
+        outer, inner = self.request.levels
+        if outer == 1 or not problem.square:
+            return self.variants("contiguous"), []
+        if exchange is not None and exchange.baseline:
+            return [plan for name in _BALANCERS_BASELINE for plan in self.variants(name)], []
+        plans, last = [plan for name in _BALANCERS for plan in self.variants(name)], []
+        if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
+            bound = choice.exchange_bound(plans)
+            local = self.variants("local")
+            plans += local
+            if bound:  # less balance may pay off
+                loose = problem.local(outer, inner, "fast", _LOOSE)
+                plans += self.variants(loose, f"local, imbalance to {_LOOSE:g}")
+            if problem.searches(outer, inner) and local[-1].kv_exchange.exact:
+                other = [x for x in self.variants(ByDocument(_BALANCE), "local, by document") if x.kv_exchange.exact]
+                last = other if choice.waits_less(other[0], local[-1]) else []
+        if self.request.recurrences:
+            for most in _MOST_RUNS:
+                few = problem.local(outer, inner, problem.quality, most_runs=most)
+                plans += self.variants(few, f"local, {most} runs a rank")
+        return plans, last
+
+    def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
+        """The layout of a balancer with each exchange and number of chunks, simplest first."""
+        label = label or (balancer if isinstance(balancer, str) else type(balancer).__name__)
+        return _variants(self._assigned(balancer, label, *self.request.levels), self.request)
+
+    def traded(self, balancer: str | LoadBalancer, label: str) -> list[Plan]:
+        """Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out."""
+        request, (outer, inner) = self.request, self.request.levels
+        free = request.exchange is None and request.stages is None and request.keep_kv is not False
+        if not free or not inner == 1 < outer or request.num_q_heads is None or request.num_q_heads % outer:
+            return []
+        ulysses = request.ulysses
+        plan = self._assigned(balancer, label, *ulysses.levels(outer))
+        return [plan.replace(kv_exchange=ulysses, head_exchange=ulysses)]
+
+    def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
+        layout, kv_layout, block_size = self.problem.layouts(balancer, outer, inner)
+        many = math.prod(self.request.levels) > 1
+        return Plan(
+            weights=self.problem.weights, cu_seqlens=self.problem.cu_seqlens, layout=layout, kv_layout=kv_layout,
+            block_size=block_size, balancer=label, num_ranks=outer * inner, inner=inner,
+            reason="chosen by the caller" if many else "one rank computes everything", **self.request.fields(),
+        )  # fmt: skip
 
 
 def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
@@ -187,16 +206,3 @@ def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
         # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
         found += [x for x in variants if x.stages in (1, stages) or x.stages in map(x.num_chunks, x.masks)]
     return found
-
-
-def _traded(
-    request: requests.Request, balancer: str | LoadBalancer, label: str, assigned: Callable[..., Plan]
-) -> list[Plan]:
-    """Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out."""
-    outer, inner = request.levels
-    free = request.exchange is None and request.stages is None and request.keep_kv is not False and inner == 1 < outer
-    if not free or request.num_q_heads is None or request.num_q_heads % outer:
-        return []
-    to, label = ("contiguous", "contiguous") if balancer == "auto" else (balancer, label)
-    ulysses = request.ulysses
-    return [assigned(to, label, *ulysses.levels(outer)).replace(kv_exchange=ulysses, head_exchange=ulysses)]

@@ -84,8 +84,8 @@ class Request:
     def fields(self) -> dict[str, Any]:
         """Fields of a plan that follow from the request alone; its exchange is replaced later."""
         names = (
-            "masks", "block_size", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize",
-            "hardware", "packing", "recurrences",
+            "masks", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize", "hardware",
+            "packing", "recurrences",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_exchange": table.EXCHANGES["all_gather"],

@@ -57,6 +57,13 @@ def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
             call(weights.clone().requires_grad_())
 
 
+def test_labels_that_are_no_token_ids() -> None:
+    hidden, weight, labels, _ = drawn()
+    for dtype in (torch.float32, torch.bool, torch.int32):
+        with pytest.raises(ValueError, match=f"labels must be int64, got {dtype}"):
+            spanwise.cross_entropy(hidden @ weight.T, labels.to(dtype), None)
+
+
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, as it traces
 def test_compiled_with_numbers_of_tokens_that_change() -> None:
