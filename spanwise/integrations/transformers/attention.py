@@ -161,7 +161,10 @@ def _checked_kind(
             f"config's attention_dropout (attn_pdrop in some models) to 0"
         )
     if options.get("is_causal") is False or not (blocks or getattr(module, "is_causal", True)):
-        raise ValueError(f"{name} is not causal; plans of a model's config hold causal masks")
+        raise ValueError(
+            f"{name} is not causal, and plans of a model's config hold causal masks; set is_decoder=True in the config "
+            f"of a model that has it, or train it with data parallelism"
+        )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: context parallelism goes without a KV cache "
@@ -184,8 +187,9 @@ def _checked_kind(
     allowed = (kind, UNKNOWN, OTHER) if blocks else (kind, UNKNOWN)
     if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
         raise ValueError(
-            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. Tokens of "
-            f"an image that read each other, for example, are not in a plan of full, sliding and chunked masks"
+            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}. No plan "
+            f"has masks that a config does not tell, as of tokens that read each other in models that are not known to "
+            f"have them; train the model with data parallelism"
         )
     return kind
 

@@ -47,7 +47,8 @@ def layer_types(config: Any) -> tuple[str, ...]:
     bidirectional = None if rule is not None else getattr(config, BIDIRECTIONAL, None)
     if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != OF_IMAGES):
         raise ValueError(
-            f"{type(config).__name__} says that attention is not causal; its masks are not among {list(KINDS)}"
+            f"{type(config).__name__} says that attention is not causal, and plans hold causal masks; set "
+            f"is_decoder=True where the model has that, or train it with data parallelism"
         )
     kinds = tuple(kinds[: config.num_hidden_layers])
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):

@@ -20,7 +20,8 @@ from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_TEXT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *DESCRIPTIONS}
+_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
+_TEXT = {*_TOKENS, "attention_mask", "labels", "shift_labels", *DESCRIPTIONS}
 
 
 def verify(
@@ -85,8 +86,7 @@ def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.
     if not set(batch) <= _TEXT:
         whole = {n: x for n, x in batch.items() if n not in DESCRIPTIONS} | {"use_cache": False}
         return documents.flat(_logits(model, whole))
-    names = ("input_ids", "inputs_embeds", "position_ids")
-    tokens = {n: batch[n] for n in names if batch.get(n) is not None}
+    tokens = {n: batch[n] for n in _TOKENS if batch.get(n) is not None}
     flat = {n: documents.flat(x, x.dim() - 2 if n == "position_ids" else 0) for n, x in tokens.items()}
     parts = []
     for start, end in itertools.pairwise(documents.cu_seqlens.tolist()):

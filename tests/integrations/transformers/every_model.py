@@ -75,6 +75,7 @@ _MORE: dict[str, dict[str, Any]] = {
     ),
     "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
 }
+_AFTER_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 _OFTEN_NONE = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group", "q_lora_rank")
 _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0
 
@@ -121,9 +122,11 @@ def examine(kind: str) -> dict[str, Any]:
         want = tiny.reference(model, documents)
     except Exception as error:
         return {"status": "not made", "text": f"{type(error).__name__}: {error}"[:300]}
+    # Positions that start behind the padding token are the model's to count.
+    batch = tiny.packed(documents, "cu_seq_lens_q" if kind in _AFTER_PADDING else "position_ids")
     try:
-        hf.make_plan(tiny.packed(documents), config, 2)
-        results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents), timeout=SECONDS)
+        hf.make_plan(batch, config, 2)
+        results = run_ranks(2, _train, tiny.copies(model, 2), batch, timeout=SECONDS)
     except ValueError as error:
         return {"status": "refused", "text": str(error)}
     except Exception as error:

@@ -13,6 +13,7 @@ import torch
 import spanwise
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
+from tests.integrations.transformers.test_blocks import MODELS
 from tests.ranks.harness import run_ranks
 
 DOCUMENTS = tiny.documents_of((23, 41, 7))
@@ -38,6 +39,17 @@ def test_models_are_verified(name: str, form: str) -> None:
     for report in run_ranks(2, _verify, tiny.copies(tiny.model_of(name), 2), batch):
         assert report.ok, str(report)
         assert report.probed == (22, 23) and max(report.errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma3", "hrm_text"])
+def test_models_with_blocks_are_verified(name: str) -> None:
+    """Each document alone, with its marks: a packed forward would join the prefixes of all documents."""
+    make, argument, _ = MODELS[name]
+    model = tiny.randomized(make()).float().train()
+    batch = tiny.packed(DOCUMENTS) | {argument: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
+    models = tiny.copies(model, 2)
+    for report in run_ranks(2, lambda rank, mesh: hf.verify(hf.context_parallel(models[rank], mesh), batch)):
+        assert report.ok and max(report.errors.values()) < 1e-5, str(report)
 
 
 def test_another_mask_is_found() -> None:
