@@ -31,7 +31,7 @@ from spanwise.overlap.search.schedule import Schedule, schedule
 _SLACKS = (0.1, 0.5)
 # Share of the makespan that one bucket may take where longer ones were found first. Without, the forward of ResNet-50
 # has 3 launches and takes longer than with 25; benchmarks/results/overlap-zoo.json.
-_SHORT = 1 / 32
+_SHORT = 1 / 128
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
 # Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.

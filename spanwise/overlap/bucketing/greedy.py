@@ -145,6 +145,8 @@ class _GreedyBucketing(EventLoop):
             of_group = self.streams.open[group]
             while of_group and not self.streams.in_time(group, self.now, of_group, i, self.ms[i]):
                 self.launch(self.streams.most_urgent(group))
+            while key in self.open:  # one that was opened while a launch waited for memory
+                self.launch(self.open[key])
             if self.state[i]:
                 return
             bucket = OpenBucket([i], self.ms[i], self.latest.end[i])

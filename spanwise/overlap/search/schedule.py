@@ -238,6 +238,7 @@ class _ScheduleSearch:
             near = list(self._near())
             self.most += len(near)
             yield from (run(*greedy, self.makespan if self.same_costs else math.inf) for greedy in near)
+        reached: set[float] = set()
         for current in sorted((found for found in first if found.makespan < math.inf), key=value):
             while True:  # backward and forward again, as long as that helps
                 priorities = backward_pass(problem, current).begin
@@ -247,8 +248,10 @@ class _ScheduleSearch:
                     tried.append(run(priorities, rule, current.makespan * (1 + _MEMORY_WEIGHT)))
                     yield tried[-1]
                 better = min(tried, key=value)
-                if better.makespan >= current.makespan:
+                # A makespan that another order has led to will end as that did. Without, random-0 takes 7 % longer.
+                if better.makespan >= current.makespan or better.makespan in reached:
                     break
+                reached.add(better.makespan)
                 current = better
 
     def _first(self) -> Iterator[tuple[list[float], ListOptions]]:
