@@ -38,6 +38,8 @@ def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
     Returns:
         int64 ``[num_chunks, P, P]``.
     """
+    if num_chunks == 1:
+        return traffic[None].astype(np.int64)
     moved = np.zeros((num_chunks, *traffic.shape), np.int64)
     receiver, sender = np.nonzero(traffic)  # few pairs talk
     tokens = traffic[receiver, sender]
