@@ -116,7 +116,7 @@ def _weighted_work(plan: Plan) -> np.ndarray:
 
 def _priced(plan: Plan) -> Candidate:
     nominal, work = _with_shape(plan), _weighted_work(plan)
-    recv = np.sum([weight * plan.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)
+    recv = np.sum([weight * nominal.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)  # its tables
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     return Candidate(
         plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()),

@@ -31,6 +31,8 @@ def chunk_of(position: Int64, count: Int64 | int, num_chunks: int, block_size: i
 
 def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
     """Tokens of each pair in each chunk, ``[num_chunks, P, P]``, from `traffic` ``[P receivers, P senders]``."""
+    if num_chunks == 1:
+        return traffic[None].astype(np.int64)
     moved = np.zeros((num_chunks, *traffic.shape), np.int64)
     receiver, sender = np.nonzero(traffic)  # few pairs talk
     tokens = traffic[receiver, sender]

@@ -91,6 +91,35 @@ def test_relays_share_what_enters(places: int) -> None:
     )
 
 
+def plan_of_reads(reads: list[dict[int, tuple[int, int]]]) -> Plan:
+    """Four ranks on hosts of two, ten tokens each; in each batch row the rows of some ranks read a few keys."""
+    spans = np.zeros((2, len(reads), 40), int)
+    for row, ranks in enumerate(reads):
+        for rank, span in ranks.items():
+            spans[:, row, 10 * rank : 10 * rank + 10] = np.array(span)[:, None]
+    mask = SpanMask(*spans[:, :, None], 40)
+    hosts = spanwise.H100.with_host_size(2)
+    return make_plan(mask, 4, balancer="contiguous", exchange="hierarchical", hardware=hosts, block_size=1)
+
+
+def test_a_rank_that_must_take_rows_passes_fewer_on() -> None:
+    plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])  # rank 2 alone reads the first ten
+    direct, passed = plan.moved()
+    assert direct.sum(axis=1).tolist() == [0, 0, 10, 10]
+    assert passed.sum(axis=1).tolist() == [0, 0, 10, 0]
+    plan = plan_of_reads([{2: (i, i + 1), 3: (i, i + 1)} for i in range(6)])  # one token a batch row
+    assert [each.sum(axis=1).tolist() for each in plan.moved()] == [[0, 0, 3, 3]] * 2
+
+
+def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
+    plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
+    joined = plan.kv_exchange.joined(plan, "default")
+    assert joined is not None and joined.tolist() == [[0, 0, 0, 0], [-1, -1, 1, 1]]
+    plan = plan_of_reads([{0: (20, 21), 1: (20, 21), 2: (0, 1), 3: (0, 1)}])
+    joined = plan.kv_exchange.joined(plan, "default")
+    assert joined is not None and joined.tolist() == [[0, -1, 0, -1], [0, 0, 1, 1]]
+
+
 def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
     plan = make_plan(
         SpanMask.sliding_window(512, 32), 8, balancer="contiguous", exchange="hierarchical",

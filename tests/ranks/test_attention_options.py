@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spanwise
 from spanwise import AuxRequest, SpanMask, _torch
 from tests.oracle import make_problem, relative_error
+from tests.pairs import named
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_attention import HOSTS
 
 LENGTH = 50
 CU = [0, 1, 17, 33, 50]
 MASK = SpanMask.documents(CU)
 PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", exchange="all_gather", block_size=4)
+RELAYED = spanwise.make_plan(MASK, 3, balancer="ptrr", exchange="hierarchical", block_size=4, hardware=HOSTS)
 VISIBLE = torch.from_numpy(MASK.dense())
 
 
@@ -33,7 +36,7 @@ def dense(q, k, v, change, sinks=None):
     return torch.exp(scores - lse.unsqueeze(-1)) @ v, lse, scores
 
 
-def compare(change, *, sinks=None, grad_lse=False, tolerance=1e-10, **options) -> None:
+def compare(change, *, sinks=None, grad_lse=False, tolerance=1e-10, plan=PLAN, **options) -> None:
     problem = make_problem(MASK.dense())
     lse_cotangent = torch.randn(1, 4, LENGTH, dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in problem[:3]]
@@ -42,21 +45,21 @@ def compare(change, *, sinks=None, grad_lse=False, tolerance=1e-10, **options) -
     torch.autograd.backward([out, lse], [problem.grad_out, lse_cotangent * grad_lse])
 
     def on_rank(rank: int, mesh: object):
-        mine = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+        mine = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
         own_sinks = None if sinks is None else sinks.clone().requires_grad_()
         got, aux = spanwise.context_parallel_attention(
-            *mine, PLAN, mesh, sinks=own_sinks, return_aux=AuxRequest(lse=True), **options
+            *mine, plan, mesh, sinks=own_sinks, return_aux=AuxRequest(lse=True), **options
         )
-        cotangents = [spanwise.shard(PLAN, mesh, x, dim=2) for x in (problem.grad_out, lse_cotangent * grad_lse)]
+        cotangents = [spanwise.shard(plan, mesh, x, dim=2) for x in (problem.grad_out, lse_cotangent * grad_lse)]
         torch.autograd.backward([got, aux.lse], cotangents)
         return got.detach(), aux.lse.detach(), [x.grad for x in mine], None if sinks is None else own_sinks.grad
 
     results = run_ranks(3, on_rank)
     for rank, (got, got_lse, grads, _) in enumerate(results):
-        assert relative_error(got, PLAN.shard(out.detach(), rank, dim=2)) <= tolerance
-        assert relative_error(got_lse, PLAN.shard(lse.detach(), rank, dim=2)) <= tolerance
+        assert relative_error(got, plan.shard(out.detach(), rank, dim=2)) <= tolerance
+        assert relative_error(got_lse, plan.shard(lse.detach(), rank, dim=2)) <= tolerance
         for grad, leaf in zip(grads, leaves, strict=True):
-            assert relative_error(grad, PLAN.shard(leaf.grad, rank, dim=2)) <= tolerance
+            assert relative_error(grad, plan.shard(leaf.grad, rank, dim=2)) <= tolerance
     if sinks is not None:
         assert relative_error(sum(result[3] for result in results), whole_sinks.grad) <= tolerance
 
@@ -71,9 +74,9 @@ def test_softcap(kernel: str) -> None:
     compare(lambda s: 0.7 * torch.tanh(s / 0.7), softcap=0.7, kernel=kernel, grad_lse=True)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
-def test_sinks(kernel: str) -> None:
-    compare(lambda s: s, sinks=torch.randn(4, dtype=torch.float64), kernel=kernel, grad_lse=True)
+@pytest.mark.parametrize(("kernel", "plan"), [("reference", PLAN), ("sdpa", PLAN), ("sdpa", RELAYED)], ids=named)
+def test_sinks(kernel: str, plan: spanwise.Plan) -> None:
+    compare(lambda s: s, sinks=torch.randn(4, dtype=torch.float64), kernel=kernel, plan=plan, grad_lse=True)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
@@ -96,8 +99,8 @@ def test_scale() -> None:
     compare(lambda s: s * math.sqrt(8) * 0.9, scale=0.9)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "auto"])
-def test_score_mod_sees_global_positions(kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "plan"), [("reference", PLAN), ("auto", PLAN), ("auto", RELAYED)], ids=named)
+def test_score_mod_sees_global_positions(kernel: str, plan: spanwise.Plan) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)
     positions = torch.arange(LENGTH)
     bias = slopes.view(-1, 1, 1) * (positions[None] - positions[:, None]) + 0.01 * positions[:, None]
@@ -105,10 +108,14 @@ def test_score_mod_sees_global_positions(kernel: str) -> None:
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + slopes[h] * (kv_idx - q_idx) + 0.01 * q_idx
 
-    compare(lambda s: s + bias, score_mod=score_mod, kernel=kernel)
+    compare(lambda s: s + bias, score_mod=score_mod, kernel=kernel, plan=plan)
 
 
-@pytest.mark.parametrize("exchange", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 2}])
+@pytest.mark.parametrize(
+    "exchange",
+    [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 2}, {"exchange": "hierarchical", "hardware": HOSTS}],
+    ids=named,
+)
 def test_score_mod_sees_the_row_of_a_mask_for_each_row(exchange: dict) -> None:
     """With "needed" such rows follow one another on one axis; the score_mod must still see batch row and position."""
     rows = [MASK, SpanMask.sliding_window(LENGTH, 7, 3)]

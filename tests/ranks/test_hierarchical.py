@@ -15,6 +15,7 @@ from spanwise.attention.kernels.reference import Reference
 from tests.oracle import make_problem, relative_error
 from tests.pairs import covering
 from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
 from tests.ranks.test_attention import check, masks, run
 
 
@@ -36,6 +37,24 @@ def test_matches_one_device(ranks: Any, host_size: int, name: str, keep_kv: bool
     problem = make_problem(mask.dense(), heads=(4, 2), dims=(8, 6), dtype=dtype)
     plan = plan_of(mask, ranks, host_size, keep_kv=keep_kv)
     check(problem, plan, run(problem, plan, kernel), tolerance)
+
+
+def test_a_relay_sums_in_float32() -> None:
+    """Two hosts send one row home each, 256 + 1, which bfloat16 would round to 256."""
+    grads = torch.zeros(12)
+    grads[[1, 4, 5, 8, 9]] = torch.tensor([1.0, 256.0, 1.0, 256.0, 1.0])
+    mask = SpanMask(np.zeros((1, 12), int), np.ones((1, 12), int), 12)  # every row reads key 0 alone
+    plan = plan_of(mask, 12, 4, balancer="contiguous", block_size=1)
+    assert plan.moved()[0][4:].sum() == 2  # to a relay of each
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        q, k, v = (torch.ones(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
+        out.backward(grads[rank].expand(out.shape).to(out.dtype))
+        return v.grad
+
+    for rank, dv in enumerate(run_ranks(12, on_rank)):
+        assert dv.unique().tolist() == [516.0 if rank == 0 else 0.0]  # 515 in bfloat16
 
 
 def on_processes(rank: int, mesh: Any, plans: list[spanwise.Plan]) -> list[list[torch.Tensor]]:

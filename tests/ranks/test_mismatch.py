@@ -26,6 +26,7 @@ from tests.ranks.gloo import GlooPool
 
 LENGTH = 48
 EXCHANGES = ("needed", "all_gather", "ring", "ulysses")
+HOSTS = spanwise.H100.with_host_size(2)
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -35,8 +36,9 @@ def plan_of(which: str, exchange: str, num_ranks: int) -> spanwise.Plan:
     masks = {"a": {"full": causal, "near": window}, "b": {"full": window, "near": causal}}
     apart = {name: SpanMask.documents(range(0, LENGTH + 1, LENGTH // num_ranks)) for name in ("full", "near")}
     return spanwise.make_plan(
-        (masks | {"apart": apart})[which], num_ranks, balancer="contiguous", block_size=4, exchange=exchange
-    )
+        (masks | {"apart": apart})[which], num_ranks, balancer="contiguous", block_size=4, exchange=exchange,
+        hardware=HOSTS if exchange == "hierarchical" else None,
+    )  # fmt: skip
 
 
 def inputs(options: dict[str, Any]) -> list[torch.Tensor]:
@@ -127,7 +129,11 @@ def test_a_first_call_that_differs_raises_on_every_rank_and_leaves_the_groups_us
 
 @pytest.mark.parametrize(
     ("exchange", "name"),
-    [*((exchange, "another plan") for exchange in EXCHANGES), ("ring", "a wider dtype"), ("ulysses", "no gradients")],
+    [
+        *((exchange, "another plan") for exchange in (*EXCHANGES, "hierarchical")),
+        *((exchange, "a wider dtype") for exchange in ("ring", "hierarchical")),
+        ("ulysses", "no gradients"),
+    ],
 )
 def test_a_call_that_differs_after_equal_ones_raises_on_every_rank(
     gloo_pool: GlooPool, exchange: str, name: str

@@ -19,6 +19,7 @@ from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 VOCAB, HEADS, HEAD_DIM = 11, 12, 2
+EXCHANGES = ["needed", "all_gather", "ring", "ulysses", "hierarchical"]
 WIDTH = HEADS * HEAD_DIM
 
 
@@ -112,6 +113,7 @@ def check(
     plan = spanwise.make_plan(
         tree.mask(), num_ranks, exchange=exchange, balancer=balancer, block_size=4, num_q_heads=HEADS,
         head_dim=HEAD_DIM, cu_seqlens=roots if balancer == "per_document_head_tail" else None,
+        hardware=spanwise.H100.with_host_size(2) if exchange == "hierarchical" else None,
     )  # fmt: skip
     of_targets = torch.from_numpy(found.weights(wanted.weights)).to(dtype)
 
@@ -159,7 +161,7 @@ def _trees(tree: TokenTree) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str) -> None:
     check(num_ranks, exchange, "local")
 
@@ -171,7 +173,7 @@ def test_every_balancer(balancer: str) -> None:
     check(4, "needed", balancer)
 
 
-@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_in_float32(exchange: str) -> None:
     check(4, exchange, "local", torch.float32, "sdpa")
 
