@@ -225,6 +225,8 @@ def local_plan(
     Raises:
         ValueError: mesh of another size, an unknown kernel, or ranks that hold different plans (all fingerprints are
             in the text).
+        spanwise.MismatchError: a rank makes another call, as after a backward that it left out.
+        spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import spanwise
     >>> local_plan(spanwise.make_plan(spanwise.SpanMask.causal(8), num_ranks=1), mesh=None).rank

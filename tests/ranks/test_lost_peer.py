@@ -472,7 +472,7 @@ def test_a_rank_lost_in_compiled_code(worlds: dict[Any, World], i: int) -> None:
     for rank, outcome in enumerate(worlds["compiled", i].outcomes()):
         if rank != 1:
             text = check(outcome, "a collective of compiled code", (1,))
-            assert f"\nlast calls of ranks {others}: 2. compiled context_parallel_attention(plan " in text, text
+            assert f"\nlast calls of ranks {others}: 3. compiled context_parallel_attention(plan " in text, text
 
 
 def test_other_errors_pass() -> None:
