@@ -93,16 +93,18 @@ def compare_attention(
     q, k, v = tensors
     batch, q_heads, _, head_dim = q.shape
     _, kv_heads, _, v_dim = v.shape
-    scale, mod = options.scale, options.score_mod
+    compiling, scale, mod = torch.compiler.is_compiling(), plain(options.scale), options.score_mod
+    if scale is None and not compiling:  # there, the head dim may be a symbol
+        scale = head_dim**-0.5
+    of_sinks = () if sinks is None else tuple(sinks.shape)
     values: tuple[Any, ...] = (
-        mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v),
-        head_dim**-0.5 if scale is None else plain(scale), plain(options.softcap),
-        None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
-        None if sinks is None else tuple(sinks.shape), tuple(map(bool, returns)),
+        mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v), scale,
+        plain(options.softcap), None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
+        None if sinks is None else len(of_sinks) if compiling else of_sinks, tuple(map(bool, returns)),
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if compiling:
         what = (*values[:3], *values[5:])
-        sizes = [batch, q_heads, kv_heads, head_dim, v_dim]
+        sizes = [batch, q_heads, kv_heads, head_dim, v_dim, *of_sinks]
         return _compare_compiled(local.digest, "context_parallel_attention", _COMPILED_ATTENTION, what, sizes, mesh)
     if _torch.is_fake(q):
         return None

@@ -38,5 +38,7 @@ class GlobalLoss:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often `x` was changed in place; 0 where that is not counted."""
+    """How often `x` was changed in place; 0 in inference mode, where that is not counted."""
+    if torch.compiler.is_compiling():  # it cannot ask for the mode
+        return x._version
     return 0 if x.is_inference() else x._version
