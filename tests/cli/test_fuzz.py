@@ -266,7 +266,7 @@ def test_wrong_options(options: list[str], message: str) -> None:
 def test_the_server_imports_this_copy_or_none(monkeypatch, tmp_path) -> None:
     """A server looks in its working directory first; its ranks would run the copy that it has imported."""
     ours = Path(spanwise.__file__).parents[1]
-    monkeypatch.setattr(sys, "path", ["", str(ours), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "bin"), str(ours), *filter(None, sys.path)])
     monkeypatch.chdir(tmp_path)
     assert "spanwise.cli.fuzz.build" in _preload()
     (tmp_path / "spanwise").mkdir()
