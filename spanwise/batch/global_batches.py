@@ -308,10 +308,16 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         """Begin where `state` says.
 
         Raises:
-            ValueError: `state` is of other documents, another order, or another number of tokens a batch.
+            ValueError: `state` is of other documents, another order, or another number of tokens a batch, or it lies
+                behind the last epoch.
         """
         names = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
-        self._start = self._position = check_state(state, self.batches.config, names)
+        position, end = check_state(state, self.batches.config, names), self.batches.end
+        if end is not None and position > end:
+            raise ValueError(
+                f"the state lies {position} tokens after the start; the documents end at {end}: raise epochs"
+            )
+        self._start = self._position = position
 
 
 def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
@@ -331,4 +337,7 @@ def check_state(state: dict[str, Any], config: str, names: str) -> int:
             f"the state is of other batches (config {state['config']}, here {config}): give the {names} that it was "
             f"saved with"
         )
-    return operator.index(state["position"])
+    position = state["position"]
+    if not isinstance(position, (int, np.integer)) or position < 0:
+        raise ValueError(f"the position of a state is a number of tokens, an integer from 0 on, got {position!r}")
+    return int(position)

@@ -380,6 +380,15 @@ def test_bad_input_is_named_with_a_remedy() -> None:
     assert GlobalBatches([16, 3], 1, 32, cut=True).at(4).pieces.tolist() == [[0, 4, 16], [1, 0, 3]]
     with pytest.raises(ValueError, match='a state has "position" and "config", .* got {}'):
         GlobalBatchDataset(batches, [], 0).load_state_dict({})
+    config = batches.config
+    for position in ("4", 4.0, -1):
+        with pytest.raises(ValueError, match=f"a number of tokens, an integer from 0 on, got {position!r}"):
+            GlobalBatchDataset(batches, [], 0).load_state_dict({"position": position, "config": config})
+    with pytest.raises(ValueError, match="lies 20 tokens after the start; the documents end at 19: raise epochs"):
+        GlobalBatchDataset(batches, [], 0).load_state_dict({"position": 20, "config": config})
+    data = GlobalBatchDataset(batches, [], 0)
+    data.load_state_dict({"position": 19, "config": config})
+    assert list(data) == []
     with pytest.raises(ValueError, match="pad=True extends masks: mask must return a SpanMask"):
         GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at()
 

@@ -111,6 +111,19 @@ def test_a_rank_that_must_take_rows_passes_fewer_on() -> None:
     assert [each.sum(axis=1).tolist() for each in plan.moved()] == [[0, 0, 3, 3]] * 2
 
 
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_a_rank_that_passes_nothing_on_holds_most_in_the_second_chunk(keep_kv: bool) -> None:
+    spans = np.zeros((2, 80), int)
+    spans[:, 40:50] = [[0], [40]]  # rank 4 alone reads the first ten
+    spans[:, 50:] = [[10], [40]]
+    plan = make_plan(
+        SpanMask(*spans[:, None], 80), 8, balancer="contiguous", exchange="hierarchical", block_size=1,
+        hardware=spanwise.H100.with_host_size(4), keep_kv=keep_kv,
+    )  # fmt: skip
+    assert [each[4].sum() for each in plan.moved()] == [10, 30] and not plan.moved()[1][:, 4].any()
+    assert plan.kv_exchange.most_held(plan, "default")[4] == 10 * keep_kv + 2 * 30
+
+
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
     joined = plan.kv_exchange.joined(plan, "default")
