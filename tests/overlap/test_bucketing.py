@@ -613,6 +613,42 @@ def test_a_full_bucket_is_launched() -> None:
         assert simulate(dag, found.order).begin[0] == begin and bool(found.buckets) == (begin > 0)
 
 
+def collectives_alone(seed: int) -> tuple[Dag, list[Hashable | None]]:
+    """200 collectives of three groups, without compute, and two kinds of each group."""
+    draw = random.Random(seed)
+    nodes: list[Node] = []
+    for start in range(0, 400, 2):
+        waits = draw.sample(range(1, start, 2), min(start // 2, draw.randrange(3)))
+        group = f"g{draw.randrange(3)}"
+        nodes.append(Node(f"s{start}", S, draw.choice([0.0, 1.0, 2.0]), tuple(sorted(waits)), group))
+        nodes.append(Node(f"w{start}", W, deps=(start,), start=start))
+    users: list[set[int]] = [set() for _ in nodes]
+    for i, node in enumerate(nodes):
+        for dep in node.deps:
+            users[dep].add(i)
+            if node.kind == W:
+                for arg in nodes[dep].deps:
+                    users[arg].add(i)
+    sizes = [draw.randrange(1, 100) if draw.random() < 0.7 else 0 for _ in range(200)]
+    storages = (Storage(n, 2 * i, tuple(sorted({2 * i + 1} | users[2 * i + 1]))) for i, n in enumerate(sizes) if n)
+    keys = [(node.group, draw.randrange(2)) if node.kind == S and draw.random() < 0.9 else None for node in nodes]
+    return Dag(tuple(nodes), tuple(storages)), list(keys)
+
+
+def test_collectives_alone() -> None:
+    """A launch that waits for memory may open another bucket of the same key; none may be lost."""
+    dag, keys = collectives_alone(3)
+    budget = dag.peak_bytes()
+
+    def price(starts: list[int]) -> float:
+        return max(saves(dag, 0.02)(starts), *(dag.nodes[i].ms for i in starts))
+
+    found = schedule(dag, budget=budget)
+    merged, after = bucket(dag, found, keys, price)
+    check(dag, merged)
+    assert after.timeline.makespan <= found.timeline.makespan and after.timeline.peak_bytes <= budget
+
+
 def test_buckets_leave_no_cycles_in_memory() -> None:
     """`optimize` turns Python's collector off, so that cycles would hold every dag that was tried."""
     dag, budget = layers(8, compute=2.0)
