@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -224,11 +225,20 @@ def _checked(
         raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
     own = local.chunks[call.mask][0]
     _check_shapes(q, k, v, local, own.rows, call.sinks)
+    _fix_heads(q, k, v, call.sinks)
     likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
     return local, mesh, kernel
+
+
+def _fix_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any) -> None:
+    """Make numbers of heads and head dims constants of compiled code, for which ``dynamic=True`` has symbols."""
+    if torch.compiler.is_compiling():
+        sizes = [size for x in (q, k, v) for size in (x.shape[1], x.shape[3])]
+        for size in (*sizes, *(sinks.shape if isinstance(sinks, torch.Tensor) else ())):
+            operator.index(size)
 
 
 def merged(

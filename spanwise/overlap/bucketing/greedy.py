@@ -34,7 +34,8 @@ _COMPUTE = int(Kind.COMPUTE)
 _MAX_REFUSED = 4  # later starts of a key that may be refused before the search for more ends; with 1, dit: 0.6 % longer
 _MAX_EXTRAS = 8  # cheap nodes that may run early for a start; with none, dit takes 1.0 % longer
 _FULL = 64  # a bucket's time in units of what one more saves; docs/decisions.md, "A bucket is full"
-_SMALL = 1.5  # the same for a start that is mostly latency, which may always join; not measured apart
+_SMALL = 1.5  # the same for a start that is mostly latency, which may always join. At 0, 1.5 % longer
+# at wrong costs, 3.7 % more launches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -177,7 +177,7 @@ class _ScheduleSearch:
         self.scale = problem.longest
         self.best, self.makespan, self.peak = before, before.makespan, before.peak_bytes
         if longest < self.makespan:
-            self.makespan, self.peak = longest, budget
+            self.makespan, self.peak = longest, budget + 1  # any order that is no longer is better
         self.bounds = bounds
         self.most = self.tried = 0
 
@@ -238,7 +238,6 @@ class _ScheduleSearch:
             near = list(self._near())
             self.most += len(near)
             yield from (run(*greedy, self.makespan if self.same_costs else math.inf) for greedy in near)
-        reached: set[float] = set()
         for current in sorted((found for found in first if found.makespan < math.inf), key=value):
             while True:  # backward and forward again, as long as that helps
                 priorities = backward_pass(problem, current).begin
@@ -248,10 +247,8 @@ class _ScheduleSearch:
                     tried.append(run(priorities, rule, current.makespan * (1 + _MEMORY_WEIGHT)))
                     yield tried[-1]
                 better = min(tried, key=value)
-                # A makespan that another order has led to will end as that did. Without, random-0 takes 7 % longer.
-                if better.makespan >= current.makespan or better.makespan in reached:
+                if better.makespan >= current.makespan:
                     break
-                reached.add(better.makespan)
                 current = better
 
     def _first(self) -> Iterator[tuple[list[float], ListOptions]]:

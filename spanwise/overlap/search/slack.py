@@ -18,7 +18,7 @@ from spanwise.overlap.ir.simulate import Timeline
 
 _COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
 _CHEAP = 1 / 16  # share of all compute that the cheapest nodes, taken together, may have; at 0, dit: 1.0 % longer
-_HALVINGS = 14  # of the delay of a wait until memory has space for it; not measured apart
+_HALVINGS = 3  # of the delay of a wait until memory has space for it; with 14, no order of the zoo changes
 _OVERTAKEN = 32  # starts of other buckets that a start may overtake; with 2, sync-norm takes 2.0 % longer
 _LOOKAHEAD = 16  # starts tried when a stream would be idle; with 1, dit takes 1.0 % longer
 
