@@ -177,7 +177,7 @@ class _ScheduleSearch:
         self.scale = problem.longest
         self.best, self.makespan, self.peak = before, before.makespan, before.peak_bytes
         if longest < self.makespan:
-            self.makespan, self.peak = longest, budget
+            self.makespan, self.peak = longest, budget + 1  # any order that is no longer is better
         self.bounds = bounds
         self.most = self.tried = 0
 
