@@ -8,8 +8,9 @@ STAMP  := $(VENV)/.set-up
 PYTEST_ARGS ?=
 ARGS ?=
 GPU_ARGS ?=
-# A file runs on one worker, for what its tests share; in the order of tests/conftest.py, long files first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file runs on one worker, for what its tests share; in the order of tests/conftest.py, long files first. Tests wait
+# for processes: on two cores three workers take 343 s, two 420 s.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all versions check docs bench gpu dist clean
