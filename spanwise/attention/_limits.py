@@ -1,8 +1,9 @@
-"""What a call of attention refuses besides shapes: transforms of functions, second derivatives, senseless scales."""
+"""What attention refuses besides shapes: transforms, second derivatives, senseless scales; and sizes that it fixes."""
 
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 
@@ -31,6 +32,13 @@ def check_transforms(*tensors: torch.Tensor) -> None:
         raise NotImplementedError(
             "context parallelism has no forward-mode derivatives; use torch.autograd.grad or backward()"
         )
+
+
+def fix_sizes(*sizes: int) -> None:
+    """Make heads and feature dims constants of compiled code, which has symbols for them under ``dynamic=True``."""
+    if torch.compiler.is_compiling():
+        for size in sizes:
+            operator.index(size)
 
 
 def check_numbers(options: AttentionOptions) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _moved, _torch
-from spanwise.attention._limits import check_numbers, check_sinks, check_transforms, first_order_only, with_sinks
+from spanwise.attention._limits import (
+    check_numbers,
+    check_sinks,
+    check_transforms,
+    first_order_only,
+    fix_sizes,
+    with_sinks,
+)
 from spanwise.attention.compare import compare_attention, compare_backward
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
@@ -225,20 +231,14 @@ def _checked(
         raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
     own = local.chunks[call.mask][0]
     _check_shapes(q, k, v, local, own.rows, call.sinks)
-    _fix_heads(q, k, v, call.sinks)
+    fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
+    if isinstance(call.sinks, torch.Tensor):
+        fix_sizes(*call.sinks.shape)
     likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
     return local, mesh, kernel
-
-
-def _fix_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any) -> None:
-    """Make numbers of heads and head dims constants of compiled code, for which ``dynamic=True`` has symbols."""
-    if torch.compiler.is_compiling():
-        sizes = [size for x in (q, k, v) for size in (x.shape[1], x.shape[3])]
-        for size in (*sizes, *(sinks.shape if isinstance(sinks, torch.Tensor) else ())):
-            operator.index(size)
 
 
 def merged(

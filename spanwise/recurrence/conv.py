@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from spanwise import _torch
-from spanwise.attention._limits import check_transforms
+from spanwise.attention._limits import check_transforms, fix_sizes
 from spanwise.attention.compare import compare_backward, compare_recurrence
 from spanwise.attention.exchange import needed
 from spanwise.attention.exchange._gradients import check_first_order
@@ -56,6 +56,7 @@ def causal_conv(
     """
     check_transforms(x, weight)
     check_route(route, {"x": x, "weight": weight, "bias": bias})
+    fix_sizes(*weight.shape)
     weight_CW = _checked(x, weight, bias, route, activation)
     rows_RBC = to_rows("x", x, route, 1)
     parts = [rows_RBC]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from spanwise.attention._limits import fix_sizes
 from spanwise.recurrence.route import RecurrenceRoute
 
 
@@ -35,6 +36,7 @@ def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -
             f"{name} must be [B, T, …] or [T, …] with rank {route.rank}'s {route.tokens.shape[0]} tokens and "
             f"{features} dims after them, got shape {tuple(x.shape)}"
         )
+    fix_sizes(*x.shape[before:])
     if before == 1:
         x = x.unsqueeze(0)
     if route.rows == 1:

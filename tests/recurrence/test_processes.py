@@ -54,7 +54,7 @@ def _steps(rank: int, mesh: Any, plans: list[Any], each: list[Any], weight: torc
         return checkpoint(_layers, *args, use_reentrant=False)
 
     backend = aot_autograd(fw_compiler=count)
-    changed = torch.compile(_layers, fullgraph=True, backend=backend) if compiled else checkpointed
+    changed = torch.compile(_layers, fullgraph=True, dynamic=True, backend=backend) if compiled else checkpointed
     for plan, problem in zip(plans, each, strict=True):
         route = recurrence.recurrence_route(plan, mesh)
         found = []
@@ -135,7 +135,7 @@ def _compiled_disagreeing(rank: int, mesh: Any, plans: list[Any], problem: Any) 
         torch._dynamo.reset()
         backend = "aot_eager" if what in ("scales", "moves") else "eager"  # AOTAutograd takes as long as the rest
         try:
-            torch.compile(call, fullgraph=True, backend=backend)(*inputs)
+            torch.compile(call, fullgraph=True, dynamic=True, backend=backend)(*inputs)
             texts.append("")
         except spanwise.MismatchError as error:
             texts.append(str(error))
