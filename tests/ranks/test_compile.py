@@ -182,9 +182,11 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: d
         backwards = [graph for graph in graphs if "spanwise::sdpa_backward" in graph]
         assert 1 <= len(forwards) <= 2 - dynamic and len(forwards) + len(backwards) == len(graphs)
         assert all(collectives(graph) == in_forward for graph in forwards)
-        # The partitioner of this backend, not Inductor's, keeps the first all-to-all in the backward as well, unused.
+        # Up to torch 2.14 the partitioner of this backend, not Inductor's, keeps the first all-to-all in the backward as
+        # well, unused.
         again = ["all_to_all_single", "wait"] if way["exchange"] == "hierarchical" else []
-        assert all(collectives(graph, len(again)) == again + in_backward for graph in backwards)
+        allowed = (in_backward, again + in_backward)
+        assert all(collectives(graph, len(again)) in allowed for graph in backwards), backwards
         check_results(results, rank, lambda i: plan_number(i, num_ranks, **way))
 
 
