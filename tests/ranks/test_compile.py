@@ -182,8 +182,8 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: d
         backwards = [graph for graph in graphs if "spanwise::sdpa_backward" in graph]
         assert 1 <= len(forwards) <= 2 - dynamic and len(forwards) + len(backwards) == len(graphs)
         assert all(collectives(graph) == in_forward for graph in forwards)
-        # Up to torch 2.14 the partitioner of this backend, not Inductor's, keeps the first all-to-all in the backward as
-        # well, unused.
+        # Up to torch 2.14 the partitioner of this backend, not Inductor's, keeps the first all-to-all in the backward
+        # as well, unused.
         again = ["all_to_all_single", "wait"] if way["exchange"] == "hierarchical" else []
         allowed = (in_backward, again + in_backward)
         assert all(collectives(graph, len(again)) in allowed for graph in backwards), backwards
