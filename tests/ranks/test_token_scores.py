@@ -279,8 +279,8 @@ def test_a_lost_rank_is_an_error(moment: str) -> None:
     world = World(_loses_a_rank, moment, hidden, weight, labels, mesh_shape=(2,), timeout=NEVER)
     error = world.outcomes()[0].error
     assert isinstance(error, spanwise.ExchangeError)
-    # The loss is the first call of its group: it is compared before its all-reduce.
-    what = "connections to compare calls" if moment == "the loss" else f"all-reduce of {moment}"
+    # The loss is the first call of its group; both are compared before their all-reduce.
+    what = "connections to compare calls" if moment == "the loss" else "comparison of call 2"
     assert error.what == what and error.lost == (1,) and "connection closed from there" in str(error)
 
 

@@ -135,7 +135,7 @@ def _compiled_disagreeing(rank: int, mesh: Any, plans: list[Any], problem: Any) 
         torch._dynamo.reset()
         backend = "aot_eager" if what in ("scales", "moves") else "eager"  # AOTAutograd takes as long as the rest
         try:
-            torch.compile(call, fullgraph=True, dynamic=True, backend=backend)(*inputs)
+            torch.compile(call, fullgraph=True, backend=backend)(*inputs)
             texts.append("")
         except spanwise.MismatchError as error:
             texts.append(str(error))
