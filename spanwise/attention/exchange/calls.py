@@ -109,14 +109,13 @@ class CallLog:
         self.error = ""
         self._recent: deque[tuple[int, Call]] = deque()  # those that a comparison may still be about, by number
         self._store, self._on_mismatch = _torch.group_store(dist.group.WORLD or group), on_mismatch
-        until = time.monotonic() + _torch.group_timeout(group).total_seconds()
+        timeout = _torch.group_timeout(group)
+        until = time.monotonic() + timeout.total_seconds()
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
         self.key = f"spanwise/calls/{','.join(map(str, ranks))}"
         self.key += f"/{self._store.add(f'{self.key}/{self.rank}', 1)}"
         _meet(self._store, f"{self.key}/come", self.size, groups, until)
-        self.host = _torch.host_group(
-            self._store, f"{self.key}/connect", self.rank, self.size, _torch.group_timeout(group)
-        )
+        self.host = _torch.host_group(self._store, f"{self.key}/connect", self.rank, self.size, timeout)
         self._lock = threading.Lock()
         self._expected = Expectation()
         self._digests: dict[Call, int] = {}
