@@ -42,7 +42,10 @@ def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
     known = ", ".join(map(repr, _BY_NAME))
     if isinstance(balancer, str):
         if balancer not in _BY_NAME:
-            raise ValueError(f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks)")
+            raise ValueError(
+                f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks); "
+                "make_plan also takes 'auto' and 'dual_chunk'"
+            )
         return _BY_NAME[balancer]
     if isinstance(balancer, type):
         raise ValueError(f"a balancer is an object, got the class {balancer.__name__}: pass {balancer.__name__}()")
