@@ -81,10 +81,13 @@ def failures(junit: Path) -> list[str]:
     return [name for name, outcome in outcomes(junit).items() if outcome == "failed"]
 
 
-def row(
-    python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str | None = None
-) -> dict[str, Any]:
-    """Record of a run of `commit` (default: what is checked out), and of the run of its failures alone."""
+def head() -> str:
+    """The commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def row(python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str) -> dict[str, Any]:
+    """Record of a run that started at `commit`, and of the run of its failures alone at what is checked out."""
     first, later = outcomes(junit), outcomes(again) if again else {}
     ended = {**first, **later}
     counts = collections.Counter(ended.values())
@@ -92,12 +95,11 @@ def row(
     counts.pop("failed", None)
     versions = subprocess.run([str(python), "-c", _FACTS], capture_output=True, text=True, check=True)
     own, torch = versions.stdout.split()
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "torch": torch,
         "python": own,
-        "commit": commit or head,
-        "commit_alone": head if again else None,
+        "commit": commit,
+        "commit_alone": head() if again else None,
         "selection": " ".join(selection),
         "passed": passed,
         "skipped": dict(sorted(counts.items())),
@@ -131,11 +133,12 @@ def main() -> int:
             continue
         own = environment(torch, python, keep=options.keep)
         junit, again = (ROOT / "runs" / f"versions-{torch}-{python}{part}.xml" for part in ("", "-again"))
+        commit = head()
         tested(own, junit, [*WORKERS, *selection])
         failed = failures(junit)
         if failed:
             tested(own, again, failed)
-        found = row(own, junit, again if failed else None, selection)
+        found = row(own, junit, again if failed else None, selection, commit=commit)
         record(found)
         print(f"torch {torch}, Python {python}: {found['passed']} passed, failed: {found['failed'] or 'none'}")
         bad, ran = bad or bool(found["failed"]), ran + 1
