@@ -37,7 +37,7 @@ demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and 
 	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
 
 # The processes of a run share what the first one compiles, whatever the caller's shell says.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all versions: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP)  ## a representative part of the tests (PYTEST_ARGS='-k mask' for some)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -2,8 +2,9 @@
 
     python -m tests.versions --only 2.15 -- tests/masks
 
-Environments lie in .versions and go after their run. Tests that fail run once more, alone: a loaded machine is late for
-tests that time. The record, tests/results/versions.json, has a row for each pair; a run replaces the rows that it made.
+Environments lie in .versions and go after their run, or stay for the next one with --keep. Tests that fail run once
+more, alone: a loaded machine is late for tests that time. The record, tests/results/versions.json, has a row for each
+pair; a run replaces the rows that it made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ VERSIONS = (
     ("2.13.0", "3.13"), ("2.14.1", "3.11"), ("2.15.0", "3.11"),
 )  # fmt: skip
 
+# As `make test` runs them; the Makefile says why.
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+
 _FACTS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
 
@@ -38,20 +43,23 @@ def interpreter(python: str) -> str | None:
     return found if works else None
 
 
-def environment(torch: str, python: str) -> Path:
-    """Python of a new environment with the package, its tools and this torch."""
+def environment(torch: str, python: str, *, keep: bool) -> Path:
+    """Python of an environment with the package, its tools and this torch: a new one, or with `keep` what is there."""
     folder = ROOT / ".versions" / f"torch-{torch}-python-{python}"
-    shutil.rmtree(folder, ignore_errors=True)
-    found = interpreter(python)
-    assert found is not None
-    subprocess.run([found, "-m", "venv", str(folder)], check=True)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not (folder / "bin/python").exists():
+        found = interpreter(python)
+        assert found is not None
+        subprocess.run([found, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-cache-dir", "--disable-pip-version-check"]
     subprocess.run([*pip, f"torch=={torch}", "-e", f"{ROOT}[dev]"], check=True)
     return folder / "bin/python"
 
 
-def tested(python: Path, junit: Path, selection: list[str]) -> None:
+def tested(python: Path, junit: Path, selection: Sequence[str]) -> None:
     """Run tests and leave JUnit's file."""
+    junit.unlink(missing_ok=True)
     pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}"]
     subprocess.run([*pytest, *selection], cwd=ROOT, env={**os.environ, "CI": "true"})
 
@@ -62,7 +70,9 @@ def outcomes(junit: Path) -> dict[str, str]:
     for case in ET.parse(junit).getroot().iter("testcase"):
         tags = {child.tag: str(child.get("message")) for child in case}
         outcome = "failed" if tags.keys() & {"failure", "error"} else tags.get("skipped", "passed")
-        found[f"{str(case.get('classname')).replace('.', '/')}.py::{case.get('name')}"] = outcome
+        file, name = str(case.get("classname")).replace(".", "/"), str(case.get("name"))
+        # A file that cannot be imported has no class, and its name is that of a module.
+        found[f"{file}.py::{name}" if file else f"{name.replace('.', '/')}.py"] = outcome
     return found
 
 
@@ -71,10 +81,13 @@ def failures(junit: Path) -> list[str]:
     return [name for name, outcome in outcomes(junit).items() if outcome == "failed"]
 
 
-def row(
-    python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str | None = None
-) -> dict[str, Any]:
-    """Record of a run of `commit` (default: what is checked out), and of the run of its failures alone."""
+def head() -> str:
+    """The commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def row(python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str) -> dict[str, Any]:
+    """Record of a run that started at `commit`, and of the run of its failures alone at what is checked out."""
     first, later = outcomes(junit), outcomes(again) if again else {}
     ended = {**first, **later}
     counts = collections.Counter(ended.values())
@@ -82,12 +95,11 @@ def row(
     counts.pop("failed", None)
     versions = subprocess.run([str(python), "-c", _FACTS], capture_output=True, text=True, check=True)
     own, torch = versions.stdout.split()
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "torch": torch,
         "python": own,
-        "commit": commit or head,
-        "commit_alone": head if again else None,
+        "commit": commit,
+        "commit_alone": head() if again else None,
         "selection": " ".join(selection),
         "passed": passed,
         "skipped": dict(sorted(counts.items())),
@@ -108,26 +120,30 @@ def main() -> int:
     """1 if a test fails on some version, or none could run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="torch versions that start so")
+    parser.add_argument("--python", default="", help="only this Python, as 3.12")
+    parser.add_argument("--keep", action="store_true", help="use environments that are there, and leave them")
     parser.add_argument("selection", nargs="*", default=[], help="arguments of pytest; default: -m 'not slow'")
     options = parser.parse_args()
     selection, bad, ran = options.selection or ["-m", "not slow"], False, 0
     for torch, python in VERSIONS:
-        if not torch.startswith(options.only):
+        if not torch.startswith(options.only) or options.python not in ("", python):
             continue
         if interpreter(python) is None:
             print(f"torch {torch}, Python {python}: not run, this machine has no python{python}")
             continue
-        own = environment(torch, python)
+        own = environment(torch, python, keep=options.keep)
         junit, again = (ROOT / "runs" / f"versions-{torch}-{python}{part}.xml" for part in ("", "-again"))
-        tested(own, junit, selection)
+        commit = head()
+        tested(own, junit, [*WORKERS, *selection])
         failed = failures(junit)
         if failed:
             tested(own, again, failed)
-        found = row(own, junit, again if failed else None, selection)
+        found = row(own, junit, again if failed else None, selection, commit=commit)
         record(found)
         print(f"torch {torch}, Python {python}: {found['passed']} passed, failed: {found['failed'] or 'none'}")
         bad, ran = bad or bool(found["failed"]), ran + 1
-        shutil.rmtree(own.parents[1])
+        if not options.keep:
+            shutil.rmtree(own.parents[1])
     return int(bad or not ran)
 
 
