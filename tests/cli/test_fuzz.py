@@ -236,6 +236,13 @@ def test_every_refusal_fits_some_case() -> None:
     assert found == {None, *REFUSALS}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_keys_of_another_dtype_have_another_dtype(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 1, 2, 4, dtype=dtype)
+    q, k, v = REFUSALS["keys of another dtype"].spoil({"qkv": (x, x, x)})["qkv"]
+    assert q.dtype == v.dtype != k.dtype
+
+
 def test_failures_are_printed_with_a_line_that_reruns_them(monkeypatch, tmp_path, capsys) -> None:
     def failing(case, ranks) -> Outcome:
         return Outcome(case, error="out differs" if case.index == 1 else "")

@@ -75,7 +75,7 @@ REFUSALS: dict[str, Refusal] = {
     "no mesh": _call(lambda case: case.num_ranks > 1 and not case.rank_plan, mesh=None),
     "one token too many": _tensors(lambda q, k, v: (_longer(q), k, v)),
     "one key too many": _tensors(lambda q, k, v: (q, _longer(k), _longer(v))),
-    "keys of another dtype": _tensors(lambda q, k, v: (q, k.half(), v)),
+    "keys of another dtype": _tensors(lambda q, k, v: (q, k.float() if k.itemsize == 2 else k.half(), v)),
     "integers": _tensors(lambda q, k, v: (q.int(), k.int(), v.int())),
     "no heads": _tensors(lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), _whole),
     "other head dims": _tensors(lambda q, k, v: (q, k.repeat(1, 1, 1, 2), v), _whole),
