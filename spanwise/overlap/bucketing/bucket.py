@@ -18,12 +18,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from spanwise.overlap.bucketing.greedy import BucketingProblem, checked_price, greedy_buckets
-from spanwise.overlap.bucketing.merge import Merged, merge, renumbered, without_buckets
+from spanwise.overlap.bucketing.merge import Merged, MergePlan, renumbered, without_buckets
 from spanwise.overlap.bucketing.moves import Move, candidate_moves, in_batches
 from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
-from spanwise.overlap.ir.simulate import Timeline, simulate
+from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.search.schedule import Schedule, schedule
 
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
@@ -170,15 +170,15 @@ class _BucketSearch:
     def makespan(self) -> float:
         return self.best.timeline.makespan
 
-    def keeps_limits(self, timeline: Timeline) -> bool:
+    def keeps_limits(self, plan: MergePlan) -> bool:
         """Whether memory and collectives in flight are within their limits."""
-        if timeline.peak_bytes > self.best.budget:
+        if plan.peak_bytes() > self.best.budget:
             return False
         if self.allowed is None:
             return True
         return all(
             now <= most
-            for group, of_group in peak_in_flight(timeline).items()
+            for group, of_group in peak_in_flight(simulate(plan.merged().dag)).items()
             for now, most in zip(of_group, self.allowed[group], strict=True)
         )
 
@@ -188,22 +188,22 @@ class _BucketSearch:
 
     def try_greedy(self, slack: float) -> None:
         """Add greedy buckets, if the makespan is kept."""
-        joint = self._with_greedy(slack)
-        if joint.launches == self.merged.launches:
-            return
-        own = simulate(joint.dag)
+        plan = self._with_greedy(slack)
         limit = min(self.longest, self.makespan * (1 + _ROUNDING))
-        if own.makespan > limit or not self.keeps_limits(own):
+        if plan is None or plan.makespan > limit or not self.keeps_limits(plan):
             return
-        self.state = _State(joint, self._scheduled(joint, own, self.effort, limit))
+        self.state = self._scheduled(plan, self.effort, limit)
         self.effort = self._low_effort()
 
     def _low_effort(self) -> int:
         return _LOW_EFFORT if self.effort is None else min(self.effort, _LOW_EFFORT)
 
-    def _scheduled(self, joint: Merged, own: Timeline, effort: int | None, longest: float) -> Schedule:
+    def _scheduled(self, plan: MergePlan, effort: int | None, longest: float) -> _State:
         """The best schedule of the merged dag, or its own order."""
-        return schedule(joint.dag, budget=self.best.budget, effort=effort, before=own, longest=longest, **self.options)
+        merged, budget = plan.merged(), self.best.budget
+        own = simulate(merged.dag)
+        best = schedule(merged.dag, budget=budget, effort=effort, before=own, longest=longest, **self.options)
+        return _State(merged, best)
 
     def improve(self, trials: int) -> bool:
         """Make moves that shorten the makespan, until `trials` in a row do not.
@@ -219,14 +219,14 @@ class _BucketSearch:
                 continue
             self.tried.add(buckets)
             left -= 1  # also if it is not scheduled
-            joint = self._with_buckets(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
+            plan = self._with_buckets(known | {bucket: checked_price(self.dag, bucket, self.price) for bucket in new})
             was = self.makespan
-            if joint is None or (trials < _MANY_TRIALS and joint[1].makespan > _HOPELESS * was):
+            if plan is None or (trials < _MANY_TRIALS and plan.makespan > _HOPELESS * was):
                 continue
-            best = self._scheduled(*joint, effort, was * (1 - _MIN_GAIN))
-            gain = was - best.timeline.makespan
+            state = self._scheduled(plan, effort, was * (1 - _MIN_GAIN))
+            gain = was - state.best.timeline.makespan
             if gain > _MIN_GAIN * was:
-                self.state = _State(joint[0], best)
+                self.state = state
                 batches, left = self._batches(trials), trials if gain > _PAYS * was else left
         return self.best is not before
 
@@ -251,26 +251,27 @@ class _BucketSearch:
         stay = {of_unit: self.merged.dag.nodes[i].ms for i, of_unit in units if len(of_unit) > 1}
         return stay, [bucket for move in batch for bucket in move.buckets if len(bucket) > 1]
 
-    def _with_buckets(self, ms: dict[tuple[int, ...], float]) -> tuple[Merged, Timeline] | None:
-        """The dag with these buckets, and its timeline; None if a merge is illegal or a limit exceeded."""
+    def _with_buckets(self, ms: dict[tuple[int, ...], float]) -> MergePlan | None:
+        """The dag with these buckets; None if a merge is illegal or a limit exceeded."""
         order = [i for unit in self.best.order for i in self.merged.members[unit]]
         for late in (False, True):
             try:
-                joint = merge(self.dag, list(ms), list(ms.values()), order, late=late)
+                plan = MergePlan(self.dag, list(ms), list(ms.values()), order, late=late)
             except GraphError:  # they would wait for one another
                 return None
-            own = simulate(joint.dag)
-            if self.keeps_limits(own):
-                return joint, own
+            if self.keeps_limits(plan):
+                return plan
         return None
 
-    def _with_greedy(self, slack: float) -> Merged:
-        """The best dag with greedy buckets."""
+    def _with_greedy(self, slack: float) -> MergePlan | None:
+        """The best dag with greedy buckets; None if there are none to add."""
         if self.state.problem is None:
             self.state.problem = self._problem()
         members, problem = self.state.problem
         dag, multiplier, in_order = self.dag, self.options["multiplier"], problem.timeline.dag
         greedy = greedy_buckets(problem, slack, self.most_ms * multiplier)
+        if not greedy.buckets:
+            return None
         ms = {i: in_order.nodes[i].ms for i in in_order.starts if len(members[i]) > 1}
         for starts, cost in zip(greedy.buckets, greedy.ms, strict=True):
             ms[starts[0]] = cost
@@ -279,7 +280,7 @@ class _BucketSearch:
         joint = {starts[0]: starts for starts in greedy.buckets}
         buckets = [_flat(members, joint.get(i, [i])) for i in ms]
         order = _flat(members, greedy.order)
-        return merge(dag, buckets, [cost / multiplier for cost in ms.values()], order, late=True)
+        return MergePlan(dag, buckets, [cost / multiplier for cost in ms.values()], order, late=True)
 
     def _problem(self) -> tuple[list[tuple[int, ...]], BucketingProblem]:
         """The best dag, numbered in the order of its schedule."""

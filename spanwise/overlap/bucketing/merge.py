@@ -6,10 +6,15 @@ dag, buckets, an order ─► merge ─► merged dag
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+
+import numpy as np
 
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.ir.order import positions
+
+_COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,48 +73,143 @@ def merge(
         >>> merged.members, merged.dag.nodes[0].ms
         (((0, 1), (2,)), 3.0)
     """
-    if len(ms) != len(buckets):
-        raise ValueError(f"expected milliseconds of {len(buckets)} buckets, got {len(ms)}")
-    if order is not None:
-        dag.check_order(order)
-    members = _members(dag, buckets, range(len(dag)) if order is None else order)
-    unit = [0] * len(dag)
-    for u, of_unit in enumerate(members):
-        for i in of_unit:
-            unit[i] = u
-    given = dag.nodes
-    deps = [
-        [unit[dep] for dep in given[of_unit[0]].deps]
-        if len(of_unit) == 1
-        else [unit[dep] for i in of_unit for dep in given[i].deps]
-        for of_unit in members
-    ]
-    for u, of_unit in enumerate(members):
-        if len(of_unit) > 1 and u in deps[u]:
-            raise GraphError(
-                dag.nodes[of_unit[-1]].name, f"it depends on a member of its bucket: {_names(dag, of_unit)}"
-            )
-    walk: Sequence[int] = range(len(members))
-    if late:
-        last: dict[int, int] = {}
-        for place, i in enumerate(range(len(dag)) if order is None else order):
-            if dag.nodes[i].kind == Kind.START or unit[i] not in last:
-                last[unit[i]] = place
-        walk = sorted(walk, key=last.__getitem__)
-    numbering = _with_dependencies_first(dag, members, deps, walk)
+    return MergePlan(dag, buckets, ms, order, late=late).merged()
 
-    place = positions(numbering).tolist()  # of each unit
-    number = [place[u] for u in unit]
-    merged_ms = {unit[bucket[0]]: cost for bucket, cost in zip(buckets, ms, strict=True)}
-    nodes = []
-    for u in numbering:
-        of_unit, of_deps = members[u], deps[u]
-        node = given[of_unit[0]]
-        name = node.name if len(of_unit) == 1 else f"{node.name} and {len(of_unit) - 1} more"
-        start = number[node.start] if node.start >= 0 else -1
-        new_deps = (place[of_deps[0]],) if len(of_deps) == 1 else tuple(sorted({place[dep] for dep in of_deps}))
-        nodes.append(Node(name, node.kind, merged_ms.get(u, node.ms), new_deps, node.group, start))
-    return Merged(Dag(tuple(nodes), _storages(dag, number)), tuple(members[u] for u in numbering))
+
+class MergePlan:
+    """Buckets, and an order with them, before the merged dag is made: most are given up for their makespan.
+
+    Args, errors: as of `merge`.
+
+    Attributes:
+        order: of each node of the merged dag, its smallest member.
+    """
+
+    def __init__(
+        self,
+        dag: Dag,
+        buckets: Sequence[Sequence[int]],
+        ms: Sequence[float],
+        order: Sequence[int] | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
+        if len(ms) != len(buckets):
+            raise ValueError(f"expected milliseconds of {len(buckets)} buckets, got {len(ms)}")
+        if order is None:
+            order = range(len(dag))
+        else:
+            dag.check_order(order)
+        self.dag = dag
+        self._members, self._unit = _members(dag, buckets)
+        self._ms = {min(bucket): cost for bucket, cost in zip(buckets, ms, strict=True)}
+        # Dependencies of merged nodes; the others keep theirs.
+        self._deps = {u: [dep for i in of_unit for dep in dag.nodes[i].deps] for u, of_unit in self._members.items()}
+        for u, of_unit in self._members.items():
+            if any(self._unit.get(dep) == u for dep in self._deps[u]):
+                text = f"it depends on a member of its bucket: {_names(dag, of_unit)}"
+                raise GraphError(dag.nodes[of_unit[-1]].name, text)
+        self.order = self._numbering(order, late)
+
+    def _numbering(self, order: Sequence[int], late: bool) -> list[int]:
+        """Merged nodes in the order of their first members (`late`: the last starts), after their dependencies."""
+        nodes, members, unit = self.dag.nodes, self._members, self._unit
+        place = positions(order).tolist() if members else []
+        done, passed = bytearray(len(order)), bytearray(len(order))
+        for u, of_unit in members.items() if late else ():
+            if nodes[u].kind == Kind.START:
+                for i in of_unit:
+                    passed[i] = True
+                passed[max(of_unit, key=place.__getitem__)] = False
+        found: list[int] = []
+        for i in order:
+            if done[i] or passed[i]:
+                continue
+            if i not in unit:
+                for dep in nodes[i].deps:
+                    if not done[dep]:
+                        break
+                else:
+                    done[i] = True
+                    found.append(i)
+                    continue
+            self._run_with_dependencies(unit.get(i, i), place, done, found)
+        return found
+
+    def _run_with_dependencies(self, first: int, place: Sequence[int], done: bytearray, found: list[int]) -> None:
+        """Add a merged node after the dependencies that are missing, the first in the order first."""
+        unit, members = self._unit, self._members
+        path, on_path = [first], {first}
+        while path:
+            u = path[-1]
+            of_unit = members.get(u, (u,))
+            left = [dep for dep in self._deps.get(u, self.dag.nodes[u].deps) if not done[dep]]
+            if not left:
+                path.pop()
+                on_path.discard(u)
+                for i in of_unit:
+                    done[i] = True
+                found.append(u)
+                continue
+            missing = min(
+                (unit.get(dep, dep) for dep in left), key=lambda v: min(place[i] for i in members.get(v, (v,)))
+            )
+            if missing in on_path:
+                raise self._cycle(path[path.index(missing) :])
+            path.append(missing)
+            on_path.add(missing)
+
+    def _cycle(self, cycle: Sequence[int]) -> GraphError:
+        """The error of merged nodes that would wait for one another."""
+        dag, of_units = self.dag, [self._members.get(u, (u,)) for u in cycle]
+        bad = next(of_unit for of_unit in of_units if len(of_unit) > 1)
+        text = f"no bucket of {_names(dag, bad)}: they would wait for one another"
+        through = _names(dag, [of_unit[0] for of_unit in of_units if len(of_unit) == 1][:3])
+        return GraphError(dag.nodes[bad[0]].name, text + (f" through {through}" if through else ""))
+
+    @functools.cached_property
+    def makespan(self) -> float:
+        """Milliseconds of the merged dag in its own order, as `simulate` finds."""
+        nodes, kinds, ms = self.dag.nodes, self.dag.kinds.tolist(), self.dag.ms.tolist()
+        free, end = dict.fromkeys(self.dag.groups, 0.0), [0.0] * len(nodes)
+        now = 0.0
+        for u in self.order:
+            if kinds[u] == _COMPUTE:
+                now += ms[u]
+            elif kinds[u] == _START:
+                group = nodes[u].group
+                end[u] = free[group] = max(now, free[group]) + self._ms.get(u, ms[u])
+            else:
+                start = nodes[u].start
+                now = max(now, end[self._unit.get(start, start)])
+        return max([now, *free.values()])
+
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once in the merged dag in its own order."""
+        return self.dag.lifetimes.peak_at(np.array(self._numbers(), np.int64))
+
+    def _numbers(self) -> list[int]:
+        """Of each node of the dag, its number in the merged one."""
+        number = [0] * len(self.dag)
+        for at, u in enumerate(self.order):
+            number[u] = at
+        for u, of_unit in self._members.items():
+            for i in of_unit:
+                number[i] = number[u]
+        return number
+
+    def merged(self) -> Merged:
+        """The merged dag."""
+        number, nodes = self._numbers(), []
+        for u in self.order:
+            node, of_unit = self.dag.nodes[u], self._members.get(u, (u,))
+            deps = self._deps.get(u, node.deps)
+            name = node.name if len(of_unit) == 1 else f"{node.name} and {len(of_unit) - 1} more"
+            start = number[node.start] if node.start >= 0 else -1
+            new_deps = (number[deps[0]],) if len(deps) == 1 else tuple(sorted({number[dep] for dep in deps}))
+            nodes.append(Node(name, node.kind, self._ms.get(u, node.ms), new_deps, node.group, start))
+        members = tuple(self._members.get(u) or (u,) for u in self.order)
+        return Merged(Dag(tuple(nodes), _storages(self.dag, number)), members)
 
 
 def renumbered(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:
@@ -128,53 +228,25 @@ def _names(dag: Dag, nodes: Sequence[int]) -> str:
     return ", ".join(repr(dag.nodes[i].name) for i in nodes)
 
 
-def _members(dag: Dag, buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Nodes that become one, in the order of their first members in `order`; members ascending."""
-    together: dict[int, tuple[int, ...]] = {}
+def _members(dag: Dag, buckets: Sequence[Sequence[int]]) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+    """Nodes that become one, ascending, by the smallest; and of each of them, the smallest."""
+    members: dict[int, tuple[int, ...]] = {}
+    unit: dict[int, int] = {}
     for bucket in buckets:
         starts = tuple(sorted(bucket))
         groups = {dag.nodes[i].group if 0 <= i < len(dag) else "" for i in starts}
         if len(groups) != 1 or "" in groups or len(set(starts)) < len(starts):
             raise ValueError(f"a bucket has starts of one process group, each once, got nodes {list(bucket)}")
         for i in starts:
-            if i in together:
+            if i in unit:
                 raise GraphError(dag.nodes[i].name, "it is in two buckets")
-            together[i] = starts
+            unit[i] = starts[0]
+        members[starts[0]] = starts
         ends = tuple(sorted(dag.wait_of[i] for i in starts if i in dag.wait_of))
-        together.update(dict.fromkeys(ends, ends))
-    found: dict[tuple[int, ...], None] = {}
-    for i in order:
-        found.setdefault(together.get(i, (i,)))
-    return list(found)
-
-
-def _with_dependencies_first(
-    dag: Dag, members: Sequence[tuple[int, ...]], deps: Sequence[Sequence[int]], walk: Sequence[int]
-) -> list[int]:
-    """Merged nodes in the order of `walk`, with missing dependencies moved in front of each."""
-    found: list[int] = []
-    done, on_path = bytearray(len(members)), bytearray(len(members))
-    for first in walk:
-        path = [first] if not done[first] else []
-        while path:
-            u = path[-1]
-            left = [dep for dep in deps[u] if not done[dep]]
-            if not left:
-                path.pop()
-                on_path[u] = False
-                done[u] = True
-                found.append(u)
-                continue
-            on_path[u] = True
-            missing = min(left)
-            if on_path[missing]:
-                cycle = path[path.index(missing) :]
-                bad = next(u for u in cycle if len(members[u]) > 1)
-                text = f"no bucket of {_names(dag, members[bad])}: they would wait for one another"
-                through = _names(dag, [members[u][0] for u in cycle if len(members[u]) == 1][:3])
-                raise GraphError(dag.nodes[members[bad][0]].name, text + (f" through {through}" if through else ""))
-            path.append(missing)
-    return found
+        if ends:
+            members[ends[0]] = ends
+            unit.update(dict.fromkeys(ends, ends[0]))
+    return members, unit
 
 
 def _storages(dag: Dag, number: Sequence[int]) -> tuple[Storage, ...]:

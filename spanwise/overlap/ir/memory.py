@@ -150,6 +150,20 @@ class Lifetimes:
         """Most bytes alive at once, in the given order or by the nodes' own numbers."""
         return int(self.profile(order).max(initial=0))
 
+    def peak_at(self, position: NDArray[np.int64]) -> int:
+        """Most bytes alive at once if nodes run at these positions, several maybe at one.
+
+        A storage that is used before its maker has run counts to the end; see `bucketing.merge`.
+        """
+        users, begins = self._flat_users
+        if not len(begins):
+            return 0
+        at = position[users]
+        opens, closes = self.spans(position)
+        closes[~self.given & (np.minimum.reduceat(at, begins) < opens)] = self.num_nodes
+        alive = interval_sums(self.num_nodes, opens, closes, self.num_bytes) - self.given_bytes
+        return int(alive.max(initial=0))
+
 
 class Profile:
     """Bytes by position, changed interval by interval; changes are summed only when somebody asks.
