@@ -27,7 +27,7 @@ from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
 from spanwise.overlap.fx.sizes import assumed, has_symbols
 from spanwise.overlap.graph_pass import describe, facts, traced
-from spanwise.overlap.optimize import Result, not_split, optimize
+from spanwise.overlap.optimize import Result, check_options, not_split, optimize
 from spanwise.overlap.split.choose import apply
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
@@ -63,7 +63,7 @@ def backend(
         options: other arguments of `optimize`: ``memory_budget=``, ``bucket=``, ``multiplier=``, …
 
     Raises:
-        ValueError: an unknown name, or a size below 1.
+        ValueError: an unknown name, a size below 1, or an option that no graph allows.
         TypeError: an option that `optimize` lacks.
 
     >>> import torch
@@ -73,8 +73,11 @@ def backend(
     inspect.signature(optimize).bind(None, cost, **options)
     if name not in ("inductor", "aot_eager"):
         raise ValueError(f'the backend must be "inductor" or "aot_eager", got {name!r}')
-    if dynamic_size < 1:
-        raise ValueError(f"dynamic_size must be at least 1, got {dynamic_size}")
+    if "sizes" in options:
+        raise ValueError(f"a backend takes dynamic_size=, one number for all symbols; got sizes={options['sizes']!r}")
+    if type(dynamic_size) is not int or dynamic_size < 1:
+        raise ValueError(f"dynamic_size must be a whole number of at least 1, got {dynamic_size!r}")
+    check_options(**options)
     return Backend(name, cost, options, dynamic_size, on_result or (lambda result: None))
 
 

@@ -23,7 +23,7 @@ from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.operators import STARTS, Cost
 from spanwise.overlap.fx.sizes import Sizes
 from spanwise.overlap.fx.values import fill_values
-from spanwise.overlap.optimize import optimize
+from spanwise.overlap.optimize import check_options, optimize
 
 
 def graph_pass(
@@ -54,6 +54,7 @@ def graph_pass(
 
     Raises:
         TypeError: an option that `optimize` lacks.
+        ValueError: one that no graph allows.
 
     >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
     >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
@@ -64,6 +65,7 @@ def graph_pass(
     True
     """
     inspect.signature(optimize).bind(None, cost, sizes=sizes, **options)
+    check_options(sizes=sizes, **options)
     return GraphPass(cost, {"sizes": sizes, **options}, on_result or (lambda result: None))
 
 
@@ -81,7 +83,7 @@ class GraphPass:
         self._cost, self._options, self._on_result = as_cost(cost), dict(options), on_result
         self._facts = facts(cost, options)
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
         if not isinstance(gm, fx.GraphModule):
             raise TypeError(f"a graph pass takes an fx.GraphModule of ATen operators, got {type(gm).__name__}")
         if not any(node.target in STARTS for node in gm.graph.nodes):
@@ -89,7 +91,7 @@ class GraphPass:
         with consensus.failure_reported(gm):
             given = _torch.copy_module(gm)
             consensus.remove(given.graph)
-            fill_values(given, example_inputs)
+            fill_values(given, () if example_inputs is None else example_inputs)
             result = optimize(given, self._cost, **self._options)
             self._on_result(result)
         made = result.graph_module

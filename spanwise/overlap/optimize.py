@@ -25,7 +25,7 @@ from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
-from spanwise.overlap.fx.sizes import Sizes, assumed, has_symbols
+from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import GraphError
@@ -107,7 +107,7 @@ def optimize(
     """
     cost = as_cost(cost)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
-    _check_options({"memory_budget": memory_budget, **limits}, multiplier)
+    check_options(memory_budget=memory_budget, bucket=bucket, split=split, multiplier=multiplier, sizes=sizes, **limits)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     gm = _with_merged_waits(gm)
     if sizes is None:
@@ -189,15 +189,24 @@ def _doubts(captured: Captured, cost: Cost) -> Doubts:
     )
 
 
-def _check_options(limits: Mapping[str, Any], multiplier: Any) -> None:
-    for name, value in limits.items():
-        if value is not None and not (isinstance(value, numbers.Real) and value < 2**63):  # NaN fails too
+def check_options(**given: Any) -> None:
+    """``ValueError`` for options of `optimize` that no graph allows."""
+    for name in ("bucket", "split"):
+        if not isinstance(given.get(name, True), bool):
+            raise ValueError(f"{name} must be True or False, got {given[name]!r}")
+    for name in ("memory_budget", "effort", "in_flight", "in_flight_bytes"):
+        value = given.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not (isinstance(value, numbers.Real) and value < 2**63):  # NaN fails too
             raise ValueError(f"{name} must be a number below 2**63, got {value!r}")
-    effort = limits["effort"]
-    if effort is not None and effort != int(effort):
-        raise ValueError(f"effort must be a whole number of orders, got {effort}")
-    if not isinstance(multiplier, numbers.Real):
+        if name in ("effort", "in_flight") and value % 1:
+            raise ValueError(f"{name} must be a whole number, got {value}")
+    multiplier = given.get("multiplier", 1.0)
+    if isinstance(multiplier, bool) or not isinstance(multiplier, numbers.Real):
         raise ValueError(f"the multiplier must be a number, got {multiplier!r}")
+    if given.get("sizes") is not None:
+        check_sizes(given["sizes"])
 
 
 def simulate(

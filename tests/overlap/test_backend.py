@@ -321,8 +321,13 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
             compiled(group, backend(name, cost=lambda node: float("nan")))
     with pytest.raises(ValueError, match='must be "inductor" or "aot_eager", got \'eager\''):
         backend("eager", cost=Cost())
-    with pytest.raises(ValueError, match="dynamic_size must be at least 1, got 0"):
-        backend(cost=Cost(), dynamic_size=0)
+    for size in (0, 2.5, "4096", True):
+        with pytest.raises(ValueError, match=f"dynamic_size must be a whole number of at least 1, got {size!r}"):
+            backend(cost=Cost(), dynamic_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a backend takes dynamic_size=.* got sizes=8"):
+        backend(cost=Cost(), sizes=8)
+    with pytest.raises(ValueError, match="split must be True or False, got 3"):
+        backend(cost=Cost(), split=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         backend(cost=Cost(), budget=1)
 

@@ -328,6 +328,28 @@ def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -
     ]  # fmt: skip
 
 
+def test_items_follow_their_tuple_and_so_die_with_their_last_use() -> None:
+    """A list keeps all of its tensors. An item that nobody reads was freed in the dag, and not in the program."""
+
+    def function(x: torch.Tensor) -> Any:
+        first, _ = torch._foreach_sin([x, x])
+        a, b, c = x.cos(), x.tan(), (x * 2).split(2)
+        return a, b, c[0][0], first
+
+    gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
+    captured = to_dag(gm, one)
+    names = [node.name for node in captured.dag.nodes]
+    late = [name for name in names if "getitem" not in name] + [name for name in names if "getitem" in name]
+    late.append(late.pop(late.index("select")))  # a view of an item
+    emit(captured, [names.index(name) for name in late])
+    gm.graph.lint()
+    order = [node.name for node in gm.graph.nodes]
+    assert order == [
+        "x_1", "_foreach_sin", "getitem", "getitem_1", "cos", "tan", "mul", "split", "getitem_2", "getitem_3", "select",
+        "output",
+    ]  # fmt: skip
+
+
 # Errors, before anything is changed.
 
 

@@ -201,8 +201,14 @@ def test_sizes_stand_for_symbols() -> None:
         assert {str(node.meta["val"].shape[0]) for node in module.graph.find_nodes(op="placeholder")} <= set(symbols)
     with pytest.raises(ValueError, match=f"the graph has {symbols[-1]} as well: give all of them"):
         overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols[:-1], 4096))
-    with pytest.raises(ValueError, match="sizes must be whole numbers of at least 1, got"):
+    with pytest.raises(ValueError, match=r"sizes must be whole numbers of at least 1.*, got \{'s\d+': 0"):
         overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 0))
+    for wrong in (0, -1, 2.5, True, "4096", [4096]):  # also where nothing is symbolic
+        for module in (gm, made(function, *given)):
+            with pytest.raises(ValueError, match=r"sizes must be whole numbers of at least 1.*, got "):
+                overlap.optimize(module, cost, sizes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"give numbers: sizes=\{'s\d+': …, 's\d+': …\}"):
+        overlap.optimize(gm, cost)
 
 
 def test_an_unknown_group_is_refused() -> None:
@@ -265,14 +271,17 @@ def test_a_budget_or_multiplier_that_cannot_be_kept_is_refused() -> None:
         overlap.optimize(gm, costs, multiplier=0)
     with pytest.raises(ValueError, match="multiplier must be a number, got '2'"):
         overlap.optimize(gm, costs, multiplier="2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"effort must be a whole number of orders, got 1\.5"):
+    with pytest.raises(ValueError, match=r"effort must be a whole number, got 1\.5"):
         overlap.optimize(gm, costs, effort=1.5)  # type: ignore[arg-type]
+    for name in ("bucket", "split"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+            overlap.optimize(gm, costs, **{name: "no"})
     for other in (torch.nn.Linear(2, 2), gathered, torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))):
         for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
             with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
                 function(other, costs)  # type: ignore[arg-type]
     for name in ("memory_budget", "in_flight", "in_flight_bytes", "effort"):
-        for value in (math.nan, math.inf, 2**63, "1GB"):
+        for value in (math.nan, math.inf, 2**63, "1GB", True):
             with pytest.raises(ValueError, match=f"{name} must be a number below"):
                 overlap.optimize(gm, costs, **{name: value})
     assert state(gm) == before

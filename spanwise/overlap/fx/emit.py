@@ -132,7 +132,7 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
         if len(of_unit) > 1 and captured.dag.nodes[members[at][0]].kind == Kind.START:
             of_unit = _coalesced(graph, of_unit)
         nodes += of_unit
-    _place(graph, nodes + output)
+    _place(graph, _with_items(nodes) + output)
 
 
 def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None:
@@ -209,6 +209,25 @@ def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
         wait.replace_input_with(start, item)
         graph.erase_node(start)
     return [merged, *items]
+
+
+def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Each node with the items that are taken from it right behind it.
+
+    A tuple keeps all its tensors alive until the last of them is taken out. Each item then lives as long as it is used.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        todo = [] if node in found else [node]
+        while todo:
+            found[todo[-1]] = None
+            todo += [user for user in reversed(todo.pop().users) if _is_item(user)]
+    return list(found)
+
+
+def _is_item(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem and len(node.all_input_nodes) == 1 else None
+    return isinstance(source, fx.Node) and isinstance(source.meta.get("val"), (list, tuple))
 
 
 def _place(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

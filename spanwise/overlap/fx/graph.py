@@ -267,11 +267,11 @@ class _Builder:
             raise GraphError(node.name, NO_VALUE)
         values = tensors_of(node)
         for tensor in values:
-            for size in tensor.shape:
-                if type(size) is not int:
-                    symbols = ", ".join(f"{name!r}: …" for name in sorted(_torch.symbols_of(size)))
-                    text = f"its shape {tuple(tensor.shape)} is symbolic; give numbers: sizes={{{symbols}}}"
-                    raise GraphError(node.name, text)
+            if any(type(size) is not int for size in tensor.shape):
+                named = sorted(set().union(*map(_torch.symbols_of, tensor.shape)))
+                symbols = ", ".join(f"{name!r}: …" for name in named)
+                text = f"its shape {tuple(tensor.shape)} is symbolic; give numbers: sizes={{{symbols}}}"
+                raise GraphError(node.name, text)
         return values
 
     def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:

@@ -37,7 +37,7 @@ def assumed(gm: fx.GraphModule, size: Sizes) -> Iterator[Callable[[fx.GraphModul
     if not storages:
         yield lambda other: None
         return
-    _check_sizes(tensors, size)
+    _check_symbols(tensors, size)
     num_bytes: dict[int, int] = {}
     for t in tensors:
         if (storage := storage_of(t)) in storages and storage is not None:
@@ -73,7 +73,15 @@ def has_symbols(gm: fx.GraphModule) -> bool:
     return not all(_is_static(tensor) for node in gm.graph.nodes for tensor in tensors_of(node))
 
 
-def _check_sizes(tensors: list[torch.Tensor], size: Sizes) -> None:
+def check_sizes(size: Any) -> None:
+    """``ValueError`` unless `size` is a whole number of at least 1, or has such numbers by symbol."""
+    numbers = size if isinstance(size, Mapping) else {"all symbols": size}
+    if wrong := {name: number for name, number in numbers.items() if type(number) is not int or number < 1}:
+        given = wrong if isinstance(size, Mapping) else repr(size)
+        raise ValueError(f'sizes must be whole numbers of at least 1, as 4096 or {{"s0": 4096}}, got {given}')
+
+
+def _check_symbols(tensors: list[torch.Tensor], size: Sizes) -> None:
     if not isinstance(size, Mapping):
         return
     named: set[str] = set()
@@ -82,8 +90,6 @@ def _check_sizes(tensors: list[torch.Tensor], size: Sizes) -> None:
         named.update(*map(_torch.symbols_of, (*tensor.shape, *tensor.stride(), tensor.storage_offset(), whole)))
     if missing := sorted(named - set(size)):
         raise ValueError(f"sizes has {dict(size)}, and the graph has {', '.join(missing)} as well: give all of them")
-    if wrong := {name: number for name, number in size.items() if type(number) is not int or number < 1}:
-        raise ValueError(f"sizes must be whole numbers of at least 1, got {wrong}")
 
 
 def _replace_values(gm: fx.GraphModule, replace: Any) -> None:
