@@ -32,6 +32,8 @@ VERSIONS = (
 
 # As `make test` runs them; the Makefile says why.
 WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+# One after another; a test that ends its worker does not take the record along.
+ALONE = ("-n", "1")
 
 _FACTS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
@@ -137,7 +139,7 @@ def main() -> int:
         tested(own, junit, [*WORKERS, *selection])
         failed = failures(junit)
         if failed:
-            tested(own, again, failed)
+            tested(own, again, [*ALONE, *failed])
         found = row(own, junit, again if failed else None, selection, commit=commit)
         record(found)
         print(f"torch {torch}, Python {python}: {found['passed']} passed, failed: {found['failed'] or 'none'}")

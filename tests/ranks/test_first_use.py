@@ -58,6 +58,8 @@ def train(problem: Problem, plan: spanwise.Plan, mesh: DeviceMesh | None, way: s
     ids=named,
 )
 def test_trains_after_another_first_use(exchange: dict[str, Any], mode: str, way: str) -> None:
+    if mode == "fake" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 crashes where ranks that are threads enter a fake mode")
     mask = SpanMask.documents(CU_SEQLENS)
     problem = make_problem(mask.dense(), heads=heads_for(exchange), dtype=torch.float32)
     plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=8, **exchange)
