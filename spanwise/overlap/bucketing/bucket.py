@@ -29,10 +29,10 @@ from spanwise.overlap.search.schedule import Schedule, schedule
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Without either, dit or dlrm take 1 % longer.
 _SLACKS = (0.1, 0.5)
-# Share of the makespan that one bucket may take where longer ones were found first. Without, the forward of ResNet-50
-# has 3 launches and takes longer than with 25; benchmarks/results/overlap-zoo.json. With 1/128 it is 2.6 % shorter, but
-# steps with a limit in flight save fewer launches.
-_SHORT = 1 / 32
+# Shares of the makespan that one bucket may take, tried one after another where longer ones were found so far. Without
+# any, the forward of ResNet-50 has 3 launches and takes longer than with 25; without 1/128, it takes 2.7 % longer on
+# middle links (benchmarks/results/overlap-zoo.json).
+_SHORT = (1 / 32, 1 / 128)
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
 # Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
@@ -97,12 +97,13 @@ def bucket(
     search.try_all_greedy()
     if not quick:
         search.floor = least_ms(dag, found.bounds, keys, merged_ms)
-        short = _SHORT * found.timeline.makespan
-        # Fewer launches are worth a little.
-        if search.floor < _WORTH * search.makespan and search.merged.longest_bucket > short:
+        for share in _SHORT:
+            short = share * found.timeline.makespan
+            if search.floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
+                break
             other = _BucketSearch(start, keys, merged_ms, options, effort, short, search.floor)
             other.try_all_greedy()
-            if other.makespan < _WORTH * best.makespan:
+            if other.makespan < _WORTH * best.makespan:  # fewer launches are worth a little
                 best = other
         if best.improve(trials):
             best.try_greedy(_SLACKS[-1])

@@ -219,7 +219,7 @@ class ResourceLimit:
 
     def __init__(self, lifetimes: Lifetimes, budget: int, order: Sequence[int] | None = None) -> None:
         count = lifetimes.num_nodes
-        self._lifetimes, self.budget, self.alive, self.peak = lifetimes, budget, 0, 0
+        self.lifetimes, self.budget, self.alive, self.peak = lifetimes, budget, 0, 0
         self._order = range(count) if order is None else order
         self.allocated, self._used = lifetimes.allocated, lifetimes.used
         self._num_bytes, self._kept = lifetimes.num_bytes.tolist(), lifetimes.kept.tolist()
@@ -256,7 +256,7 @@ class ResourceLimit:
 
     def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
         """The limit from the beginning, with another known order and budget; ``ValueError`` if the order needs more."""
-        return ResourceLimit(self._lifetimes, budget, order)
+        return ResourceLimit(self.lifetimes, budget, order)
 
     @property
     def next_in_order(self) -> int:
