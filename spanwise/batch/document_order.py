@@ -7,13 +7,12 @@ does not depend on ranks or batch sizes. So a run resumes from that number alone
 from __future__ import annotations
 
 import hashlib
-import operator
 from typing import Any
 
 import numpy as np
 
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import check_lengths, check_positive
+from spanwise.masks.checks import check_index, check_lengths, check_positive
 
 
 class DocumentOrder:
@@ -44,7 +43,7 @@ class DocumentOrder:
 
     def __init__(self, lengths: Any, seed: int | None = None, max_document: int | None = None) -> None:
         tokens = check_lengths(lengths, "lengths")
-        self.seed = seed = None if seed is None else operator.index(seed)
+        self.seed = seed = None if seed is None else check_index(seed, "seed")
         if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, or None for the order of lengths, got {seed}")
         self.epoch_tokens = int(tokens.sum())

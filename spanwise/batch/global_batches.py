@@ -8,8 +8,8 @@ Pure arithmetic on lengths, the same on every rank; nothing is sent. The state i
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,13 +20,13 @@ from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import DocumentSource, GlobalBatch
 from spanwise.hardware import H100
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import check_positive
+from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.explain.units import seconds
 from spanwise.planning.grids import one_plan, spread
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
-from spanwise.planning.requests import check_hardware
+from spanwise.planning.requests import check_hardware, check_sizes
 
 #: Documents, all epochs together, whose batches are gone through when `GlobalBatches` is made: 1.4 s (2 M × 4).
 _MOST_PARTS = 2**23
@@ -71,7 +71,8 @@ class GlobalBatches:
 
     Raises:
         ValueError: no document has a token; a document is longer than a batch; a batch has fewer tokens than ranks;
-            `pad` with tokens of a rank that are no multiple of ``block_size``; arguments that are missing.
+            `pad` with tokens of a rank that are no multiple of ``block_size``; arguments that are missing, or that
+            `make_plan` does not take.
 
     >>> import spanwise
     >>> batches = spanwise.GlobalBatches([400, 9000, 20, 700, 3000], num_ranks=4, tokens_per_rank=2560)
@@ -100,11 +101,12 @@ class GlobalBatches:
         **options: Any,
     ) -> None:
         self.order = DocumentOrder(lengths, seed, max_document)
+        _check_options(options)
         check_hardware(options.get("hardware"))
         if host_size is not None:
             options |= {"hardware": (options.get("hardware") or H100).with_host_size(host_size)}
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
-        self.size = ranks = check_positive(int(np.prod(num_ranks)), "num_ranks")
+        self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
         self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
@@ -191,7 +193,7 @@ class GlobalBatches:
         Raises:
             ValueError: there is none, or it would begin inside a document that must stay whole.
         """
-        position = operator.index(position)
+        position = check_index(position, "position")
         if position < 0 or (after := self.next_position(position)) is None:
             raise ValueError(f"no batch begins at token {position}; the documents end at {self.end}")
         if not self.cut and (begin := self.order.last_end(position)) != position:
@@ -237,6 +239,15 @@ class GlobalBatches:
         return count
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = inspect.signature(make_plan).parameters.keys() - {"mask", "num_ranks", "cu_seqlens", "packing"}
+    if unknown := sorted(options.keys() - known):
+        raise ValueError(
+            f"global batches take no {', '.join(unknown)}: options of make_plan are {', '.join(sorted(known))}; "
+            f"the documents follow from lengths"
+        )
+
+
 def _padded(masks: Any, padding: int) -> Any:
     """The masks with rows behind them that read nothing, and that nothing reads."""
     if isinstance(masks, Mapping):
@@ -277,7 +288,7 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
     """
 
     def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
-        self.batches, self.source, self.rank = batches, source, operator.index(rank)
+        self.batches, self.source, self.rank = batches, source, check_index(rank, "rank")
         if not 0 <= self.rank < batches.size:
             raise ValueError(f"rank must be in [0, {batches.size}), the ranks of the batches, got {rank}")
         self._start = self._position = 0

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.global_batches import GlobalBatches, check_state, loaded
-from spanwise.masks.checks import check_positive
+from spanwise.masks.checks import check_index
 
 
 class GlobalBatchStream(IterableDataset[dict[str, Any]]):
@@ -63,11 +61,11 @@ class GlobalBatchStream(IterableDataset[dict[str, Any]]):
                 f"a stream is taken in its order, its documents whole: leave {', '.join(wrong)} out, shuffle and cut "
                 f"the documents before"
             )
-        size = check_positive(int(np.prod(num_ranks)), "num_ranks")
-        self.batch_tokens = size * check_positive(tokens_per_rank, "tokens_per_rank")
-        self.documents, self.rank, self.drop_last = documents, operator.index(rank), drop_last
-        if not 0 <= self.rank < size:
-            raise ValueError(f"rank must be in [0, {size}), the ranks of the batches, got {rank}")
+        checked = GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options)
+        self.batch_tokens = checked.batch_tokens
+        self.documents, self.rank, self.drop_last = documents, check_index(rank, "rank"), drop_last
+        if not 0 <= self.rank < checked.size:
+            raise ValueError(f"rank must be in [0, {checked.size}), the ranks of the batches, got {rank}")
         self._arguments = (num_ranks, tokens_per_rank)
         self._options = options
         self._start = self._position = 0

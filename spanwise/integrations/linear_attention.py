@@ -51,7 +51,7 @@ def fragments(plan: Plan, *, cu_seqlens: Any = None) -> Fragments:
     Fragments(cu_seqlens=[0, 3, 8], fragments=[[(0, 2), (6, 8)], [(2, 6)]])
     """
     given = () if cu_seqlens is None else check_offset_rows(cu_seqlens, plan.seq_len)
-    known = [Packing(row) for row in given] or documents.packings(plan)
+    known = [Packing(row) for row in given] or documents.packings(plan, state=True)
     if len(known) > 1 or plan.layout.batch_size > 1:
         raise ValueError(
             f"these kernels take one packed sequence, got {max(len(known), plan.layout.batch_size)} batch rows with "

@@ -6,7 +6,7 @@ their common prefix. So one pass over the sorted sequences makes the tree, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class SequenceTree:
     ids: Int64
     paths: tuple[Int64, ...]
 
-    def weights(self, values: Sequence[Any] | None = None) -> Float64:
+    def weights(self, values: Iterable[Any] | None = None) -> Float64:
         """Sum over the sequences through each token, float64 ``[tree.num_tokens]``: weights of the loss terms.
 
         A sum of losses over separate sequences is a weighted sum over the tree's tokens, because equal paths have equal
@@ -47,19 +47,20 @@ class SequenceTree:
                 advantages, or 0 for tokens of a prompt.
 
         Raises:
-            ValueError: another number of sequences, or of tokens of one.
+            ValueError: another number of sequences, or of tokens of one; values that are no numbers, or that need
+                gradients, which do not pass through weights.
 
         >>> import spanwise
         >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9]])
         >>> found.weights(), found.weights([1.0, -0.5])
         (array([2., 2., 1., 1., 1.]), array([ 0.5,  0.5,  1. , -0.5, -0.5]))
         """
-        given = [1.0] * len(self.paths) if values is None else values
+        given = [1.0] * len(self.paths) if values is None else list(values)
         if len(given) != len(self.paths):
             raise ValueError(f"values must have an entry for each of {len(self.paths)} sequences, got {len(given)}")
         total = np.zeros(self.tree.num_tokens)
         for s, (path, value) in enumerate(zip(self.paths, given, strict=True)):
-            each = np.asarray(value, dtype=np.float64)
+            each = _numbers(value, s)
             if each.shape not in ((), path.shape):
                 raise ValueError(
                     f"values[{s}] must be a number or one for each of the sequence's {len(path)} tokens, got shape "
@@ -119,6 +120,19 @@ def _checked(ids: Any, s: int) -> Int64:
             f"labels that are ignored a weight of 0 instead"
         )
     return array
+
+
+def _numbers(value: Any, s: int) -> Float64:
+    """Values of a sequence as float64; torch tensors of any dtype too."""
+    if getattr(value, "requires_grad", False):
+        raise ValueError(
+            f"values[{s}] needs a gradient, and weights are constants: multiply log-probabilities by it instead, or "
+            f"give values[{s}].detach()"
+        )
+    array = np.asarray(value.double().cpu() if hasattr(value, "double") else value)
+    if array.size and array.dtype.kind not in "biuf":
+        raise ValueError(f"values[{s}] must be a number or one for each token, got {value!r}")
+    return array.astype(np.float64)
 
 
 def _common_prefix(a: Int64, b: Int64) -> int:

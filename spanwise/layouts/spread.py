@@ -181,13 +181,20 @@ class _Filling:
 
 
 def _no_rank_empty(pieces: Int64, num_ranks: int) -> Int64:
-    """The pieces, after each rank without a token has taken half of the longest piece of the others."""
+    """The pieces, after each rank without a token has taken half of the longest piece of the others.
+
+    Where all pieces are single tokens, it takes one of the rank that holds most.
+    """
     pieces = pieces[pieces[:, 1] < pieces[:, 2]]
     for rank in np.setdiff1d(np.arange(num_ranks), pieces[:, 0]).tolist():
         longest = int(np.argmax(pieces[:, 2] - pieces[:, 1]))
         _, start, stop = pieces[longest].tolist()
         if stop - start < 2:
-            break  # fewer tokens than ranks
+            held = np.bincount(pieces[:, 0], minlength=num_ranks)
+            if held.max() < 2:
+                break  # fewer tokens than ranks
+            pieces[np.flatnonzero(pieces[:, 0] == held.argmax())[-1], 0] = rank
+            continue
         middle = (start + stop) // 2
         pieces[longest, 2] = middle
         pieces = np.append(pieces, [[rank, middle, stop]], axis=0)

@@ -6,7 +6,7 @@ and log-probabilities, which follow the edges of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from spanwise.masks import trees
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import int_array
+from spanwise.masks.checks import check_index, int_array
 from spanwise.masks.span_mask import SpanMask
 
 
@@ -55,16 +55,17 @@ class TokenTree:
             object.__setattr__(self, name, array)
 
     @classmethod
-    def pack(cls, several: Sequence[TokenTree]) -> TokenTree:
+    def pack(cls, several: Iterable[TokenTree]) -> TokenTree:
         """One forest of several trees, in storage one after the other.
 
         >>> TokenTree.pack([TokenTree([-1, 0], [2, 1]), TokenTree([-1], [4])]).parents
         array([-1,  0, -1])
         """
-        first = np.cumsum([0, *(len(tree.parents) for tree in several)])
-        parents = [np.where(t.parents >= 0, t.parents + n, -1) for t, n in zip(several, first, strict=False)]
+        trees = list(several)
+        first = np.cumsum([0, *(len(tree.parents) for tree in trees)])
+        parents = [np.where(t.parents >= 0, t.parents + n, -1) for t, n in zip(trees, first, strict=False)]
         none = np.zeros(0, np.int64)
-        return cls(np.concatenate([none, *parents]), np.concatenate([none, *(tree.lengths for tree in several)]))
+        return cls(np.concatenate([none, *parents]), np.concatenate([none, *(tree.lengths for tree in trees)]))
 
     @property
     def num_nodes(self) -> int:
@@ -99,11 +100,12 @@ class TokenTree:
         """The token `steps` before each token on its path, int64 ``[num_tokens]``; -1 where the path has none.
 
         Raises:
-            ValueError: negative steps: a token may have several successors; see `shard_edges`.
+            ValueError: steps that are no integer, or negative: a token may have several successors; see `shard_edges`.
 
         >>> TokenTree([-1, 0, 0], [1, 2, 2]).parent_tokens(2)
         array([-1, -1,  0, -1,  0])
         """
+        steps = check_index(steps, "steps")
         if steps < 0:
             raise ValueError(
                 f"a token of a tree has one token {-steps} before it on its path, and may have several after it; got "
@@ -111,8 +113,9 @@ class TokenTree:
             )
         before = np.append(trees.parent_tokens(self.parents, self.lengths), -1)
         found = np.append(np.arange(self.num_tokens), -1)
-        for bit in range(max(min(steps, self.num_tokens + 1), 0).bit_length()):
-            if min(steps, self.num_tokens + 1) >> bit & 1:
+        steps = min(steps, self.num_tokens + 1)
+        for bit in range(steps.bit_length()):
+            if steps >> bit & 1:
                 found = before[found]
             before = before[before]
         return found[:-1]

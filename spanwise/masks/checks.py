@@ -23,9 +23,17 @@ def int_array(values: Any, name: str) -> IntArray:
     return array
 
 
+def check_index(value: SupportsIndex, name: str) -> int:
+    """An integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
 def check_length(value: SupportsIndex, name: str) -> int:
     """A number of tokens between 0 and `MAX_LENGTH`."""
-    length = operator.index(value)
+    length = check_index(value, name)
     if not 0 <= length <= MAX_LENGTH:
         raise ValueError(f"{name} must be between 0 and 2**30 = {MAX_LENGTH}, got {length}")
     return length
@@ -33,7 +41,7 @@ def check_length(value: SupportsIndex, name: str) -> int:
 
 def check_positive(value: SupportsIndex, name: str) -> int:
     """An integer of at least 1."""
-    number = operator.index(value)
+    number = check_index(value, name)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
@@ -106,6 +114,8 @@ def check_lengths(values: Any, name: str) -> Int64:
     if bool((lengths < 0).any()):
         at = int(np.argmax(lengths < 0))
         raise ValueError(f"{name} must not be negative, got {lengths[at]} at position {at}")
+    if (total := float(lengths.sum(dtype=np.float64))) >= 2.0**63:  # the sum of int64 would wrap around
+        raise ValueError(f"{name} must sum to less than 2**63 tokens, got {total:.3g}")
     return lengths
 
 

@@ -19,10 +19,11 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
 
 
-def packings(plan: PlanData, side: Side = "q") -> list[Packing]:
+def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[Packing]:
     """The documents of every batch row (one entry serves all), with their padding: of the plan's packing or offsets.
 
-    Without these one document, if the mask cannot hold several; else ``ValueError``.
+    Without these one document, if the mask cannot hold several; else ``ValueError``. `state`: for layers that carry a
+    state along a document, which cannot follow the branches of a tree.
     """
     if plan.packing is not None:
         return [plan.packing]
@@ -42,10 +43,19 @@ def packings(plan: PlanData, side: Side = "q") -> list[Packing]:
             f"tell; pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
     for token in branches(plan.masks.values(), plan.seq_len)[:1]:
-        raise ValueError(
+        apart = (
             f"the tokens {token - 1} and {token} do not read each other, so token {token} may follow another one, as "
-            f"where answers share a prompt; pass tree=spanwise.TokenTree(…), or cu_seqlens, here or to make_plan "
-            f"([0, {plan.seq_len}] for one document)"
+            f"where answers share a prompt"
+        )
+        if state:
+            raise ValueError(
+                f"{apart}; layers that carry a state do not run on trees, because a state has one token after another: "
+                f"give each path as a document, SpanMask.documents(…). If these tokens do follow one another, pass "
+                f"cu_seqlens"
+            )
+        raise ValueError(
+            f"{apart}; pass tree=spanwise.TokenTree(…), or cu_seqlens, here or to make_plan ([0, {plan.seq_len}] for "
+            f"one document)"
         )
     return [Packing([0, plan.seq_len])]
 
@@ -71,7 +81,9 @@ def check_tree(plan: PlanData, tree: TokenTree) -> None:
 
 
 def check_tree_length(seq_len: int, tree: TokenTree) -> None:
-    """``ValueError`` unless the tree has as many tokens as the plan."""
+    """``ValueError`` unless it is a tree with as many tokens as the plan."""
+    if not isinstance(tree, TokenTree):
+        raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
     if tree.num_tokens != seq_len:
         raise ValueError(
             f"the tree has {tree.num_tokens} tokens, the plan {seq_len}; padding can be one more root, as in "

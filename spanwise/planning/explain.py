@@ -112,8 +112,10 @@ def _saved_by(tree: TokenTree, plan: PlanData) -> list[str]:
     )  # fmt: skip
     recv = [f"{plan.recv_tokens(name).mean():,.0f} (mask {name!r})" for name in plan.masks]
     lines = [f"tree: {line}" for line in tree.explain().splitlines()]
+    part = sorted(name for name, mask in plan.masks.items() if mask != tree.mask(max_spans=plan.seq_len))
+    reads = f" that read all of themselves (mask {', '.join(map(repr, part))} reads less)" if part else ""
     return [
         *lines,
-        f"tree: receives {', '.join(recv)} K/V tokens a rank; {apart.recv_tokens().mean():,.0f} as separate sequences "
-        f"in a layout of balancer local",
+        f"tree: receives {', '.join(recv)} K/V tokens a rank; {apart.recv_tokens().mean():,.0f} as separate sequences"
+        f"{reads} in a layout of balancer local",
     ]

@@ -72,7 +72,7 @@ def variants(plans: list[PlanT]) -> list[PlanT]:
 def costs(plan: PlanData) -> dict[str, Costs]:
     """Of each kind of recurrent layers of the plan, where the plan runs them."""
     layout = layout_of(plan)
-    everyone = segments.find(layout, documents.packings(plan))
+    everyone = segments.find(layout, documents.packings(plan, state=True))
     moved = _moved(plan.layout, layout)
     attention = sum(plan.weights.values())
     return {

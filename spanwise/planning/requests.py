@@ -162,6 +162,13 @@ def known_exchanges(own: Any = None) -> dict[str, Any]:
     return exchanges
 
 
+def check_sizes(num_ranks: Any, block_size: Any) -> int:
+    """All ranks; ``ValueError`` for sizes that `make_plan` refuses with any mask."""
+    _check_count("block_size", block_size)
+    outer, inner = _levels(num_ranks, None)
+    return outer * inner
+
+
 def _levels(num_ranks: Any, exchange: KVExchange | None) -> tuple[int, int]:
     """``(outer, inner)`` from `num_ranks` and the exchange."""
     if isinstance(num_ranks, (tuple, list)):

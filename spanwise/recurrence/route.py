@@ -197,7 +197,7 @@ def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
     if plan.kv_layout != plan.layout:
         raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
     if cu_seqlens is None:
-        return documents.packings(plan)
+        return documents.packings(plan, state=True)
     if plan.packing is not None:
         raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
     return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]

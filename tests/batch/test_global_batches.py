@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from types import SimpleNamespace
@@ -365,6 +366,19 @@ def test_bad_input_is_named_with_a_remedy() -> None:
         GlobalBatches([16, 3], 4, 32, pad=True)
     with pytest.raises(ValueError, match="tokens_per_rank must be at least 1, got 0"):
         GlobalBatches([16, 3], 4, 0)
+    for make in (GlobalBatches, functools.partial(GlobalBatchStream, rank=0)):
+        with pytest.raises(ValueError, match=r"num_ranks must be a positive integer, got 1\.5"):
+            make([3], 1.5, 32)
+        with pytest.raises(ValueError, match="each of num_ranks must be a positive integer, got -2"):
+            make([3], (-2, -2), 32)
+        with pytest.raises(ValueError, match=r"tokens_per_rank must be an integer, got 4\.5"):
+            make([3], 1, 4.5)
+        with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
+            make([3], 1, 32, pad=True, block_size=0)
+        with pytest.raises(ValueError, match="take no blocksize, cu_seqlens: options of make_plan are balancer"):
+            make([3], 1, 32, blocksize=1, cu_seqlens=[0, 3])
+    with pytest.raises(ValueError, match=r"lengths must sum to less than 2\*\*63 tokens, got 2\.31e\+19"):
+        GlobalBatches([2**62] * 5, 1, 32, cut=True)
     batches = GlobalBatches([16, 3], 1, 32)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 1\), .*got 1"):
         GlobalBatchDataset(batches, [], 1)

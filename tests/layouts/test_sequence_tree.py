@@ -66,6 +66,11 @@ def test_weights_of_sequences():
         found.weights([1, 2])
     with pytest.raises(ValueError, match=r"values\[1\] must be a number or one for each of the sequence's 3 tokens"):
         found.weights([1, [1, 2], 3])
+    assert found.weights(torch.tensor([1, 10, 100], dtype=torch.bfloat16)).tolist() == [111, 1, 10, 10]
+    with pytest.raises(ValueError, match=r"values\[2\] must be a number or one for each token, got None"):
+        found.weights([1, 2, None])
+    with pytest.raises(ValueError, match=r"values\[0\] needs a gradient, .* multiply log-probabilities by it"):
+        found.weights(torch.ones(3, requires_grad=True))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,18 @@ def test_steps_up_the_path(forest, steps):
         assert before[path].tolist() == [path[i - steps] if i >= steps else -1 for i in range(len(path))]
     assert [path.tolist() for path in tree.paths(range(tree.num_nodes))] == paths(*forest)
     assert pickle.loads(pickle.dumps(tree)) == tree and len({tree, TokenTree(*forest)}) == 1
+
+
+def test_steps_are_any_integer():
+    tree = TokenTree([-1, 0], [1, 2])
+    assert tree.parent_tokens(np.int64(2)).tolist() == [-1, -1, 0]
+    with pytest.raises(ValueError, match=r"steps must be an integer, got 1\.0"):
+        tree.parent_tokens(1.0)
+
+
+def test_trees_of_an_iterator_are_packed():
+    trees = [TokenTree([-1, 0], [1, 2]), TokenTree([-1], [4])]
+    assert TokenTree.pack(iter(trees)) == TokenTree.pack(trees) == TokenTree([-1, 0, -1], [1, 2, 4])
 
 
 @given(st.lists(forests(max_nodes=5), max_size=4))

@@ -42,6 +42,12 @@ def test_any_documents_fit(
     assert np.count_nonzero(layout.tokens_per_rank) == min(ranks, tokens)
 
 
+@pytest.mark.parametrize("token_seconds", [0.0, 1.0, 30.0])
+def test_no_rank_is_empty_where_documents_have_one_token(token_seconds: float) -> None:
+    layout = Spread(1.0, token_seconds, max_tokens=2).assign(problem([1, 1, 2, 1, 1], causal=True), 5)
+    assert sorted(layout.tokens_per_rank) == [1, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("window", [None, (500, 0)])
 @pytest.mark.parametrize("seed", range(4))
 def test_seconds_are_balanced_where_the_limit_allows(seed: int, window: tuple[int, int] | None) -> None:

@@ -112,5 +112,10 @@ def test_explain_tells_what_a_tree_saves() -> None:
             f"{same.recv_tokens().mean():,.0f} as separate sequences in a layout of balancer local"
         )
         assert [line for line in plan.explain(tree).splitlines() if line not in lines] == plan.explain().splitlines()
+    near = spanwise.make_plan({"near": tree.mask(window=8), "far": tree.mask()}, 2)
+    said = near.explain(tree)
+    assert "as separate sequences that read all of themselves (mask 'near' reads less) in a layout" in said
+    with pytest.raises(ValueError, match="tree must be a spanwise.TokenTree, got a list"):
+        near.explain([-1, 0])
     with pytest.raises(ValueError, match="the tree has 5 tokens, the plan 1600"):
         plan.explain(spanwise.TokenTree([-1], [5]))

@@ -122,7 +122,14 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match=f"{name} of a Recurrence must be {what}, got {bad!r}"):
             Recurrence(**{**sizes, name: bad})
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        spanwise.make_plan(spanwise.SpanMask.shared_prefix(8, [28, 28]), 2, recurrences=GDN)
+    # A state cannot follow branches: neither a tree= that these calls do not take, nor offsets around it, is a remedy.
+    tree = spanwise.SpanMask.shared_prefix(8, [28, 28])
+    for call in (
+        lambda: spanwise.make_plan(tree, 2, recurrences=GDN),
+        lambda: spanwise.recurrence.recurrence_route(spanwise.make_plan(tree, 1)),
+    ):
+        with pytest.raises(ValueError, match="do not run on trees.*: give each path as a document") as error:
+            call()
+        assert "tree=" not in str(error.value)
     with pytest.raises(ValueError, match="most_runs must be at least 1"):
         Local(most_runs=0)
