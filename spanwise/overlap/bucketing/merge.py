@@ -115,6 +115,9 @@ class MergePlan:
         """Merged nodes in the order of their first members (`late`: the last starts), after their dependencies."""
         nodes, members, unit = self.dag.nodes, self._members, self._unit
         place = positions(order).tolist() if members else []
+        first = place.copy()
+        for u, of_unit in members.items():
+            first[u] = min([place[i] for i in of_unit])
         done, passed = bytearray(len(order)), bytearray(len(order))
         for u, of_unit in members.items() if late else ():
             if nodes[u].kind == Kind.START:
@@ -133,13 +136,13 @@ class MergePlan:
                     done[i] = True
                     found.append(i)
                     continue
-            self._run_with_dependencies(unit.get(i, i), place, done, found)
+            self._run_with_dependencies(unit.get(i, i), first, done, found)
         return found
 
-    def _run_with_dependencies(self, first: int, place: Sequence[int], done: bytearray, found: list[int]) -> None:
-        """Add a merged node after the dependencies that are missing, the first in the order first."""
+    def _run_with_dependencies(self, u: int, place: Sequence[int], done: bytearray, found: list[int]) -> None:
+        """Add a merged node after the dependencies that are missing, the first by `place` first."""
         unit, members = self._unit, self._members
-        path, on_path = [first], {first}
+        path, on_path = [u], {u}
         while path:
             u = path[-1]
             of_unit = members.get(u, (u,))
@@ -151,9 +154,7 @@ class MergePlan:
                     done[i] = True
                 found.append(u)
                 continue
-            missing = min(
-                (unit.get(dep, dep) for dep in left), key=lambda v: min(place[i] for i in members.get(v, (v,)))
-            )
+            missing = min([unit.get(dep, dep) for dep in left], key=place.__getitem__)
             if missing in on_path:
                 raise self._cycle(path[path.index(missing) :])
             path.append(missing)
@@ -214,6 +215,8 @@ class MergePlan:
 
 def renumbered(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:
     """`dag` numbered by a legal order of it, its collectives slower by the multiplier."""
+    if multiplier == 1.0 and list(order) == list(range(len(dag))):
+        return dag
     position = positions(order).tolist()
     nodes = []
     for i in order:

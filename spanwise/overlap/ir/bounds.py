@@ -62,18 +62,21 @@ def _one_machine(
     ms: NDArray[np.float64], heads: NDArray[np.float64], tails: NDArray[np.float64], jobs: NDArray[np.int64]
 ) -> float:
     """Makespan of Jackson's preemptive schedule of `jobs`: a lower bound on one machine with heads and tails."""
-    order = jobs[np.argsort(heads[jobs], kind="stable")].tolist()
+    jobs = jobs[np.argsort(heads[jobs], kind="stable")]
+    # By the order of their heads; looked up one by one, lists are quicker than arrays.
+    order, begins = jobs.tolist(), heads[jobs].tolist()
+    left = list(zip((-tails[jobs]).tolist(), order, ms[jobs].tolist(), strict=True))
     ready: list[tuple[float, int, float]] = []  # (-tail, job, milliseconds left)
     now = best = 0.0
     at = 0
     while at < len(order) or ready:
         if not ready:
-            now = max(now, float(heads[order[at]]))
-        while at < len(order) and heads[order[at]] <= now:
-            heapq.heappush(ready, (-float(tails[order[at]]), order[at], float(ms[order[at]])))
+            now = max(now, begins[at])
+        while at < len(order) and begins[at] <= now:
+            heapq.heappush(ready, left[at])
             at += 1
         tail, job, remains = heapq.heappop(ready)
-        until = float(heads[order[at]]) if at < len(order) else np.inf
+        until = begins[at] if at < len(order) else np.inf
         if now + remains <= until:
             now += remains
             best = max(best, now - tail)

@@ -45,12 +45,16 @@ def heads(dag: Dag, around: ComputeAround | None = None) -> NDArray[np.float64]:
         if around is not None and kinds[i] == _START:
             earlier, between = around.earlier[number], around.between[number]
             found[i] = max(around.before[number], float((ended[earlier] + between).max(initial=0.0)))
+        head = found[i]
         for dep in node.deps:
             # A user of a start may go on when that is issued; only its wait must let the collective end.
             runs = kinds[dep] != _START or dep == node.start
-            found[i] = max(found[i], found[dep] + (ms[dep] if runs else 0.0))
+            ready = found[dep] + ms[dep] if runs else found[dep]
+            if ready > head:
+                head = ready
+        found[i] = head
         if kinds[i] == _START:
-            ended[number] = found[i] + ms[i]
+            ended[number] = head + ms[i]
             number += 1
     return np.array(found)
 
@@ -65,14 +69,15 @@ def tails(dag: Dag, around: ComputeAround | None = None) -> tuple[NDArray[np.flo
         if kinds[i] == _START:
             number -= 1
             ended[i] = max(ended[i], float(after[number]))
-        issued[i] = max(issued[i], ms[i] + ended[i])
+        tail = issued[i] = max(issued[i], ms[i] + ended[i])
         if around is not None and kinds[i] == _START:
             earlier = around.earlier[number]
-            after[earlier] = np.maximum(after[earlier], around.between[number] + issued[i])
+            after[earlier] = np.maximum(after[earlier], around.between[number] + tail)
         node = dag.nodes[i]
         for dep in node.deps:
             of = ended if kinds[dep] != _START or dep == node.start else issued
-            of[dep] = max(of[dep], issued[i])
+            if of[dep] < tail:
+                of[dep] = tail
     return np.array(issued), np.array(ended)
 
 

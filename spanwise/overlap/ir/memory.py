@@ -312,9 +312,9 @@ class ResourceLimit:
                 closed = rows[max(users[last] + 1, first)]
             if closed < row:
                 pending.append((closed, row, -self._num_bytes[number]))
-        while first < len(has_run) and has_run[first]:
-            first += 1
-        self._next = first
+        if position == first:
+            first = has_run.find(0, first)
+            self._next = first if first >= 0 else len(has_run)
 
 
 class AllLimits:

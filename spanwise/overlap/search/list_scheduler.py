@@ -117,7 +117,7 @@ class _ListScheduler:
             started = self.start_collectives(chosen)
             if chosen >= 0:
                 # A collective may have taken the memory, or the known order may have run the node.
-                if self.is_safe(chosen):
+                if not started or self.is_safe(chosen):
                     self.issue(chosen)
                     continue
                 heappush(self.ready[0], self.rank[chosen])
@@ -129,7 +129,7 @@ class _ListScheduler:
 
     def issue(self, i: int) -> None:
         """Issue a node, and the instant nodes that become ready by it."""
-        missing, begin, spare = self.missing, self.begin, self.spare
+        missing, begin, spare, is_instant = self.missing, self.begin, self.spare, self.is_instant
         stack = [i]
         while stack:
             i = stack.pop()
@@ -159,7 +159,7 @@ class _ListScheduler:
             for user in self.users[i]:
                 missing[user] -= 1
                 if not missing[user]:
-                    if self.is_instant[user]:
+                    if is_instant[user]:
                         stack.append(user)
                     else:
                         self.add_ready(user)
@@ -253,13 +253,13 @@ class _ListScheduler:
     def take(self, heap: list[int]) -> int:
         """Remove and return the first node of a heap that fits the limits; -1 if none does."""
         too_large: list[int] = []
-        found = -1
+        found, by_priority, has_run, is_safe = -1, self.by_priority, self.has_run, self.is_safe
         while heap and len(too_large) < _LOOKAHEAD:
             at = heappop(heap)
-            i = self.by_priority[at]
-            if self.has_run[i]:
+            i = by_priority[at]
+            if has_run[i]:
                 continue
-            if self.is_safe(i):
+            if is_safe(i):
                 found = i
                 break
             too_large.append(at)

@@ -89,9 +89,10 @@ class SchedulingProblem:
         self.is_instant = [stream == 0 and ms == 0.0 for stream, ms in zip(self.stream, self.ms, strict=True)]
         self.feeds_stream = [False] * len(dag)
         for i in reversed(order):
-            self.feeds_stream[i] = any(
-                self.stream[user] > 0 or (self.is_instant[user] and self.feeds_stream[user]) for user in self.users[i]
-            )
+            for user in self.users[i]:
+                if self.stream[user] > 0 or (self.is_instant[user] and self.feeds_stream[user]):
+                    self.feeds_stream[i] = True
+                    break
         for limit in limits:
             self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
 
@@ -163,13 +164,20 @@ def before_users(problem: SchedulingProblem, times: Sequence[float], margin: flo
     times, found = list(times), [0.0] * len(ms)
     for i in reversed(problem.order):
         # A user of a start may go on when that is issued; only its wait must let the collective end.
-        is_compute = stream[i] == 0
+        is_compute, time, cost = stream[i] == 0, times[i], ms[i]
         for user in problem.users[i]:
-            times[i] = min(times[i], times[user] - (ms[i] if is_compute or start_of[user] == i else 0.0))
-        found[i] = times[i] - margin if stream[i] > 0 else times[i]
+            latest = times[user] - cost if is_compute or start_of[user] == i else times[user]
+            if latest < time:
+                time = latest
+        times[i] = time
+        if stream[i] > 0:
+            time -= margin
         if is_compute:
             for user in problem.users[i]:
-                found[i] = min(found[i], found[user] - ms[i])
+                latest = found[user] - cost
+                if latest < time:
+                    time = latest
+        found[i] = time
     return found
 
 

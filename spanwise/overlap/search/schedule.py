@@ -254,10 +254,12 @@ class _ScheduleSearch:
         for current in sorted((found for found in first if found.makespan < math.inf), key=value):
             while True:  # backward and forward again, as long as that helps
                 priorities = backward_pass(problem, current).begin
+                # No longer one has the best score of these four; of the last four, only one of the best counts.
+                longest = current.makespan * (1 + _MEMORY_WEIGHT)
+                is_end = self.same_costs and self.tried + len(_RULES) >= self.most
                 tried = []
                 for rule in _RULES:
-                    # No longer one has the best score of these four.
-                    tried.append(run(priorities, rule, current.makespan * (1 + _MEMORY_WEIGHT)))
+                    tried.append(run(priorities, rule, min(longest, self.makespan) if is_end else longest))
                     yield tried[-1]
                 better = min(tried, key=value)
                 if better.makespan >= current.makespan:
