@@ -2,6 +2,7 @@
 
 Exchange "hierarchical" is compared with "needed" in the same layout: bytes that stay inside hosts, and the predicted
 seconds of attention in a step ("needed" in 1, 2 or 4 chunks, the best).
+`by_host` has the layout that is made for "hierarchical".
 
 Documents have lognormal lengths, as in packed training data. Masks of one document are there for comparison. Times are
 CPU seconds of one process with one thread; each is the least of a few calls. `floor` is the CPU time of the least that
@@ -26,6 +27,8 @@ import torch
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
+from spanwise.layouts.by_host import ByHost
+from spanwise.layouts.problem import LayoutProblem
 
 HOST = 8
 SHAPE = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -126,8 +129,29 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
             "step_seconds": relayed.predict()["total"],
             "needed_step_seconds": min(needed_steps),
         },
+        "by_host": by_host(mask, ranks),
         "peers_mean_max": [float(count.mean()), int(count.max())],
         "largest_group": len(groups[0]) if groups else 0,
+    }
+
+
+def by_host(mask: SpanMask, ranks: int) -> dict[str, Any] | None:
+    """The layout in which few rows enter a host, with exchange "hierarchical"; None where no document needs hosts."""
+    balancer = ByHost(HOST)
+    if not balancer.suits(LayoutProblem({"default": mask}), ranks):
+        return None
+    given = dict(balancer=balancer, exchange="hierarchical", hardware=spanwise.H100, **SHAPE)
+    seconds, plan = cpu_seconds(lambda: spanwise.make_plan(mask, ranks, **given), 2)
+    moved = plan.host_traffic(host_size=HOST)
+    return {
+        "plan_seconds": seconds,
+        "imbalance": plan.imbalance(),
+        "tokens_a_rank": [int(plan.layout.tokens_per_rank.min()), int(plan.layout.tokens_per_rank.max())],
+        "inside_share": moved.inside / (moved.inside + moved.between),
+        "between_a_rank": moved.between / ranks,
+        "bound_a_rank": moved.once_bound / ranks,
+        "between_over_bound": moved.between / moved.once_bound,
+        "step_seconds": plan.predict()["total"],
     }
 
 

@@ -415,6 +415,24 @@ def hosts() -> str:
     return table(header, body)
 
 
+def by_host() -> str:
+    body = []
+    for row in load("plan-scale")["rows"]:
+        if found := row["by_host"]:
+            usual = row["hierarchical"]
+            body.append(
+                [row["mask"], f"{row['ranks']:,}", *(f"{x['inside_share']:.0%}" for x in (usual, found)),
+                 *(f"{x['between_a_rank']:,.0f}" for x in (usual, found)),
+                 *(f"{x['between_over_bound']:.2f}" for x in (usual, found)),
+                 *(f"{1e3 * x['step_seconds']:,.0f}" for x in (usual, found)),
+                 f"{row['imbalance']:.3f}", f"{found['imbalance']:.3f}", f"{found['plan_seconds']:.2f}"]
+            )  # fmt: skip
+    header = ["mask", "ranks", "inside hosts: local", "by host", "tokens between hosts, a rank: local", "by host",
+              "over the bound: local", "by host", "step, ms: local", "by host", "imbalance: local", "by host",
+              "by host, s"]  # fmt: skip
+    return table(header, body)
+
+
 def recurrence() -> str:
     found = load("recurrence-cpu")
     body = []
@@ -466,6 +484,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "planning": planning,
     "plan scale": plan_scale,
     "hosts": hosts,
+    "by host": by_host,
     "fuzz": fuzz,
     "fuzz errors": fuzz_errors,
     "fuzz mutants": fuzz_mutants,

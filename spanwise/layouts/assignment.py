@@ -15,6 +15,7 @@ import numpy as np
 
 from spanwise.hardware import Hardware
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
+from spanwise.layouts.by_host import ByHost
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import MOST_SEARCHED, Local
 from spanwise.layouts.packing import Packing
@@ -162,6 +163,12 @@ class Assigner:
         if host_groups is None:
             return Local(max_imbalance, quality, most_runs=most_runs)
         return Local(max_imbalance, quality, host_size=host_groups, host_price=price, most_runs=most_runs)
+
+    def by_host(self, groups: int, inner: int) -> ByHost | None:
+        """The balancer for groups that share hosts, where documents need several hosts and it suits them."""
+        host_groups = self._hosts(groups, inner)[0]
+        balancer = None if host_groups is None else ByHost(host_groups)
+        return balancer if balancer is not None and balancer.suits(self.problem, groups) else None
 
     def searches(self, groups: int, inner: int) -> bool:
         """Whether the local balancer rates what groups receive alone, and not what they send."""

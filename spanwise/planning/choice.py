@@ -37,7 +37,7 @@ def exchange_bound(plans: list[Plan]) -> bool:
     least = next((plan for plan in plans if plan.kv_exchange.exact), None)
     if least is None:
         return False
-    work, seconds = _weighted_work(least), _with_shape(least).predict()
+    work, seconds = weighted_work(least), _with_shape(least).predict()
     balanced = seconds["compute_forward"] * (work.mean() / work.max() if work.any() else 1.0)
     return bool(seconds["exchange_forward"] > _EXPOSED * balanced)
 
@@ -110,12 +110,13 @@ def _with_shape(plan: Plan) -> Plan:
     return plan.replace(**(_nominal_shape(plan.inner) if missing else {}))
 
 
-def _weighted_work(plan: Plan) -> np.ndarray:
+def weighted_work(plan: Plan) -> np.ndarray:
+    """Work of each rank, all masks by weight."""
     return np.sum([weight * plan.work(name) for name, weight in plan.weights.items()], axis=0)
 
 
 def _priced(plan: Plan) -> Candidate:
-    nominal, work = _with_shape(plan), _weighted_work(plan)
+    nominal, work = _with_shape(plan), weighted_work(plan)
     recv = np.sum([weight * nominal.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)  # its tables
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     return Candidate(

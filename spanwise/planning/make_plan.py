@@ -28,6 +28,7 @@ from spanwise.planning.recurrence import Recurrence
 _BALANCERS = ("contiguous", "head_tail")  # and local
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
 _BALANCE = 1.02  # bound of the imbalance where documents are spread without a search, as `Local` has it
+_ROUNDING = 0.005  # documents are cut between tokens
 # Bound of the imbalance to try where a step waits for the exchange; docs/decisions.md, "Two exceptions".
 _LOOSE = 2.0
 # Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
@@ -98,8 +99,9 @@ def make_plan(
             layers (`Plan.relayout`, with any balancer).
 
     "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local, whose search knows what
-    ranks receive; also documents spread without a search where some rank sends far more. Where the caller asks for
-    all_gather, lpt instead of local, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4
+    ranks receive; documents spread so that few rows enter a host, if some need several hosts, for hierarchical; also
+    documents spread without a search where some rank sends far more. Where the caller asks for all_gather, lpt instead
+    of local, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4
     chunks; hierarchical, if the ranks are on several hosts of `hardware`; Ulysses, if the number of heads is given and
     divides; under a `memory_budget` the ring, which is never the fastest. The simplest within 5 % of the fastest is
     taken; `Plan.candidates` and `Plan.reason` show the comparison. `torch.compile` makes one graph for each exchange
@@ -156,6 +158,7 @@ class _Ways:
             if bound:  # less balance may pay off
                 loose = problem.local(outer, inner, "fast", _LOOSE)
                 plans += self.variants(loose, f"local, imbalance to {_LOOSE:g}")
+            plans += self.by_host()
             if problem.searches(outer, inner) and local[-1].kv_exchange.exact:
                 other = [x for x in self.variants(ByDocument(_BALANCE), "local, by document") if x.kv_exchange.exact]
                 last = other if choice.waits_less(other[0], local[-1]) else []
@@ -164,6 +167,18 @@ class _Ways:
                 few = problem.local(outer, inner, problem.quality, most_runs=most)
                 plans += self.variants(few, f"local, {most} runs a rank")
         return plans, last
+
+    def by_host(self) -> list[Plan]:
+        """Documents spread so that few rows enter a host, for an exchange in which each enters once."""
+        exchanges = [exchange for exchange in self.request.exchanges() if exchange.by_host]
+        balancer = self.problem.by_host(*self.request.levels) if exchanges else None
+        if balancer is None:
+            return []
+        plan = self._assigned(balancer, "local, by host", *self.request.levels)
+        work = choice.weighted_work(plan)
+        if work.max() > (balancer.max_imbalance + _ROUNDING) * work.mean():
+            return []
+        return [plan.replace(kv_exchange=each, keep_kv=self.request.keeps_kv(each)) for each in exchanges]
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
         """The layout of a balancer with each exchange and number of chunks, simplest first."""
