@@ -8,7 +8,6 @@ Everything follows from the plan. Index tensors hold the rows that travel; shape
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +32,6 @@ class ChunkBuilder:
 
     def __init__(self, plan: PlanData, group: int, device: torch.device, kernel: Kernel) -> None:
         self.plan, self.group, self.device, self.kernel = plan, group, device, kernel
-
-    @functools.cached_property
-    def kv_slots(self) -> Int64:
-        """Where each key lies in the gathered, padded shards of all groups; see `Layout.slots`."""
-        return self.plan.kv_groups.slots()
 
     def rows(self, mask: str) -> int:
         """Batch rows that differ in mask or layout."""
@@ -69,8 +63,7 @@ class ChunkBuilder:
                 for row in range(rows)
             ]
         )
-        key_tokens = np.pad(np.concatenate([ragged_arange(runs) for runs in keys])[None], ((0, 0), (0, spare)))
-        tensors = self._tensors(local, of.num_spans, key_tokens)
+        tensors = self._tensors(local, of.num_spans, [np.concatenate(keys)], spare)
         return Chunk(**tensors, route=route, rows=rows, flat=rows > 1)
 
     def chunk_side_by_side(self, mask: str, keys: Sequence[Int64], route: Any = None, *, spare: int = 0) -> Chunk:
@@ -85,8 +78,7 @@ class ChunkBuilder:
         else:
             each = [of.row(row_of(of, row)) for row in range(rows)]
             local = SpanMask.stack([m.select(queries[row], keys[row]) for row, m in enumerate(each)])
-        key_tokens = np.pad(np.stack([ragged_arange(runs) for runs in keys]), ((0, 0), (0, spare)))
-        tensors = self._tensors(local, of.num_spans, key_tokens)
+        tensors = self._tensors(local, of.num_spans, keys, spare)
         return Chunk(**tensors, route=route, rows=max(rows, of.batch_size), flat=False)
 
     def spare(self, num_keys: int) -> int:
@@ -98,19 +90,20 @@ class ChunkBuilder:
         """Whether chunks have spare keys."""
         return self.kernel.pads_keys
 
-    def _tensors(self, mask: SpanMask, num_spans: int, key_tokens: np.ndarray) -> dict[str, Any]:
+    def _tensors(self, mask: SpanMask, num_spans: int, keys: Sequence[Int64], spare: int) -> dict[str, Any]:
+        key_tokens = index_rows(keys, spare, dtype=np.int32)
         # All chunks get the same number of spans, never 1: see `Kernel.num_spans`.
         width, num_keys = self.kernel.num_spans(num_spans), key_tokens.shape[1]
         if mask.kv_len != num_keys:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
             mask = SpanMask(mask.start, mask.end, num_keys)
         built = self.kernel.tables(mask, self.device)
-        spare = width - mask.num_spans
-        start, end = (on_device(np.pad(x, ((0, 0), (0, spare), (0, 0))), self.device) for x in (mask.start, mask.end))
+        added = width - mask.num_spans
+        start, end = (on_device(np.pad(x, ((0, 0), (0, added), (0, 0))), self.device) for x in (mask.start, mask.end))
         if self.kernel.dynamic_queries:
             for x in (start, end):
                 _torch.mark_dynamic(_torch.mark_dynamic(x, 1), 2)
-        kv_pos = _torch.mark_dynamic(on_device(key_tokens.astype(np.int32), self.device), 1)
+        kv_pos = _torch.mark_dynamic(on_device(key_tokens, self.device), 1)
         return {"start": start, "end": end, "kv_pos": kv_pos, "tables": built}
 
 
@@ -128,6 +121,15 @@ def _one_after_another(masks: list[SpanMask]) -> SpanMask:
         ]
         edges.append(np.concatenate(shifted, axis=1))
     return SpanMask(edges[0], edges[1], int(offsets[-1]))
+
+
+def index_rows(rows: Sequence[Int64], spare: int = 0, value: int = 0, dtype: Any = np.int64) -> np.ndarray:
+    """The indices of the runs ``[n, 2]`` of each row, then `spare` times `value`; ``[rows, indices]``.
+
+    Written once: a rank of a thousand has 16M of them.
+    """
+    extra = np.tile(np.array([[value, value + 1]]), (spare, 1))
+    return ragged_arange(np.concatenate([runs for row in rows for runs in (row, extra)]), dtype).reshape(len(rows), -1)
 
 
 def size(rows: int, device: torch.device) -> torch.Tensor:

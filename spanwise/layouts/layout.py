@@ -271,21 +271,26 @@ class Layout:
         >>> Layout.from_owners([0, 0, 1], num_ranks=2, seq_len=3, block_size=1).slots()
         array([[0, 1, 2]])
         """
-        padded = int(self.tokens_per_rank.max())
-        slots = np.empty((self.batch_size, self.seq_len), dtype=np.int64)
-        for row, runs in enumerate(self._rows):
-            rank = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
-            length = runs[:, 1] - runs[:, 0]
-            before = np.cumsum(length) - length  # tokens of all earlier runs, whatever their rank
-            shard = np.append(0, np.cumsum(self.tokens_per_rank))[rank]
-            slot = (rank * self.batch_size + row) * padded + before - shard
-            by_start = np.argsort(runs[:, 0])
-            first, length = slot[by_start], length[by_start]
-            # From token to token a slot grows by one, except where a run begins; in place, because it is large.
-            slots[row] = 1
-            slots[row, runs[by_start, 0]] = first - np.append(0, first + length - 1)[:-1]
-            np.cumsum(slots[row], out=slots[row])
-        return slots
+        rows = [self.slot_runs(row) for row in range(self.batch_size)]
+        first = np.concatenate([slot for _, slot in rows])
+        length = np.concatenate([runs[:, 1] - runs[:, 0] for runs, _ in rows])
+        return ragged_arange(np.column_stack([first, first + length])).reshape(self.batch_size, self.seq_len)
+
+    def slot_runs(self, row: int = 0) -> tuple[Int64, Int64]:
+        """All runs of a batch row, ascending, int64 ``[n, 2]``, and the slot of the first token of each, ``[n]``.
+
+        >>> Layout.from_owners([1, 0], num_ranks=2, seq_len=4, block_size=2).slot_runs()
+        (array([[0, 2],
+               [2, 4]]), array([2, 0]))
+        """
+        row = self._check_row(row)
+        runs, padded = self._rows[row], int(self.tokens_per_rank.max())
+        rank = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
+        length = runs[:, 1] - runs[:, 0]
+        before = np.cumsum(length) - length  # tokens of all earlier runs, whatever their rank
+        shard = np.append(0, np.cumsum(self.tokens_per_rank))[rank]
+        by_start = np.argsort(runs[:, 0])
+        return runs[by_start], ((rank * self.batch_size + row) * padded + before - shard)[by_start]
 
     def digest(self) -> bytes:
         """SHA-256 of everything that two equal layouts share; the same on every platform."""

@@ -11,37 +11,25 @@ import numpy as np
 
 from spanwise.masks.arrays import Int64
 
-
-def chunk_of(position: Int64, count: Int64 | int, num_chunks: int, block_size: int, distance: Int64 | int) -> Int64:
-    """The chunk in which each token travels.
-
-    Args:
-        position: int64 ``[n]``, place of the token in its pair's list.
-        count: tokens of that list, at least one.
-        distance: receiver minus sender.
-
-    Returns:
-        int64 ``[n]`` in ``[0, num_chunks)``.
-    """
-    if num_chunks == 1:
-        return np.zeros_like(position)
-    blocks = -(-np.asarray(count) // block_size)
-    return (position // block_size * num_chunks // np.maximum(blocks, 1) + distance) % num_chunks
+# Columns of a table of moves, int64 `[m, 5]`: in a batch row, a group receives a run of keys from another.
+ROW, RECEIVER, SENDER, START, STOP = range(5)
 
 
 def chunk_tokens(traffic: Int64, num_chunks: int, block_size: int) -> Int64:
     """Tokens of each pair in each chunk, ``[num_chunks, P, P]``, from `traffic` ``[P receivers, P senders]``."""
     if num_chunks == 1:
         return traffic[None].astype(np.int64)
-    moved = np.zeros((num_chunks, *traffic.shape), np.int64)
-    receiver, sender = np.nonzero(traffic)  # few pairs talk
-    tokens = traffic[receiver, sender]
+    moved = np.zeros((num_chunks, traffic.size), np.int64)
+    pair = np.flatnonzero(traffic)  # often few talk
+    receiver, sender = np.divmod(pair, traffic.shape[1])
+    tokens, before = traffic.ravel()[pair], np.zeros_like(pair)
     blocks = -(-tokens // block_size)
-    # Part p has the blocks j with j * num_chunks // blocks == p.
-    edges = [np.minimum(-(-p * blocks // num_chunks) * block_size, tokens) for p in range(num_chunks + 1)]
-    for p in range(num_chunks):
-        moved[(p + receiver - sender) % num_chunks, receiver, sender] = edges[p + 1] - edges[p]
-    return moved
+    at = (receiver - sender) % num_chunks * traffic.size + pair
+    for p in range(1, num_chunks + 1):  # part p - 1 has the blocks j with j * num_chunks // blocks == p - 1
+        end = np.minimum(-(-p * blocks // num_chunks) * block_size, tokens)
+        moved.ravel()[at] = end - before
+        at, before = (at + traffic.size) % moved.size, end
+    return moved.reshape(num_chunks, *traffic.shape)
 
 
 def num_chunks(traffic: Int64, stages: int, block_size: int) -> int:
@@ -53,17 +41,32 @@ def num_chunks(traffic: Int64, stages: int, block_size: int) -> int:
     return stages if blocks >= stages else min(blocks, 1)
 
 
-def chunks_received(sender: Int64, rank: int, num_chunks: int, block_size: int) -> Int64:
-    """The chunk in which each token comes to `rank`, from its `sender` ``[n]``, in the order in which that sends."""
-    if num_chunks == 1:
-        return np.zeros_like(sender)
-    first = np.flatnonzero(np.diff(sender, prepend=-1))  # tokens of one sender come in long runs
-    of, length = sender[first], np.diff(np.append(first, len(sender)))
-    by_sender = np.argsort(of, kind="stable")
-    total = np.cumsum(length[by_sender])
-    count = np.bincount(of, length).astype(np.int64)
-    before = np.empty(len(of), dtype=np.int64)  # tokens of earlier runs of the same sender
-    before[by_sender] = total - length[by_sender] - (np.cumsum(count) - count)[of[by_sender]]
-    position = np.arange(len(sender)) - np.repeat(first - before, length)
-    counts, distance = (np.repeat(each, length) for each in (count[of], rank - of))
-    return chunk_of(position, counts, num_chunks, block_size, distance)
+def cut(moves: Int64, num_chunks: int, block_size: int) -> tuple[Int64, Int64]:
+    """Moves of one group, cut where their chunk changes, and the chunk of each.
+
+    Args:
+        moves: all that one group receives, or all that it sends; by batch row, then start.
+
+    Returns:
+        Moves by the other group, batch row and start, int64 ``[m, 5]``, and int64 ``[m]`` in ``[0, num_chunks)``.
+    """
+    apart = moves[:, RECEIVER] - moves[:, SENDER]
+    order = np.argsort(apart, kind="stable")
+    moves = moves[order]
+    if num_chunks == 1 or len(moves) == 0:
+        return moves, np.zeros(len(moves), np.int64)
+    # The lists of all pairs, one after the other, are positions of one line. Part p of a list ends at `ends[:, p]`.
+    apart, first = np.unique(apart[order], return_index=True)
+    tokens = moves[:, STOP] - moves[:, START]
+    begin, count = np.cumsum(tokens) - tokens, np.add.reduceat(tokens, first)
+    blocks = -(-count // block_size)
+    parts = -(-np.arange(1, num_chunks + 1) * blocks[:, None] // num_chunks) * block_size
+    ends = (begin[first][:, None] + np.minimum(parts, count[:, None])).ravel()
+    edges = np.unique(np.concatenate([begin, ends]))
+    left = edges[:-1]
+    move = np.searchsorted(begin, left, side="right") - 1
+    pair, part = np.divmod(np.searchsorted(ends, left, side="right"), num_chunks)
+    pieces = moves[move]
+    pieces[:, START] += left - begin[move]
+    pieces[:, STOP] = pieces[:, START] + np.diff(edges)
+    return pieces, (part + apart[pair]) % num_chunks

@@ -21,15 +21,14 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.traffic import num_rows, row_of
 from spanwise.masks.arrays import Int64
 from spanwise.planning import network
+from spanwise.planning.chunking import RECEIVER, SENDER, START, STOP
 from spanwise.planning.plan_data import PlanData
-
-ROW, RECEIVER, SENDER, START, STOP = range(5)
 
 
 class Moves(NamedTuple):
     """Runs of keys that travel, int64 ``[m, 5]`` each: batch row, receiving group, sending group, start, stop.
 
-    By row, then start; the runs of a receiver are disjoint.
+    In no order: a rank sorts those that it receives or sends. The runs of a receiver in a row are disjoint.
 
     Attributes:
         direct: from their owners, to readers on the same host and to relays on other hosts.
@@ -57,12 +56,15 @@ class _Pieces(NamedTuple):
     def of(self, index: np.ndarray) -> _Pieces:
         return _Pieces(*(x[index] for x in self))
 
-    def moves(self, sender: Int64) -> Int64:
-        """Moves ``[m, 4]`` of every piece from its `sender` to each group that reads it."""
+    def moves(self, sender: Int64, row: int) -> Int64:
+        """Moves ``[m, 5]`` of every piece of a batch row from its `sender` to each group that reads it."""
         piece, place = np.nonzero(self.reads)
         start = self.start[piece]
         receiver = self.host[piece] * self.reads.shape[1] + place
-        return np.column_stack([receiver, sender[piece], start, start + self.tokens[piece]])
+        moves = np.empty((len(piece), 5), np.int64)
+        for column, values in enumerate((row, receiver, sender[piece], start, start + self.tokens[piece])):
+            moves[:, column] = values
+        return moves
 
 
 def places(plan: PlanData) -> int:
@@ -87,7 +89,12 @@ def tokens(plan: PlanData, mask: str) -> Int64:
     tables = [table for table in moves(plan, mask) if len(table)]
     found = np.zeros((len(tables), plan.num_groups, plan.num_groups), np.int64)
     for count, table in zip(found, tables, strict=True):
-        np.add.at(count, (table[:, RECEIVER], table[:, SENDER]), table[:, STOP] - table[:, START])
+        pair = table[:, RECEIVER] * plan.num_groups + table[:, SENDER]
+        count += (
+            np.bincount(pair, table[:, STOP] - table[:, START], plan.num_groups**2)
+            .astype(np.int64)
+            .reshape(count.shape)
+        )
     return found * (plan.batch_size // num_rows(plan.mask(mask), plan.layout))
 
 
@@ -101,13 +108,8 @@ def _row_moves(needs: list[Int64], layout: Layout, row: int, load: Int64) -> Mov
     others[place] = False
     alone = np.zeros_like(others)
     alone[place] = True
-    direct = np.concatenate([near.moves(near.owner), far._replace(reads=alone).moves(far.owner)])
-    return Moves(*(_in_order(table, row) for table in (direct, far._replace(reads=others).moves(relay))))
-
-
-def _in_order(table: Int64, row: int) -> Int64:
-    """Moves of a batch row by start, with the row."""
-    return np.insert(table[np.argsort(table[:, START - 1], kind="stable")], ROW, row, axis=1)
+    direct = np.concatenate([near.moves(near.owner, row), far._replace(reads=alone).moves(far.owner, row)])
+    return Moves(direct, far._replace(reads=others).moves(relay, row))
 
 
 def _pieces(needs: list[Int64], layout: Layout, row: int, places: int) -> _Pieces:

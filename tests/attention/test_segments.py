@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels._segments import Round, Segments, _bands, _join, _round, _split, cut_rounds
-from spanwise.layouts.runs import merge_tokens, subtract_runs
+from spanwise.layouts.runs import subtract_runs
+from spanwise.masks.spans import merge_runs
 
 
 def cut(mask: SpanMask) -> Segments:
@@ -181,7 +182,7 @@ def test_rounds_of_documents_in_two_chunks_each(name: str) -> None:
     for rank in range(num_ranks):
         firsts = (offsets[:-1, None] + np.array([rank, 2 * num_ranks - 1 - rank]) * chunks[:, None]).ravel()
         own = np.stack([firsts, firsts + np.repeat(chunks, 2)], axis=1)
-        own = merge_tokens(np.concatenate([np.arange(a, b) for a, b in own]))
+        own = merge_runs(*own[own[:, 0] < own[:, 1]].T)
         others = subtract_runs(np.array([[0, offsets[-1]]]), own)
         calls = [len(check(mask.select(own, keys)).rounds) for keys in (own, others)]
         assert calls[0] <= own_calls and calls[1] <= other_calls

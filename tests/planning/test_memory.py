@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spanwise.planning.chunking import chunk_of
 from spanwise.planning.plan import Plan
+from tests.oracle import chunk_of
 from tests.planning.test_traffic import Dense, group_keys, problems, ring_walk
 
 

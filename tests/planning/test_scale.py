@@ -6,11 +6,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import spanwise
-from spanwise import SpanMask, make_plan
+from spanwise import SpanMask, _torch, make_plan
 from spanwise.attention.rank_plan import build
 from spanwise.planning import chunking
+from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START, STOP
+from tests.oracle import chunk_of
 
 
 def lognormal(tokens, count, median, sigma):
@@ -49,6 +52,24 @@ def test_1024_ranks_with_10_000_documents(median, sigma):
     assert time.process_time() - started < 0.1  # 0.04 s on a quiet machine
 
 
+@pytest.mark.parametrize("exchange", ["needed", "hierarchical", "all_gather"])
+def test_a_rank_writes_its_indices_once(exchange):
+    mask = SpanMask.causal(2**23)  # a rank of 512 receives half of all tokens, and sends as many rows
+    plan = make_plan(mask, 512, balancer="contiguous", exchange=exchange, stages=1, hardware=spanwise.H100)
+    built = build(plan, 256)
+    leaves = [x for x in _torch.tree_leaves(built) if isinstance(x, torch.Tensor)]
+    count = sum(x.numel() for x in leaves)
+    assert count > 2**23
+    seconds = {"indices": [], "tensors": []}
+    for _ in range(3):
+        for what, call in (("indices", lambda: np.ones(count).cumsum()), ("tensors", lambda: build(plan, 256))):
+            started = time.process_time()
+            call()
+            seconds[what].append(time.process_time() - started)
+    # Sorted by token, they took ten times as long.
+    assert min(seconds["tensors"]) < 3 * min(seconds["indices"])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_of_each_pair_are_what_chunk_of_says(seed):
     rng = np.random.default_rng(seed)
@@ -57,20 +78,31 @@ def test_chunks_of_each_pair_are_what_chunk_of_says(seed):
     for receiver in range(7):
         for sender in range(7):
             count = traffic[receiver, sender]
-            chunks = chunking.chunk_of(np.arange(count), max(count, 1), 4, 5, receiver - sender)
+            chunks = chunk_of(np.arange(count), max(count, 1), 4, 5, receiver - sender)
             assert found[:, receiver, sender].tolist() == np.bincount(chunks, minlength=4).tolist()
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_received_chunks_are_what_chunk_of_says_of_each_sender(num_chunks):
+@pytest.mark.parametrize("sends", [False, True])
+def test_moves_are_cut_into_the_chunks_that_chunk_of_says(num_chunks, sends):
     rng = np.random.default_rng(0)
-    sender = np.repeat(rng.integers(0, 6, 40), rng.integers(0, 9, 40))  # senders come again, as for batch rows
-    found = chunking.chunks_received(sender, 4, num_chunks, 5)
+    peer, tokens = rng.integers(0, 6, 60), rng.integers(1, 19, 60)
+    start = np.cumsum(tokens + rng.integers(0, 3, 60))
+    ends = (peer, np.full(60, 4)) if sends else (np.full(60, 4), peer)  # receiver, sender
+    moves = np.column_stack([np.repeat([0, 1], 30), *ends, start, start + tokens])
+    found, chunk = chunking.cut(moves, num_chunks, 5)
+    assert (found[:, STOP] > found[:, START]).all()
     for one in range(6):
-        count = np.count_nonzero(sender == one)
-        chunks = chunking.chunk_of(np.arange(count), max(count, 1), num_chunks, 5, 4 - one)
-        assert found[sender == one].tolist() == chunks.tolist()
-    assert chunking.chunks_received(sender[:0], 4, num_chunks, 5).tolist() == []
+        mine = moves[peer == one]
+        mine_found = found[:, RECEIVER if sends else SENDER] == one
+        listed = [(move[ROW], token) for move in mine for token in range(move[START], move[STOP])]
+        cut = [(move[ROW], token) for move in found[mine_found] for token in range(move[START], move[STOP])]
+        assert cut == listed
+        chunks = chunk_of(np.arange(len(listed)), max(len(listed), 1), num_chunks, 5, one - 4 if sends else 4 - one)
+        mine_tokens = found[mine_found, STOP] - found[mine_found, START]
+        assert np.repeat(chunk[mine_found], mine_tokens).tolist() == chunks.tolist()
+    empty, none = chunking.cut(moves[:0], num_chunks, 5)
+    assert len(empty) == len(none) == 0
 
 
 def test_all_to_all_counts_each_pair_on_the_innermost_level_that_joins_it():

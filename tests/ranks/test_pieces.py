@@ -14,8 +14,8 @@ from spanwise import SpanMask, _torch
 from spanwise.attention import rank_plan
 from spanwise.attention.exchange import needed
 from spanwise.attention.kernels.sdpa import Sdpa
-from spanwise.planning.chunking import chunk_of, chunk_tokens
-from tests.oracle import make_problem, relative_error
+from spanwise.planning.chunking import chunk_tokens
+from tests.oracle import chunk_of, make_problem, relative_error
 from tests.ranks.harness import run_ranks
 from tests.simulated import all_ranks
 

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device
+from spanwise.attention.chunks import Chunk, ChunkBuilder, index_rows, on_device
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
-from spanwise.layouts.runs import count_tokens, ragged_arange, subtract_runs
+from spanwise.layouts.runs import count_tokens, places_in, subtract_runs
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning.plan_data import PlanData
 
@@ -93,8 +93,8 @@ class AllGather(Exchange):
         everything = np.array([[0, plan.kv_len]], dtype=np.int64)
         others = [subtract_runs(everything, runs) for runs in own]
         spare = builder.spare(count_tokens(others[0]))
-        tokens = np.pad(np.stack([ragged_arange(runs) for runs in others]), ((0, 0), (0, spare)))
-        take = on_device(np.take_along_axis(builder.kv_slots, tokens, axis=1), builder.device)
+        slots = [places_in(runs, *layout.slot_runs(row)) for row, runs in enumerate(others)]
+        take = on_device(index_rows(slots, spare), builder.device)
         padded = torch.empty(int(layout.tokens_per_rank.max()), 0, device=builder.device)
         route = Gathered(_torch.mark_dynamic(take, 1), _torch.mark_dynamic(padded, 0), layout.batch_size > 1)
         return local, builder.chunk_side_by_side(mask, others, route, spare=spare)

@@ -30,11 +30,10 @@ from spanwise.attention.exchange._gradients import anchor, check_first_order, re
 from spanwise.attention.exchange.base import KV, Exchange, Peers
 from spanwise.attention.exchange.refetch import Fetched, Refetch
 from spanwise.attention.exchange.rows import by_head
-from spanwise.layouts.runs import count_tokens, merge_tokens, positions_in, ragged_arange
 from spanwise.masks.arrays import Int64
 from spanwise.planning import relays
+from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.relays import RECEIVER, ROW, SENDER, START, STOP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +70,14 @@ class Hierarchical(Exchange):
         return np.where(takes_part, np.arange(len(tokens))[:, None] * host, -1)  # the second chunk stays inside hosts
 
     def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
-        rows, group, chunks = builder.rows(mask), builder.group, [builder.own(mask)]
-        held = builder.held(group, rows)
-        places = np.arange(sum(count_tokens(runs) for runs in held))  # of the rows that the group can send
+        group, chunks, held = builder.group, [builder.own(mask)], needed.own_keys(builder, mask)
         for moves in relays.moves(builder.plan, mask):
             if len(moves) == 0:
                 break  # for all ranks alike
             comes, leaves = moves[moves[:, RECEIVER] == group], moves[moves[:, SENDER] == group]
-            leaves = leaves[np.argsort(leaves[:, RECEIVER], kind="stable")]  # by reader, then batch row, then token
-            keys = [merge_tokens(ragged_arange(comes[comes[:, ROW] == row, START:])) for row in range(rows)]
-            sender, reader = _by_token(comes, SENDER), _by_token(leaves, RECEIVER)
-            spare = builder.spare(len(sender))
-            route = needed.route_of(builder, sender, reader, places[_positions(leaves, held)], spare)
-            chunks.append(builder.chunk(mask, keys, route, spare=spare))
-            held, places = keys, needed.arrival(sender)  # what has come is passed on, as it lies on arrival
+            leaves = leaves[np.lexsort((leaves[:, START], leaves[:, ROW], leaves[:, RECEIVER]))]
+            chunk, held = needed.arriving(builder, mask, comes, leaves, held)  # what has come is passed on
+            chunks.append(chunk)
         return tuple(chunks)
 
     def start(
@@ -117,22 +110,6 @@ class Hierarchical(Exchange):
 
         fetches: list[Callable[[], Fetched]] = [lambda: before.pop, both]
         return Refetch(fetches)
-
-
-def _by_token(moves: Int64, column: int) -> Int64:
-    """A column of some moves for each of their tokens."""
-    return np.repeat(moves[:, column], moves[:, STOP] - moves[:, START])
-
-
-def _positions(moves: Int64, held: Sequence[Int64]) -> Int64:
-    """Places of the tokens of some moves among those of the runs ``[n, 2]`` of every batch row, row after row."""
-    tokens, row, before = ragged_arange(moves[:, START:]), _by_token(moves, ROW), 0
-    places = np.empty(len(tokens), dtype=np.int64)
-    for i, runs in enumerate(held):
-        mine = row == i
-        places[mine] = before + positions_in(tokens[mine], runs)
-        before += count_tokens(runs)
-    return places
 
 
 class _PassOn(torch.autograd.Function):

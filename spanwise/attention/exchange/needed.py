@@ -22,15 +22,17 @@ import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
+from spanwise.attention.chunks import Chunk, ChunkBuilder, index_rows, on_device, size
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange._gradients import anchor, check_first_order, returned
 from spanwise.attention.exchange.base import KV, Exchange, Peers, route
 from spanwise.attention.exchange.rows import by_head, side_by_side
-from spanwise.layouts.runs import count_tokens, merge_tokens, overlaps, positions_in, ragged_arange
+from spanwise.layouts.runs import overlaps, places_in, ragged_arange
 from spanwise.layouts.traffic import num_rows, row_of
 from spanwise.masks.arrays import Int64
+from spanwise.masks.spans import merge_runs
 from spanwise.planning import chunking
+from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START, STOP
 from spanwise.planning.plan_data import PlanData
 
 
@@ -92,20 +94,15 @@ class Needed(Exchange):
         return np.asarray(np.max(moments, axis=0))
 
     def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
-        rows = builder.rows(mask)
-        chunks = [builder.own(mask)]
-        num_chunks = self.num_chunks(builder.plan, mask)
+        chunks, held = [builder.own(mask)], own_keys(builder, mask)
+        plan = builder.plan
+        num_chunks = self.num_chunks(plan, mask)
         if num_chunks == 0:
             return tuple(chunks)  # no rank reads keys of another, so no rank starts a collective
-        wanted, row_at, sender, recv_chunk = _receives(builder, mask, rows, num_chunks)
-        reader, place, send_chunk = _sends(builder, mask, rows, num_chunks)
+        comes, comes_in = chunking.cut(_receives(builder, mask), num_chunks, plan.block_size)
+        leaves, leaves_in = chunking.cut(_sends(builder, mask), num_chunks, plan.block_size)
         for i in range(num_chunks):
-            mine = recv_chunk == i
-            keys = [merge_tokens(wanted[mine & (row_at == row)]) for row in range(rows)]
-            spare = builder.spare(int(np.count_nonzero(mine)))
-            leaves = send_chunk == i
-            route = route_of(builder, sender[mine], reader[leaves], place[leaves], spare)
-            chunks.append(builder.chunk(mask, keys, route, spare=spare))
+            chunks.append(arriving(builder, mask, comes[comes_in == i], leaves[leaves_in == i], held)[0])
         return tuple(chunks)
 
     def start(
@@ -143,61 +140,90 @@ def _lists(plan: PlanData, mask: str) -> tuple[Int64, int]:
     return plan.needed_traffic(mask) // alike, alike
 
 
-def _receives(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """Token, batch row, sending group and chunk of each key that the group receives; int64 ``[N]`` each."""
-    plan, layout = builder.plan, builder.plan.kv_groups
-    needs = [plan.needs(builder.group * plan.inner, mask, row) for row in range(rows)]
-    wanted = np.concatenate([ragged_arange(runs) for runs in needs])
-    row_at = np.repeat(np.arange(rows), [count_tokens(runs) for runs in needs])
-    owners = [layout.owners_of(runs, row_of(layout, row)) for row, runs in enumerate(needs)]
-    sender = np.concatenate([np.repeat(owner, tokens) for _, owner, tokens in owners])
-    return wanted, row_at, sender, chunking.chunks_received(sender, builder.group, num_chunks, plan.block_size)
+class Held(NamedTuple):
+    """Keys that a group can send: `runs` int64 ``[n, 2]``, all batch rows on one line, and the `place` of each run."""
+
+    runs: Int64
+    place: Int64
 
 
-def _sends(builder: ChunkBuilder, mask: str, rows: int, num_chunks: int) -> tuple[Int64, Int64, Int64]:
-    """Rows of the shard that other groups read, by group: the group, the row, and the chunk in which it travels."""
-    plan, group = builder.plan, builder.group
-    own, shard = builder.held(group, rows), plan.kv_groups.num_tokens(group)
-    readers, places = [], []
-    for row in range(rows):
+def own_keys(builder: ChunkBuilder, mask: str) -> Held:
+    """The keys that the group holds; they lie batch row after batch row."""
+    held = builder.held(builder.group, builder.rows(mask))
+    runs = _on_line(builder, np.repeat(np.arange(len(held)), [len(runs) for runs in held]), np.concatenate(held))
+    length = runs[:, 1] - runs[:, 0]
+    return Held(runs, np.cumsum(length) - length)
+
+
+def _on_line(builder: ChunkBuilder, row: Int64, runs: Int64) -> Int64:
+    return runs + (row * builder.plan.kv_len)[:, None]
+
+
+def _receives(builder: ChunkBuilder, mask: str) -> Int64:
+    """Moves of the keys that the group receives, by batch row, then start."""
+    plan, group, found = builder.plan, builder.group, []
+    for row in range(builder.rows(mask)):
+        runs = plan.needs(group * plan.inner, mask, row)
+        run, sender, tokens = plan.kv_groups.owners_of(runs, row_of(plan.kv_groups, row))
+        before = np.cumsum(tokens) - tokens
+        start = runs[run, 0] + before - before[np.searchsorted(run, run)]
+        found.append(_moves(row, group, sender, np.column_stack([start, start + tokens])))
+    return np.concatenate(found)
+
+
+def _sends(builder: ChunkBuilder, mask: str) -> Int64:
+    """Moves of the keys that other groups read, by batch row, reader, then start."""
+    plan, group, found = builder.plan, builder.group, []
+    for row, own in enumerate(builder.held(group, builder.rows(mask))):
         needs = plan.needs_of_all(mask, row)
         reader = np.repeat(np.arange(plan.num_groups), [len(runs) for runs in needs])
-        run, read = overlaps(np.concatenate(needs), own[row])
-        places.append(positions_in(ragged_arange(read), own[row]) + row * shard)
-        readers.append(np.repeat(reader[run], read[:, 1] - read[:, 0]))
-    reader, place = np.concatenate(readers), np.concatenate(places)
-    order = np.argsort(reader, kind="stable")  # by reader, then batch row, then token
-    reader, place = reader[order], place[order]
-    count = np.bincount(reader, minlength=plan.num_groups)
-    position = np.arange(len(reader)) - np.repeat(np.cumsum(count) - count, count)
-    chunk = chunking.chunk_of(position, count[reader], num_chunks, plan.block_size, reader - group)
-    return reader, place, chunk
+        run, read = overlaps(np.concatenate(needs), own)
+        found.append(_moves(row, reader[run], group, read))
+    return np.concatenate(found)
 
 
-def arrival(sender: Int64) -> Int64:
-    """For each key its place among the received rows.
+def _moves(row: int, receiver: Int64 | int, sender: Int64 | int, runs: Int64) -> Int64:
+    peers = (np.broadcast_to(each, len(runs)) for each in (row, receiver, sender))
+    return np.column_stack([*peers, runs])
 
-    Rows arrive by sending group, then batch row, then token; a chunk has them by batch row, then token.
+
+def arriving(builder: ChunkBuilder, mask: str, comes: Int64, leaves: Int64, held: Held) -> tuple[Chunk, Held]:
+    """The chunk of the keys that the moves `comes` bring, and where these lie on arrival.
+
+    Rows arrive by sending group, then batch row, then token; a chunk has them by batch row, then token. Index tensors
+    are written once, from runs: a rank of a thousand may receive 16M keys.
+
+    Args:
+        leaves: moves of what the group sends meanwhile, by receiver, then batch row, then start.
+        held: where the keys of `leaves` lie.
     """
-    order = np.empty(len(sender), dtype=np.int64)
-    order[np.argsort(sender, kind="stable")] = np.arange(len(order))
-    return order
-
-
-def route_of(builder: ChunkBuilder, sender: Int64, reader: Int64, sent: Int64, spare: int) -> Route:
-    """The route of one chunk, from the sender of each key in the chunk's order and the rows sent, by reader."""
-    device, groups, order = builder.device, builder.plan.num_groups, arrival(sender)
-    places = on_device(np.pad(order, (0, spare), constant_values=len(order)), device)
+    comes = comes[np.lexsort((comes[:, START], comes[:, ROW]))]
+    length, by_sender = comes[:, STOP] - comes[:, START], np.argsort(comes[:, SENDER], kind="stable")
+    place = np.empty_like(length)
+    place[by_sender] = np.cumsum(length[by_sender]) - length[by_sender]
+    spare = builder.spare(int(length.sum()))
+    order = index_rows([np.column_stack([place, place + length])], spare, int(length.sum()))[0]
+    send = ragged_arange(places_in(_on_line(builder, leaves[:, ROW], leaves[:, START:]), *held))
     # With spare keys the size is never 0 or 1, and kernels must know that it is not 0.
     mark = _torch.mark_dynamic if builder.has_spare else _torch.mark_unbacked
-    return Route(
+    route = Route(
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
-        send=_torch.mark_unbacked(on_device(sent, device), 0),
-        order=mark(places, 0),
-        send_sizes=tuple(size(n, device) for n in np.bincount(reader, minlength=groups).tolist()),
-        recv_sizes=tuple(size(n, device) for n in np.bincount(sender, minlength=groups).tolist()),
+        send=_torch.mark_unbacked(on_device(send, builder.device), 0),
+        order=mark(on_device(order, builder.device), 0),
+        send_sizes=_sizes(builder, leaves, RECEIVER),
+        recv_sizes=_sizes(builder, comes, SENDER),
         spare=builder.has_spare,
     )
+    of_rows = [comes[comes[:, ROW] == row, START:] for row in range(builder.rows(mask))]
+    chunk = builder.chunk(mask, [merge_runs(*runs.T) for runs in of_rows], route, spare=spare)
+    return chunk, Held(_on_line(builder, comes[:, ROW], comes[:, START:]), place)
+
+
+def _sizes(builder: ChunkBuilder, moves: Int64, peer: int) -> tuple[torch.Tensor, ...]:
+    """Tokens of the moves from or to each group, as `size` carries them."""
+    tokens = np.zeros(builder.plan.num_groups, np.int64)
+    np.add.at(tokens, moves[:, peer], moves[:, STOP] - moves[:, START])
+    return tuple(size(n, builder.device) for n in tokens.tolist())
 
 
 class Pending(NamedTuple):
