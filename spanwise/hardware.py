@@ -218,13 +218,18 @@ class Hardware:
         """The same rates with so many ranks on a host: the innermost level of the network joins them.
 
         Raises:
-            ValueError: fewer than two ranks, one level alone, or a level outside that hosts do not divide.
+            ValueError: fewer than two ranks, no integer, one level alone, or a level outside that hosts do not divide.
 
         >>> [link.ranks for link in H100.with_host_size(4).links]
         [4, None]
         """
         if len(self.links) < 2:
             raise ValueError(f"{self.name} has one level of links, so that no host size matters; add a link for hosts")
+        if type(ranks) is not int or ranks < 2:
+            raise ValueError(
+                f"a host has 2 ranks or more, an integer, got {ranks!r}; where each rank is on a host of its own, give "
+                f"dataclasses.replace(hardware, links=hardware.links[1:]) and no host size"
+            )
         return dataclasses.replace(self, links=(dataclasses.replace(self.links[0], ranks=ranks), *self.links[1:]))
 
     def to_dict(self) -> dict[str, Any]:

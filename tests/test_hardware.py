@@ -172,7 +172,8 @@ def test_bad_figures(call, message: str) -> None:
 def test_host_size_is_that_of_the_innermost_links() -> None:
     four = H100.with_host_size(4)
     assert [link.ranks for link in four.links] == [4, None] and four.links[0].bandwidth == H100.links[0].bandwidth
-    with pytest.raises(ValueError, match="ranks must be an integer of 2 or more, or None, got 1"):
-        H100.with_host_size(1)
+    for wrong in (1, 4.0):
+        with pytest.raises(ValueError, match=rf"a host has 2 ranks or more, an integer, got {wrong}; .*links\[1:\]"):
+            H100.with_host_size(wrong)
     with pytest.raises(ValueError, match="has one level of links"):
         dataclasses.replace(H100, links=H100.links[1:]).with_host_size(4)
