@@ -215,7 +215,7 @@ def described(gm: fx.GraphModule, trial: Trial) -> Split:
         pieces=trial.pieces,
         group=trial.region.group,
         collectives=Counter(operator_name(node).split(".")[-1] for node in cut if node.target in COLLECTIVES),
-        products=sum(map(is_product_of_rows, cut)),
+        products=sum(is_product_of_rows(node, trial.cuts[node.name]) for node in cut),
         sums=sum(of.summed for of in trial.cuts.values()),
         tokens=trial.region.tokens,
         cuts=trial.cuts,

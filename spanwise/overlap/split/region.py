@@ -159,11 +159,11 @@ class _Growth:
                 allowed = self.allows(arg) and arg.target not in COLLECTIVES
                 if arg not in seen and allowed and legal(arg, of_arg, self.tokens) is not None:
                     seen[arg] = of_arg
-                    if not makes_rows(arg):
+                    if not makes_rows(arg, of_arg):
                         todo.append(arg)
         found: dict[fx.Node, Cut] = {}
         for arg in sorted(seen.keys() - {node}, key=self.place.__getitem__):
-            if makes_rows(arg) or any(before in found for before in arg.all_input_nodes):
+            if makes_rows(arg, seen[arg]) or any(before in found for before in arg.all_input_nodes):
                 found[arg] = seen[arg]
         return found
 
@@ -193,7 +193,7 @@ def _region(
             before = {} if start.target is ALL_GATHER else growth.to_product(start, cut)
             if start.target is ALL_GATHER and start not in growth.cuts:
                 after = growth.forward(start, cut)
-                if not any(map(is_product_of_rows, after)):
+                if not _num_products(after):
                     continue
             elif not before:
                 continue
@@ -235,7 +235,7 @@ def _sums(
                         members[arg] = lone[arg]
                         todo.append(arg)
             kind = "sum, with a gather" if len(members) > 1 else "sum"
-            found.setdefault(f"{kind}, {_kind([node])}", []).append(members)
+            found.setdefault(f"{kind}, {_kind({node: of_sum})}", []).append(members)
     return {kind: tuple(of_kind) for kind, of_kind in found.items()}
 
 
@@ -267,8 +267,9 @@ def _segments(cuts: Mapping[fx.Node, Cut]) -> dict[str, tuple[tuple[fx.Node, ...
             members.setdefault(root(node), []).append(node)
     found: dict[str, list[tuple[fx.Node, ...]]] = {}
     for of_one in members.values():
-        if any(map(is_product_of_rows, of_one)) or _leaves(of_one) or _enters(of_one):
-            found.setdefault(_kind(of_one), []).append(tuple(of_one))
+        of_nodes = {node: cuts[node] for node in of_one}
+        if _num_products(of_nodes) or _leaves(of_one) or _enters(of_one):
+            found.setdefault(_kind(of_nodes), []).append(tuple(of_one))
     return {kind: tuple(of_kind) for kind, of_kind in found.items()}
 
 
@@ -280,11 +281,14 @@ def _enters(nodes: Sequence[fx.Node]) -> bool:
     return any(arg.target in (ALL_GATHER,) for node in nodes for arg in node.all_input_nodes)
 
 
-def _kind(nodes: Sequence[fx.Node]) -> str:
+def _num_products(cuts: Mapping[fx.Node, Cut]) -> int:
+    return sum(is_product_of_rows(*pair) for pair in cuts.items())
+
+
+def _kind(cuts: Mapping[fx.Node, Cut]) -> str:
     """A text that is equal for equal segments."""
-    described = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in nodes]
-    heavy = sum(map(is_product_of_rows, nodes))
-    return f"{heavy} products, {hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
+    described = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in cuts]
+    return f"{_num_products(cuts)} products, {hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
 
 
 def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:

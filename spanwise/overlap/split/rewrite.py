@@ -121,10 +121,11 @@ class _Rewrite:
         except CannotSplit:  # a view of a part that has gaps
             parts = {arg: self._compact(part, None) for arg, part in parts.items()}
             made = self._call(node, known, args, kwargs, parts)
-        if is_product_of_rows(node):
+        if is_product_of_rows(node, self.cuts[node]):
             left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known.cuts)])[0]
             summed = self.cuts[node].summed
-            self.made.rows[made.name] = left.shape[-1] if summed else math.prod(left.shape[:-1])
+            batches = left.shape[0] if node.target is _aten.bmm.default else 1
+            self.made.rows[made.name] = left.shape[-1] if summed else math.prod(left.shape[:-1]) // batches
         return made
 
     def _added(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:

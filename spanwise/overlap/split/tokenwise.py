@@ -69,14 +69,21 @@ def candidates(node: fx.Node, arg: fx.Node, cut: Cut, tokens: int) -> Iterable[C
             yield Cut(dim, size // axis, cut.unit)
 
 
-def is_product_of_rows(node: fx.Node) -> bool:
-    """Whether a node multiplies rows with a matrix: the heavy compute between collectives of activations."""
-    return node.target in ROW_PRODUCTS
+def is_product_of_rows(node: fx.Node, cut: Cut) -> bool:
+    """Whether a node multiplies rows with a matrix: the heavy compute between collectives of activations.
+
+    A product of batches does if its rows have the tokens, as in the products that einsums become. A batch may be that
+    of experts, whose gathered weights are parameters. A transposed left operand gives gradients of these.
+    """
+    if node.target is not torch.ops.aten.bmm.default:
+        return node.target in ROW_PRODUCTS
+    (left,) = tensors_of(node.all_input_nodes[0])
+    return cut.dim == 1 and (left.stride(-1) == 1 or left.shape[-1] == 1)
 
 
-def makes_rows(node: fx.Node) -> bool:
+def makes_rows(node: fx.Node, cut: Cut) -> bool:
     """Whether a node computes rows of activations from others, or looks them up in a table."""
-    return is_product_of_rows(node) or node.target is torch.ops.aten.embedding.default
+    return is_product_of_rows(node, cut) or node.target is torch.ops.aten.embedding.default
 
 
 def _rule(node: fx.Node) -> Rule | None:

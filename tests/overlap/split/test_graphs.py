@@ -119,6 +119,26 @@ def test_all_reduce_of_a_row_parallel_product() -> None:
     same_in_pieces(lambda x, w, v: (x + reduce(F.relu(x @ w) @ v),), drawn(2, TOKENS, DIM), W, V)
 
 
+def test_einsums_become_products_of_batches() -> None:
+    """They are cut along their rows, by heads and by experts. Gathered weights of experts are not."""
+
+    def heads(x: torch.Tensor, wq: torch.Tensor, wo: torch.Tensor) -> Any:
+        q = torch.einsum("td,dhk->thk", gather(x), wq)
+        return x + scatter(torch.einsum("thk,hkd->td", q.relu(), wo)), q
+
+    found = same_in_pieces(heads, drawn(7, DIM), drawn(DIM, 2, 3), drawn(2, 3, DIM, seed=3))
+    assert len(starts(found)) == 4
+
+    def experts(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        h = torch.einsum("td,edh->teh", gather(x), w).relu()
+        return (scatter(torch.einsum("teh,ehd->td", h, v)),)
+
+    found = same_in_pieces(experts, drawn(TOKENS, DIM), drawn(3, DIM, 4), drawn(3, 4, DIM, seed=3))
+    assert len(starts(found)) == 4
+    stopped(lambda x, w: (torch.bmm(x, gather(w)),), drawn(4, TOKENS, DIM), drawn(2, DIM, 4))
+    stopped(lambda x, g: (scatter(torch.bmm(x.mT, g)),), drawn(4, TOKENS, DIM), drawn(4, TOKENS, 8))
+
+
 def test_attention_needs_whole_keys_and_a_mask_is_taken_apart() -> None:
     mask = torch.ones(2 * TOKENS, 2 * TOKENS, dtype=torch.float64).tril()
 
