@@ -17,7 +17,9 @@ from spanwise.overlap.ir.dag import Dag, Kind
 
 _START = int(Kind.START)
 _BLOCK = 64  # collectives in a block of columns; also rows in a product of matrices
-_BACK = 2  # blocks of earlier collectives that are combined with each block; not measured apart
+# Blocks of earlier collectives that are combined with each block. With 0, no bound of the zoo changes; its graphs have
+# at most 256 collectives.
+_BACK = 2
 
 
 @dataclasses.dataclass(frozen=True)
