@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spanwise.overlap.bucketing.bucket import bucket, least_ms
 from spanwise.overlap.bucketing.greedy import BucketingProblem, GreedyBuckets, greedy_buckets
-from spanwise.overlap.bucketing.merge import Merged, merge, without_buckets
+from spanwise.overlap.bucketing.merge import Merged, MergePlan, merge, without_buckets
 from spanwise.overlap.bucketing.moves import Move, candidate_moves, critical_collectives, in_batches
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
@@ -125,7 +125,11 @@ def test_a_merge_is_legal_or_refused(dag: Dag, draw: random.Random, late: bool) 
     buckets = [[i for i in dag.starts if dag.nodes[i].group == group and draw.random() < 0.8] for group in dag.groups]
     buckets = [bucket for bucket in buckets if bucket]
     try:
-        check(dag, merge(dag, buckets, [1.0] * len(buckets), late=late))
+        plan = MergePlan(dag, buckets, [1.0] * len(buckets), late=late)
+        merged = plan.merged()
+        check(dag, merged)
+        own = simulate(merged.dag)  # the plan knows its figures before the dag is made
+        assert (plan.makespan, plan.peak_bytes()) == (own.makespan, own.peak_bytes)
     except GraphError as error:
         names = {dag.nodes[i].name for bucket in buckets for i in bucket}
         assert error.node in names | {node.name for node in dag.nodes if node.kind == W}

@@ -24,7 +24,7 @@ from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.schedule import Schedule, schedule
+from spanwise.overlap.search.schedule import LARGE, Schedule, schedule
 
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Without either, dit or dlrm take 1 % longer.
@@ -193,7 +193,10 @@ class _BucketSearch:
         limit = min(self.longest, self.makespan * (1 + _ROUNDING))
         if plan is None or plan.makespan > limit or not self.keeps_limits(plan):
             return
-        self.state = self._scheduled(plan, self.effort, limit)
+        effort = self.effort
+        if effort is None and len(self.dag) >= LARGE and plan.makespan > _WORTH * self.makespan:
+            effort = _LOW_EFFORT  # gemma2-fsdp takes as long with more orders, which are a quarter of the pass
+        self.state = self._scheduled(plan, effort, limit)
         self.effort = self._low_effort()
 
     def _low_effort(self) -> int:

@@ -142,23 +142,27 @@ class MergePlan:
     def _run_with_dependencies(self, u: int, place: Sequence[int], done: bytearray, found: list[int]) -> None:
         """Add a merged node after the dependencies that are missing, the first by `place` first."""
         unit, members = self._unit, self._members
-        path, on_path = [u], {u}
+
+        def missing(u: int) -> list[int]:
+            deps = self._deps.get(u, self.dag.nodes[u].deps)
+            return sorted({unit.get(dep, dep) for dep in deps if not done[dep]}, key=place.__getitem__, reverse=True)
+
+        path, left = [u], {u: missing(u)}  # of each node on the path, its missing dependencies, the first one last
         while path:
             u = path[-1]
-            of_unit = members.get(u, (u,))
-            left = [dep for dep in self._deps.get(u, self.dag.nodes[u].deps) if not done[dep]]
-            if not left:
-                path.pop()
-                on_path.discard(u)
-                for i in of_unit:
+            while left[u] and done[left[u][-1]]:
+                left[u].pop()
+            if not left[u]:
+                del left[path.pop()]
+                for i in members.get(u, (u,)):
                     done[i] = True
                 found.append(u)
                 continue
-            missing = min([unit.get(dep, dep) for dep in left], key=place.__getitem__)
-            if missing in on_path:
-                raise self._cycle(path[path.index(missing) :])
-            path.append(missing)
-            on_path.add(missing)
+            dep = left[u][-1]
+            if dep in left:
+                raise self._cycle(path[path.index(dep) :])
+            path.append(dep)
+            left[dep] = missing(dep)
 
     def _cycle(self, cycle: Sequence[int]) -> GraphError:
         """The error of merged nodes that would wait for one another."""

@@ -114,9 +114,10 @@ class Dag:
                 waited[node.start] = node.name
         for storage in self.storages:
             earliest = storage.maker if storage.maker > 0 else 0
-            for user in storage.touched_by:
-                if not earliest <= user < count:
-                    raise ValueError(f"a storage of node {storage.maker} is used by node {user}, of {count}")
+            touched = storage.touched_by
+            if touched and not (earliest <= min(touched) and max(touched) < count):
+                user = next(user for user in touched if not earliest <= user < count)
+                raise ValueError(f"a storage of node {storage.maker} is used by node {user}, of {count}")
 
     def __len__(self) -> int:
         return len(self.nodes)
