@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -161,7 +162,7 @@ def _layer(
 
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None,
-    route: RecurrenceRoute, scale: float | None,
+    route: RecurrenceRoute, scale: Any,
 ) -> None:  # fmt: skip
     """``ValueError`` for what one rank can see to be wrong."""
     if v.dim() not in (3, 4) or q.dim() != v.dim() or k.dim() != v.dim():
