@@ -28,8 +28,7 @@ _ops = torch.ops._c10d_functional
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
 COMPILES = TorchVersion(torch.__version__) >= "2.12"
 
-#: Most seconds to wait for gloo's thread after a collective. It needs microseconds, or a turn on a busy machine.
-_LET_GO_SECONDS = 5.0
+_LET_GO = 5.0  # most seconds to wait for gloo's thread after a collective; it needs microseconds, or a turn
 
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
@@ -63,10 +62,8 @@ def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int]
     Selective checkpointing, which decides by operators, sees the operator.
     """
     plain = type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if plain and not _selects_what_to_save():
-        group = find_group(name)
-        if "cpu:gloo" in dist.get_backend_config(group):
-            return _start_receives_first(x.contiguous(), recv_rows, send_rows, group)
+    if plain and not _selects_what_to_save() and is_gloo(group := find_group(name)):
+        return _start_receives_first(x.contiguous(), recv_rows, send_rows, group)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
 
 
@@ -109,10 +106,8 @@ def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
 
 
 def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
-    """Whether a collective of `x` is run, now, by the worker threads of a gloo group."""
-    if x.is_complex() or not is_readable(x):
-        return False  # a mode that traces or counts may keep what it sees
-    return "cpu:gloo" in dist.get_backend_config(find_group(name))
+    """Whether a collective of `x` is run, now, by a gloo group; a mode that traces or counts may keep what it sees."""
+    return not x.is_complex() and is_readable(x) and is_gloo(find_group(name))
 
 
 class Handed:
@@ -137,7 +132,7 @@ class Handed:
 
     def await_release(self) -> None:
         """Return when gloo has no reference any more."""
-        until = time.monotonic() + _LET_GO_SECONDS
+        until = time.monotonic() + _LET_GO
         while any(map(operator.gt, self._references(), self._before)) and time.monotonic() < until:
             time.sleep(1e-5)
 
@@ -195,8 +190,7 @@ def comparison_device(group: dist.ProcessGroup) -> torch.device:
 
 def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> type:
     """Register a frozen dataclass as a pytree; ``static`` fields belong to the tree's structure."""
-    names = [f.name for f in dataclasses.fields(cls)]
-    tensors = tuple(n for n in names if n not in static)
+    tensors = tuple(f.name for f in dataclasses.fields(cls) if f.name not in static)
 
     def flatten(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(obj, n) for n in tensors], tuple(getattr(obj, n) for n in static)
@@ -215,8 +209,7 @@ tree_leaves = _pytree.tree_leaves
 def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Tell torch.compile that ``x.shape[dim]`` varies from call to call, so that its first graph fits every size.
 
-    Unlike ``torch._dynamo.mark_dynamic`` it is no error if a graph fixes the size after all. The mark stays on the
-    tensor object, not on what is computed from it.
+    It is no error if a graph fixes the size after all. The mark stays on the tensor object.
     """
     torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
@@ -231,6 +224,13 @@ def mark_unbacked(x: torch.Tensor, dim: int) -> torch.Tensor:
 def mark_static(x: torch.Tensor, dim: int) -> None:
     """Tell torch.compile, inside compiled code too, that ``x.shape[dim]`` is a constant of the graph."""
     torch._dynamo.mark_static(x, dim)
+
+
+def constant(number: Any) -> Any:
+    """`number` or None; in compiled code a constant of the graph, even where torch has made a symbol of it."""
+    if number is None or isinstance(number, torch.Tensor) or not torch.compiler.is_compiling():
+        return number
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(number)
 
 
 def index_with_scalars() -> AbstractContextManager[Any]:
@@ -259,6 +259,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Time after which a collective of ``group`` fails."""
     options = getattr(group._get_backend(comparison_device(group)), "options", None)
     return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
+
+
+def assert_async(good: torch.Tensor, text: str) -> None:
+    """Stop the program when it finds that `good` is false; on a GPU the host does not wait."""
+    torch.ops.aten._assert_async.msg(good, text)
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -389,11 +394,7 @@ def storage_id(x: torch.Tensor) -> int:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`x` on ``device``; through pinned memory to CUDA, so that the host does not wait. Fake tensors cannot be pinned.
-
-    >>> to_device(torch.ones(2), torch.device("cpu"))
-    tensor([1., 1.])
-    """
-    if device.type != "cuda" or is_fake(x):
+    """`x` on ``device``; through pinned memory to CUDA, so that the host does not wait."""
+    if device.type != "cuda" or is_fake(x):  # those cannot be pinned
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

@@ -28,7 +28,7 @@ from spanwise.attention._limits import (
     fix_sizes,
     with_sinks,
 )
-from spanwise.attention.compare import compare_attention, compare_backward
+from spanwise.attention.compare import compare_attention, compare_backward, tells_refusals
 from spanwise.attention.exchange import failure, ulysses
 from spanwise.attention.exchange.heads import check_heads, kv_heads_held
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
@@ -73,6 +73,7 @@ class Aux:
     max_logit: torch.Tensor | None = None
 
 
+@tells_refusals("mesh", "plan")
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -139,7 +140,8 @@ def context_parallel_attention(
     """
     request = AuxRequest() if return_aux is None else return_aux
     name = _moved.mask_name(mask_name, mask)
-    call = _Call(plan, mesh, name, kernel, AttentionOptions(scale, score_mod, softcap), sinks, request)
+    options = AttentionOptions(_torch.constant(scale), score_mod, _torch.constant(softcap))
+    call = _Call(plan, mesh, name, kernel, options, sinks, request)
     out, aux = _attend(q, k, v, call)
     return out if return_aux is None else (out, aux)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ class Sums(NamedTuple):
 
 
 Compare = Callable[[], None] | _Compiled | Sums
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Labels of what is compared. Compiled code names sizes apart and last, so that they may be symbols.
 _ATTENTION = (
@@ -64,6 +67,34 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
+
+
+def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
+    """Decorator of a collective call: if it raises on this rank, ranks that wait for it learn why, in eager code.
+
+    Args:
+        names: of arguments that are the mesh, or have it as an attribute.
+    """
+
+    def of(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except (ValueError, NotImplementedError) as error:
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+                for name in names:
+                    mesh = given.get(name)
+                    mesh = mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "mesh", None)
+                    if isinstance(mesh, DeviceMesh):
+                        failure.report_refusal(error, mesh.mesh.flatten().tolist())
+                raise
+
+        return told  # type: ignore[return-value]
+
+    return of
 
 
 def compare_attention(
@@ -172,7 +203,7 @@ def compare_sums(
     number = None if amount is None or isinstance(amount, torch.Tensor) else amount
     groups, ranks = mesh_ranks(mesh)
     if torch.compiler.is_compiling():
-        kept = None if number is None else torch.full((), number, dtype=torch.float64)  # on the CPU
+        kept = None if number is None else scalar(number, torch.device("cpu"))
         return Sums(kept, _names(groups), ranks(), name, "\n".join(labels), "\n".join(what), sizes[1])
     if _torch.is_fake(of):
         return None
@@ -256,7 +287,12 @@ class _InBackward(torch.autograd.Function):
 
 def plain(number: Any) -> Any:
     """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
-    return number if number is None or torch.compiler.is_compiling() else float(number)
+    return _torch.constant(number) if number is None or torch.compiler.is_compiling() else float(number)
+
+
+def scalar(number: float, device: torch.device) -> torch.Tensor:
+    """`number` in float64, without a copy that the host waits for; with `full`, each number would make a graph."""
+    return torch.ones((), dtype=torch.float64, device=device) * number
 
 
 def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:

@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.compare import tells_refusals
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.rank_plan import RankPlan, check_plan, rank_on
 from spanwise.planning.plan import Plan
 
 
+@tells_refusals("mesh", "plan")
 def packed_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,12 +6,15 @@ neighbouring documents do not share, or -1 in padding.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
-from spanwise.masks.arrays import Bool, Int64
+import torch
+
+from spanwise import _torch
 
 
-def shift(ids: Int64, shifts: int) -> tuple[Int64, Bool]:
+def shift(ids: torch.Tensor, shifts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of token ``i - shifts`` for each token ``i``, and whether it exists in the same document.
 
     Args:
@@ -21,7 +24,30 @@ def shift(ids: Int64, shifts: int) -> tuple[Int64, Bool]:
         Source int64 ``[seq_len]``, clipped to the sequence; and bool ``[rows, seq_len]``: false where the source does
         not exist or lies in another document, and where the token is padding.
     """
-    seq_len = ids.shape[1]
-    wanted = np.arange(seq_len) - shifts
-    source = np.clip(wanted, 0, max(seq_len - 1, 0))
+    wanted = torch.arange(ids.shape[1], device=ids.device) - shifts
+    source = wanted.clamp(0, max(ids.shape[1] - 1, 0))
     return source, (source == wanted) & (ids[:, source] == ids) & (ids >= 0)
+
+
+def traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Tensor:
+    """Document of each token in compiled code, int64 ``[rows, seq_len]``, from offsets as `check_offset_rows` takes.
+
+    The host does not read offsets in tensors: wrong ones stop the program when it runs.
+    """
+    rows = cu_seqlens if _is_nested(cu_seqlens) else [cu_seqlens]
+    at = torch.arange(seq_len, device=device)
+    ids = []
+    for row in rows:
+        cu = torch.as_tensor(row, device=device)
+        if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
+            raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
+        good = (cu[0] == 0) & (cu[-1] == seq_len) & (cu[1:] >= cu[:-1]).all()
+        _torch.assert_async(good, f"cu_seqlens must begin with 0, not decrease, and end with {seq_len}")
+        ids.append(torch.bucketize(at, cu, right=True))
+    return torch.stack(ids)
+
+
+def _is_nested(cu_seqlens: Any) -> bool:
+    if isinstance(cu_seqlens, Sequence):
+        return len(cu_seqlens) > 0 and not isinstance(cu_seqlens[0], int)
+    return len(cu_seqlens.shape) > 1

@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.compare import plain
+from spanwise.attention.compare import compared, plain, tells_refusals
 from spanwise.batch import fused
 from spanwise.batch.logprobs import checked, scored
 from spanwise.batch.loss import check_count, check_weights, compare_loss, global_mean, global_sum
 from spanwise.batch.token_scores import Scoring
 
 
+@tells_refusals("loss_mesh", "vocab_mesh")
 def linear_cross_entropy(
     hidden: torch.Tensor,
     vocab_weight: torch.Tensor,
@@ -45,7 +46,7 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the valid tokens of all ranks of `loss_mesh`, with the gradient of `cross_entropy`.
             ``"sum"`` over these tokens: the gradient is scaled so that averaging parameter gradients over `loss_mesh`
             gives the gradient of that sum. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own
-            gradient, not scaled; `loss_mesh` is not used.
+            gradient, not scaled; the ranks of `loss_mesh` only compare their calls.
         num_valid: for "mean", as in `cross_entropy`.
         weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
         kernel: ``"chunked"`` is spanwise's own. ``"liger"`` and ``"cce"`` are fused kernels of Liger-Kernel and
@@ -80,14 +81,22 @@ def linear_cross_entropy(
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
     call = fused.resolve(kernel, tokens, inner, vocab_mesh)
-    compare, name = None, f'linear_cross_entropy(reduction="{reduction}")'
-    if reduction != "none":
-        compare = compare_loss(name, hidden, num_valid, weights, loss_mesh, {"softcap": plain(softcap)})
-    losses = -scored(tokens, scoring, name)[0] if call is None else call(tokens, softcap, inner)
+    name = f'linear_cross_entropy(reduction="{reduction}")'
+    compared_with = (name, hidden, num_valid, weights, loss_mesh, {"softcap": plain(softcap)})
+    if reduction == "none":  # no sum of which it is a part
+        compare = compare_loss(*compared_with)
+        tokens = tokens._replace(labels=compared((tokens.labels,), compare)[0])
+    if call is not None:
+        losses = call(tokens, softcap, inner)
+    else:
+        count = num_valid if vocab_mesh is not None else None
+        of = f"{name}{'' if weights is None else ', weighted'}"
+        losses = -scored(tokens, scoring, of, count)[0]
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
     if reduction == "none":
         return losses
+    compare = compare_loss(*compared_with)  # after the labels were checked: a rank that raises has not made the call
     losses = losses.sum()  # of one number, where a fused kernel has summed
     if reduction == "sum":
         return global_sum(losses, loss_mesh, compare)

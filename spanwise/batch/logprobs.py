@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention._limits import check_transforms
-from spanwise.attention.compare import compare_backward
+from spanwise.attention.compare import compare_backward, tells_refusals
 from spanwise.batch import vocabulary
 from spanwise.batch.loss import check_labels
 from spanwise.batch.token_scores import Scoring, Tokens, score
@@ -40,6 +40,7 @@ def token_logprobs(
     softcap: float | None = ...,
     chunk: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@tells_refusals("vocab_mesh")
 def token_logprobs(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -97,13 +98,15 @@ def token_logprobs(
     return (logprobs, entropies) if entropy else logprobs
 
 
-def scored(tokens: Tokens, scoring: Scoring, caller: str) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(
+    tokens: Tokens, scoring: Scoring, caller: str, amount: float | torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies, of the tokens that `checked` gives, in the shape of the labels.
 
-    `caller` as in `vocabulary.offset_of`.
+    `caller` and `amount` as in `vocabulary.offset_of`.
     """
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
-    offset, compare = vocabulary.offset_of(tokens, mesh, scoring, caller)
+    offset, compare = vocabulary.offset_of(tokens, mesh, scoring, caller, amount)
     logprobs, entropies = score(tokens, offset, scoring._replace(mesh=mesh))
     # Entropies that nobody asked for get no gradient.
     logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)

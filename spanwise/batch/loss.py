@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.compare import Compare, compare_sums, compared
+from spanwise.attention.compare import Compare, compare_sums, compared, scalar, tells_refusals
 from spanwise.attention.exchange import failure
 
 IGNORE_INDEX = -100
@@ -138,10 +138,10 @@ def as_count(num_valid: float | torch.Tensor, device: torch.device) -> torch.Ten
     """`num_valid` on a device."""
     if isinstance(num_valid, torch.Tensor):
         return num_valid.to(device, non_blocking=device.type != "cpu")
-    # `full` writes on the device; `as_tensor` would copy, and the host would wait.
-    return torch.full((), num_valid, device=device)
+    return scalar(num_valid, device)
 
 
+@tells_refusals("mesh")
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,

@@ -13,10 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
+from spanwise.attention.compare import tells_refusals
 from spanwise.attention.rank_plan import RankPlan, check_plan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.contents import seq_dim, tensors_of
-from spanwise.batch.documents import shift
+from spanwise.batch.documents import shift, traced_ids
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_dim
@@ -70,6 +71,7 @@ def shard(
     return shard_for_rank(plan, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
 
+@tells_refusals("mesh", "plan")
 def unshard(
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
@@ -108,6 +110,7 @@ def unshard(
     return gather(plan, local, mesh, x, dim, batch_dim, side)
 
 
+@tells_refusals("mesh", "plan")
 def roll(
     x: torch.Tensor,
     shifts: int,
@@ -131,7 +134,7 @@ def roll(
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
-            With ``side="kv"`` they are offsets of keys.
+            With ``side="kv"`` they are offsets of keys. Compiled code needs them, and a `RankPlan`.
         tree: in place of documents, the tree of which the plan has the mask. A token gets the one `shifts` before it
             on its path; `shifts` must not be negative, because a token may have several next ones: see `shard_edges`.
 
@@ -148,12 +151,17 @@ def roll(
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
     check_plan(plan, "roll")
     check_side(side)
-    if tree is None:
+    if torch.compiler.is_compiling():
+        if tree is not None or cu_seqlens is None or not isinstance(plan, RankPlan) or plan.packed:
+            raise ValueError("compiled code rolls with a RankPlan and cu_seqlens; call roll outside of it for the rest")
+        ids = traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
+        source, inside = shift(ids, shifts)
+    elif tree is None:
         source, inside = shift(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
     else:
         _check_tree(plan, tree, cu_seqlens)
-        source = tree.parent_tokens(int(shifts))
-        source, inside = np.maximum(source, 0), source[None] >= 0
+        parents = torch.from_numpy(tree.parent_tokens(int(shifts)))
+        source, inside = parents.clamp(min=0), parents[None] >= 0
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
@@ -161,14 +169,14 @@ def roll(
 
 
 def _moved(
-    x: torch.Tensor, source: np.ndarray, inside: np.ndarray, dim: int, batch_dim: int | None, fill_value: float
+    x: torch.Tensor, source: torch.Tensor, inside: torch.Tensor, dim: int, batch_dim: int | None, fill_value: float
 ) -> torch.Tensor:
     """Token ``source[i]`` for each token ``i`` of the whole sequence `x`; `fill_value` where it is not `inside`."""
-    moved = x.index_select(dim, to_device_of(x, torch.from_numpy(source)))
+    moved = x.index_select(dim, to_device_of(x, source))
     return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
 
 
-def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -> torch.Tensor:
+def _along(rows: torch.Tensor, x: torch.Tensor, dim: int, batch_dim: int | None) -> torch.Tensor:
     """`rows` ``[rows, seq_len]`` as a tensor that broadcasts against `x`; one row serves every batch row."""
     dim = check_dim(x, dim)
     shape = [1] * x.dim()
@@ -182,7 +190,7 @@ def _along(rows: np.ndarray, x: torch.Tensor, dim: int, batch_dim: int | None) -
         batch_dim = check_dim(x, batch_dim)
         shape[batch_dim] = len(rows)
         rows = rows if batch_dim < dim else rows.T
-    return to_device_of(x, torch.from_numpy(np.ascontiguousarray(rows))).reshape(shape)
+    return to_device_of(x, rows).reshape(shape)
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
@@ -210,9 +218,9 @@ def _check_tree(plan: Plan | RankPlan, tree: TokenTree, cu_seqlens: Any) -> None
         documents.check_tree_length(plan.seq_len, tree)
 
 
-def _ids(packings: list[Packing], side: Side = "q") -> np.ndarray:
+def _ids(packings: list[Packing], side: Side = "q") -> torch.Tensor:
     """Document of each token, -1 in padding; int64 ``[rows, tokens]``."""
-    return np.stack([packing.sequence_ids(side) for packing in packings])
+    return torch.from_numpy(np.stack([packing.sequence_ids(side) for packing in packings]))
 
 
 def shard_batch(

@@ -48,7 +48,11 @@ def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
 
 
 def offset_of(
-    tokens: Tokens, mesh: DeviceMesh | None, scoring: Scoring, caller: str
+    tokens: Tokens,
+    mesh: DeviceMesh | None,
+    scoring: Scoring,
+    caller: str,
+    amount: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Compare | None]:
     """Number of this rank's first row in the whole vocabulary, a scalar on the tokens' device; checks the labels.
 
@@ -59,6 +63,7 @@ def offset_of(
         mesh: None if one rank has the whole vocabulary.
         scoring: must be equal on the ranks of `mesh`, except for the chunk.
         caller: in words, equal as well: what it does with the scores decides on their gradients.
+        amount: a number of the caller that changes from call to call, also equal; in a tensor it is not compared.
 
     Raises:
         ValueError: labels outside the vocabulary, on the CPU.
@@ -75,11 +80,11 @@ def offset_of(
     grads = torch.is_grad_enabled() and x.requires_grad
     facts = {
         "for": caller, "given": given, "dtype": x.dtype, "requires grad": grads,
-        "temperature": float(scoring.temperature), "softcap": plain(scoring.softcap), "entropy": scoring.entropy,
+        "temperature": plain(scoring.temperature), "softcap": plain(scoring.softcap), "entropy": scoring.entropy,
         "bias": bias is not None,
     }  # fmt: skip
     name = "token scores of a sharded vocabulary"
-    compare = compare_sums(name, facts, mesh, of=x, sizes=("[tokens, hidden size]", sizes))
+    compare = compare_sums(name, facts, mesh, of=x, sizes=("[tokens, hidden size]", sizes), amount=amount)
     # A rank does not know the others' rows. `full` and `cumsum` keep the answer on the device.
     rank, size = mesh.get_local_rank(), mesh.size()
     counts = labels.new_zeros(size)

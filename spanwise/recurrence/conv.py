@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from spanwise import _torch
 from spanwise.attention._limits import check_transforms, fix_sizes
-from spanwise.attention.compare import compare_backward, compare_recurrence
+from spanwise.attention.compare import compare_backward, compare_recurrence, tells_refusals
 from spanwise.attention.exchange import needed
 from spanwise.attention.exchange._gradients import check_first_order
 from spanwise.recurrence.route import RecurrenceRoute
@@ -20,6 +20,7 @@ from spanwise.recurrence.shards import check_route, from_rows, to_rows
 _ACTIVATIONS = (None, "silu", "swish")
 
 
+@tells_refusals("route")
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from spanwise import _torch
 from spanwise.attention._limits import check_transforms
-from spanwise.attention.compare import compare_backward, compare_recurrence
+from spanwise.attention.compare import compare_backward, compare_recurrence, plain, tells_refusals
 from spanwise.recurrence.passing import passed
 from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
 
+@tells_refusals("route")
 def gated_linear(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,6 +63,7 @@ def gated_linear(
     return _layer("gated_linear", q, k, v, log_decay, None, route, scale, initial, return_final)
 
 
+@tells_refusals("route")
 def gated_delta(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,6 +126,7 @@ def _layer(
     initial: torch.Tensor | None,
     return_final: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    scale = _torch.constant(scale)
     check_transforms(q, k, v, log_decay)
     check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "initial": initial})
     _check(q, k, v, log_decay, beta, route, scale)
@@ -143,7 +148,7 @@ def _layer(
     if route.apart:
         assert route.mesh is not None
         given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states) if x is not None]
-        options = (None if scale is None else float(scale), initial is not None)
+        options = (plain(scale), initial is not None)
         compare = compare_recurrence(name, given, options, route.digest, route.mesh)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, f"states ({name})")
@@ -157,7 +162,7 @@ def _layer(
 
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None,
-    route: RecurrenceRoute, scale: float | None,
+    route: RecurrenceRoute, scale: Any,
 ) -> None:  # fmt: skip
     """``ValueError`` for what one rank can see to be wrong."""
     if v.dim() not in (3, 4) or q.dim() != v.dim() or k.dim() != v.dim():
@@ -187,7 +192,7 @@ def _check(
             raise ValueError(
                 f"all tensors must be floating point, float64 all or none; {name} is {x.dtype}, v {v.dtype}"
             )
-    if getattr(scale, "requires_grad", False):
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError("scale is a number and gets no gradient; multiply q by a scale that is learned")
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt({keys})")

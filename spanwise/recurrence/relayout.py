@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.compare import compare_backward, compare_relayout
+from spanwise.attention.compare import compare_backward, compare_relayout, tells_refusals
 from spanwise.attention.exchange import needed
 from spanwise.attention.exchange.needed import Route
 from spanwise.attention.rank_plan import compare_fingerprints
@@ -54,6 +54,7 @@ class RelayoutRoute:
 _torch.register_pytree_dataclass(RelayoutRoute, static=("rank", "num_ranks", "rows", "mesh"))
 
 
+@tells_refusals("mesh", "from_plan")
 def relayout(
     x: torch.Tensor,
     from_plan: Plan | RelayoutRoute,

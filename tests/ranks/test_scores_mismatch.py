@@ -22,12 +22,12 @@ def scores(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
     labels = torch.arange(options.pop("tokens", 4))
     weight = None if options.pop("logits", False) else torch.ones(3, 5, dtype=options["dtype"])
     bias = torch.ones(3, dtype=options["dtype"]) if options.pop("bias", False) else None
-    reduction = options.pop("loss", None)
+    reduction, count = options.pop("loss", None), options.pop("count", None)
     rest = {name: value for name, value in options.items() if name not in ("dtype", "grad")}
 
     def call(x: torch.Tensor) -> Any:
         if reduction:
-            kwargs = {"loss_mesh": None, "vocab_mesh": mesh, "reduction": reduction}
+            kwargs = {"loss_mesh": None, "vocab_mesh": mesh, "reduction": reduction, "num_valid": count}
             return spanwise.linear_cross_entropy(x[: len(labels)], weight, labels, **kwargs)
         return spanwise.token_logprobs(
             x[: len(labels)], labels, vocab_weight=weight, bias=bias, vocab_mesh=mesh, **rest
@@ -42,6 +42,17 @@ def edges(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
 
     def call(x: torch.Tensor) -> Any:
         return spanwise.unshard_edges(own, mesh, x[: len(own.targets)], dim=0)
+
+    return call
+
+
+def each_loss(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    """The loss of each token, which has no collective."""
+    softcap, reduction = options.pop("softcap", None), options.pop("reduction", "none")
+
+    def call(x: torch.Tensor) -> Any:
+        kwargs = {"loss_mesh": mesh, "softcap": softcap, "reduction": reduction}
+        return spanwise.linear_cross_entropy(x, torch.ones(7, x.shape[-1]), torch.arange(6), **kwargs)
 
     return call
 
@@ -70,6 +81,19 @@ def recurrent(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], An
     return call
 
 
+def convolved(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(12), 2, balancer="contiguous", block_size=2)
+    route, width = spanwise.recurrence.recurrence_route(plan, mesh), options.pop("width", 3)
+    return lambda x: spanwise.recurrence.causal_conv(x, torch.ones(5, width), None, route)
+
+
+def moved(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    mask = spanwise.SpanMask.causal(12)
+    plans = [spanwise.make_plan(mask, 2, balancer=name, block_size=2) for name in ("contiguous", "head_tail")]
+    way = spanwise.relayout_route(*plans, mesh)
+    return lambda x: spanwise.relayout(x, way, dim=0)
+
+
 # What rank 1 does otherwise, and what the error names.
 CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
     scores: {
@@ -82,6 +106,11 @@ CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
         "logits": ({"logits": True}, "given logits"),
         "a bias": ({"bias": True}, "bias True"),
         "another loss": ({"loss": "sum"}, 'linear_cross_entropy(reduction="sum")'),
+        "a count": ({"loss": "mean", "count": 5}, "amount 5"),
+    },
+    each_loss: {
+        "a sum": ({"reduction": "sum"}, 'linear_cross_entropy(reduction="sum")'),
+        "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
     },
     fused_loss: {
         "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
@@ -91,6 +120,8 @@ CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
         "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
         "normalized": ({"normalize": True}, "rank 1: gated_delta(normalize=True)"),
     },
+    convolved: {"a width": ({"width": 2}, "(2, None, False)")},
+    moved: {"no gradient": ({"grad": False}, "requires grad (False,)")},
     edges: {
         "another tree": ({"tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 3])}, "(6, 5)"),
         "a wider dtype": ({"dtype": torch.float64}, "dtype float64"),
@@ -162,7 +193,7 @@ def skips(rank: int, mesh: DeviceMesh, door: Callable[..., Any], backend: str | 
     return mismatch(steps)
 
 
-@pytest.mark.parametrize("door", [scores, edges, recurrent])
+@pytest.mark.parametrize("door", [scores, edges, recurrent, convolved, moved])
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.compiles])])
 def test_a_backward_that_one_rank_leaves_out(
     gloo_pool: GlooPool, door: Callable[..., Any], backend: str | None

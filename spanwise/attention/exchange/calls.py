@@ -32,7 +32,7 @@ import torch.distributed as dist
 from spanwise import _torch
 from spanwise.attention.exchange.errors import ranks_in_words
 from spanwise.attention.exchange.expectation import Call, Expectation
-from spanwise.attention.exchange.findings import probe
+from spanwise.attention.exchange.findings import alarm, probe
 
 # Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
 # compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times; see
@@ -42,6 +42,7 @@ POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 RECENT = 4  # calls of a rank in an error
+PATIENCE = 2.0  # seconds for a rank whose call was refused there to make another one, before others that wait give up
 GONE = -(2**40)  # added to the number of ranks that have come by one that gives up
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
@@ -122,6 +123,8 @@ class CallLog:
         self._own: deque[int] = deque()  # digests that were not sent
         self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
         self._round: _Gather | None = None
+        self._next_question = 0.0  # when to ask whether a call was refused on another rank
+        self._refused_after = -1  # calls before the last one that was refused here
         self._broken = False
         _alive.add(self)
         threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
@@ -179,9 +182,41 @@ class CallLog:
         with self._lock:  # the thread is not in the middle of a step
             self._broken = True
 
+    def refuse(self, error: Exception) -> None:
+        """Tell ranks that may wait for this one that its call raised `error` before it was recorded."""
+        self._refused_after = self.count
+        with contextlib.suppress(RuntimeError):
+            said = f"{type(error).__name__}: {error}"
+            self._store.set(f"{self.key}/refused/{self.rank}", json.dumps([self.count, said]))
+            self._store.add(f"{self.key}/refused", 1)
+
+    def _ask_for_refusals(self) -> None:
+        """Set `error` if this rank waits for one whose call was refused there, and that has made none since."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add(f"{self.key}/refused", 0) == 0:
+                return
+            for rank, heard in enumerate(self._heard):
+                key = f"{self.key}/refused/{rank}"
+                if rank == self.rank or not self._store.check([key]):
+                    continue
+                after, said = json.loads(self._store.get(key))
+                if self.confirmed + len(heard) == after < self.count and self._refused_after != after:
+                    self.error = (
+                        f"rank {rank} of {self.name} has not made call {after + 1}; before it, it raised {said}"
+                    )
+                    _log.error(self.error)
+                    self._on_mismatch()
+                    alarm(probe(self.host, enough=1)[1])
+                    return
+
     def look(self) -> None:
         """A step of the comparison, if there is one to make; never waits."""
-        if self.error or self._broken or self.confirmed == self.count or not self._lock.acquire(blocking=False):
+        if self.error or self._broken or self.confirmed == self.count:
+            return
+        if self._round is not None and time.monotonic() > self._next_question:
+            self._next_question = time.monotonic() + PATIENCE
+            self._ask_for_refusals()
+        if self.error or not self._lock.acquire(blocking=False):
             return
         try:
             self._advance(wait=False)
@@ -203,6 +238,7 @@ class CallLog:
     def _start_round(self) -> _Gather:
         digests = [self._own.popleft() for _ in range(min(len(self._own), _WIDTH))]
         numbers = [len(digests), *digests, *[0] * (_WIDTH - len(digests))]
+        self._next_question = time.monotonic() + PATIENCE
         return _Gather(self.host, numbers, self.size)
 
     def _take(self, rows: list[list[int]]) -> None:

@@ -167,6 +167,16 @@ def compare(
     return None
 
 
+def report_refusal(error: Exception, ranks: Sequence[int]) -> None:
+    """Tell the other `ranks` of a mesh that this one refused its call, so that they do not wait until their timeout.
+
+    Only after a call that was compared; without communication among the ranks.
+    """
+    for log in calls.logs():
+        if not isinstance(error, ExchangeError) and log.ranks == ranks:
+            log.refuse(error)
+
+
 def _of_backend(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 

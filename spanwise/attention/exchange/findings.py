@@ -169,7 +169,7 @@ def investigate(own: Report, open_sends: list[dist.Work]) -> Findings:
     asking.start()
     asking.join(GRACE + LINGER + 1.0)
     if asking.is_alive():
-        _alarm(open_sends)
+        alarm(open_sends)
         found.trouble = found.trouble or "the store does not answer; its host may be down"
     return dataclasses.replace(found)
 
@@ -203,7 +203,7 @@ def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[
 
 def close_connections() -> None:
     """Close the gloo connections of all groups of this process: its waits fail, and those of ranks that wait for it."""
-    _alarm([send for group in _torch.groups() if _torch.is_gloo(group) for send in probe(group, enough=1)[1]])
+    alarm([send for group in _torch.groups() if _torch.is_gloo(group) for send in probe(group, enough=1)[1]])
 
 
 def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found: Findings) -> None:
@@ -221,7 +221,7 @@ def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found
                 number = store.add(f"spanwise/failures/{name}", 1)
                 store.set(f"spanwise/failure/{name}/{number}", json.dumps([found.rank, own]))
         finally:
-            _alarm(open_sends)
+            alarm(open_sends)
         found.earlier = _trace(store, found.rank, began + GRACE, found, set())[1:]
         found.silence = time.monotonic() - began
         store.add("spanwise/failure/asking", -1)
@@ -282,7 +282,7 @@ def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
     return True
 
 
-def _alarm(open_sends: list[dist.Work]) -> None:
+def alarm(open_sends: list[dist.Work]) -> None:
     """Make the other ranks fail now; otherwise they would wait for this failed rank until their timeout.
 
     gloo closes all connections of a group when one of its operations times out.

@@ -1,0 +1,100 @@
+"""A rank whose call is refused there, and that lives on: the others learn of it soon, not after their timeout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import spanwise
+from spanwise import SpanMask, recurrence
+from spanwise.attention.exchange import calls
+from tests.ranks.gloo import GlooPool
+
+Door = Callable[[bool], Any]
+
+
+def doors(mesh: DeviceMesh) -> dict[str, Door]:
+    """Calls of every kind, with wrong arguments or right ones."""
+    mask = SpanMask.causal(12)
+    plan = spanwise.make_plan(mask, mesh.size(), block_size=2, balancer="contiguous")
+    local, route = plan.local(mesh), recurrence.recurrence_route(plan, mesh)
+    way = spanwise.relayout_route(plan, spanwise.make_plan(mask, mesh.size(), block_size=2, balancer="head_tail"), mesh)
+    q, x = torch.ones(1, 2, 4, 8), torch.ones(1, 4, 2, 8)
+    labels, weight = torch.zeros(4, dtype=torch.int64), torch.ones(3, 8)
+    gates = -torch.ones(1, 4, 2)
+    return {
+        "attention": lambda bad: spanwise.context_parallel_attention(q, q, q[:, :, bad:], local),
+        "packed": lambda bad: spanwise.packed_attention(x[0], x[0], x[0, bad:], local),
+        "unshard": lambda bad: spanwise.unshard(local, x=x[:, bad:]),
+        "roll": lambda bad: spanwise.roll(x, 1, local, cu_seqlens=[bad, 12]),
+        "gated_linear": lambda bad: recurrence.gated_linear(x, x, x, gates[:, bad:], route),
+        "gated_delta": lambda bad: recurrence.gated_delta(x, x, x, gates, gates[:, bad:], route),
+        "causal_conv": lambda bad: recurrence.causal_conv(x[..., 0], torch.ones(8 - bad, 2), None, route),
+        "relayout": lambda bad: spanwise.relayout(x[:, bad:], way),
+        "cross_entropy": lambda bad: spanwise.cross_entropy(x[0, :, 0], labels[bad:], mesh),
+        "linear": lambda bad: spanwise.linear_cross_entropy(x[0, :, 0], weight, labels - int(bad), loss_mesh=mesh),
+        "logprobs": lambda bad: spanwise.token_logprobs(x[0, :, 0], labels[bad:], vocab_weight=weight, vocab_mesh=mesh),
+    }
+
+
+def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> tuple[str, float]:
+    call = doors(mesh)[name]
+    for _ in range(steady):
+        call(False)
+    began = time.monotonic()
+    if rank == 1:
+        with pytest.raises(ValueError) as raised:
+            call(True)
+        time.sleep(6.0)
+        return str(raised.value), 0.0
+    with pytest.raises(spanwise.MismatchError) as raised:
+        for _ in range(100):
+            call(False)
+    return str(raised.value), time.monotonic() - began
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("steady", [0, 16])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "linear", *(pytest.param(x, marks=SLOW) for x in (
+        "packed", "unshard", "roll", "gated_linear", "gated_delta", "causal_conv", "relayout", "cross_entropy",
+        "logprobs",
+    ))],
+)  # fmt: skip
+def test_the_others_learn_why(gloo_pool: GlooPool, name: str, steady: int) -> None:
+    first, second, third = gloo_pool.run(3, lives_on, name, steady, timeout=50.0)
+    for text, seconds in (first, third):
+        assert "rank 1 of" in text and f"it raised ValueError: {second[0]}" in text, text
+        assert seconds < 9.0
+
+
+def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """All ranks are refused the same call, or one is and makes the right call next; late by more than the patience."""
+    call = doors(mesh)["attention"]
+    for late in (0, 1):
+        with pytest.raises(ValueError):
+            call(True)
+        if rank == late:
+            time.sleep(calls.PATIENCE + 1.0)
+        call(False)
+    if rank == 1:
+        with pytest.raises(ValueError):
+            call(True)
+    for _ in range(3):
+        call(False)
+    (log,) = calls.logs()
+    log.settle(5.0)
+    return log.count, log.confirmed
+
+
+def test_ranks_that_go_on_together_are_no_error(gloo_pool: GlooPool) -> None:
+    for count, confirmed in gloo_pool.run(3, alike, timeout=50.0):
+        assert count == confirmed
