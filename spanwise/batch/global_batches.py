@@ -275,7 +275,8 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         source: ``source[document][start:stop]`` are tokens; picklable if workers read it.
         rank: the rank whose tokens are read: its place in the cp mesh of the plans.
 
-    An iteration begins at the state that was loaded last; without one, at the first batch.
+    An iteration begins at the state that was loaded last; without one, at the first batch. Workers copy the data set
+    when they start: under ``persistent_workers=True`` load a state before the loader's first iteration.
 
     >>> import numpy as np, spanwise
     >>> from torch.utils.data import DataLoader

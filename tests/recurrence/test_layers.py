@@ -82,6 +82,19 @@ def test_bfloat16_keeps_states_in_float32(kind: str) -> None:
         torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gradients(kind: str) -> None:
+    """Those of bfloat16 inputs are rounded once: sums inside are float32, and initial states and theirs stay so."""
+    cuts = [0, 33, 60]
+    problem = problems.make(kind, 60, _documents(cuts)).to(torch.float32)
+    problem = dataclasses.replace(problem, inputs=[x.bfloat16() for x in problem.inputs])
+    results = run_ranks(2, problems.on_rank, plan := _plan(cuts, 2, "head_tail"), problem)
+    problems.check(plan, problem, results, 6e-3)
+    for out, states, grads, *_ in results:
+        assert {x.dtype for x in (out, *grads[:-1])} == {torch.bfloat16}
+        assert states.dtype == grads[-1].dtype == torch.float32
+
+
 @given(data=st.data(), kind=st.sampled_from(KINDS), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, seed: int) -> None:
     length = data.draw(st.integers(1, 48))
