@@ -161,6 +161,8 @@ def test_a_sharded_vocabulary(rows: list[int], from_hidden: bool) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_sharded_vocabulary_beside_context_parallelism(dtensor: bool, reduction: Any) -> None:
     """2 × 2 ranks, 11 rows as 6 and 5; a DTensor gets its gradient as a DTensor of the same placement."""
+    if dtensor and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 crashes where ranks that are threads enter a fake mode, as DTensor does")
     plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="lpt", block_size=4)
     hidden, weight, bias, labels = batch_problem()
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
