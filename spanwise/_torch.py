@@ -113,17 +113,16 @@ def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
 class Handed:
     """Tensors handed to gloo's threads: the memory of `given`, in tensors that nobody else has.
 
-    A thread of gloo drops its references only after it has announced the result. If it thereby leaves a tensor to
-    Python alone, it asks for the interpreter's lock, and if the interpreter is ending, the process aborts. So whoever
-    waits for the result also waits until the thread has let go.
+    gloo's thread drops its references after it has announced the result. If it leaves a tensor to Python alone, it asks
+    for the interpreter's lock, and a process that is ending aborts. So who waits also waits until it has let go.
     """
 
     def __init__(self, *given: torch.Tensor) -> None:
         # Not views: a view refers to the tensor that it is a view of, and so would the parts that gloo makes.
-        self.tensors = [
-            torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-            for x in given
-        ]
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+        self.tensors = list(map(own, given))
         self._before = self._references()
 
     def _references(self) -> list[int]:
@@ -355,6 +354,11 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def after_backward(do: Callable[[], None]) -> None:
+    """Call `do` at the end of the backward pass that runs in this thread, unless that raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)
+
+
 def inside_transform() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -374,11 +378,7 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 def is_fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no contents to read."""
-    if type(x) is torch.Tensor:
-        return x.is_meta
-    from torch._subclasses import FakeTensor
-
-    return isinstance(x, FakeTensor) or x.is_meta
+    return x.is_meta or (type(x) is not torch.Tensor and isinstance(x, torch._subclasses.FakeTensor))
 
 
 def is_readable(x: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,15 +82,17 @@ def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
         def told(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
+            began = time.monotonic()
             try:
                 return function(*args, **kwargs)
-            except (ValueError, NotImplementedError) as error:
+            # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 given = inspect.signature(function).bind(*args, **kwargs).arguments
                 for name in names:
                     mesh = given.get(name)
                     mesh = mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "mesh", None)
                     if isinstance(mesh, DeviceMesh):
-                        failure.report_refusal(error, mesh.mesh.flatten().tolist())
+                        failure.report_refusal(error, mesh.mesh.flatten().tolist(), began)
                 raise
 
         return told  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -30,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from spanwise import _torch
-from spanwise.attention.exchange.errors import ranks_in_words
+from spanwise.attention.exchange.errors import calls_in_words, in_words
 from spanwise.attention.exchange.expectation import Call, Expectation
-from spanwise.attention.exchange.findings import alarm, probe
+from spanwise.attention.exchange.findings import alarm, meet, probe
 
 # Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
 # compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times; see
@@ -43,15 +44,8 @@ GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a misma
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 RECENT = 4  # calls of a rank in an error
 PATIENCE = 2.0  # seconds for a rank whose call was refused there to make another one, before others that wait give up
-GONE = -(2**40)  # added to the number of ranks that have come by one that gives up
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
-
-
-def in_words(facts: dict[str, str]) -> str:
-    """``name(plan 1f…, dtype float32, …)``."""
-    rest = ", ".join(f"{label} {value}" for label, value in facts.items() if label != "call")
-    return f"{facts['call']}({rest})"
 
 
 class _Gather:
@@ -115,7 +109,7 @@ class CallLog:
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
         self.key = f"spanwise/calls/{','.join(map(str, ranks))}"
         self.key += f"/{self._store.add(f'{self.key}/{self.rank}', 1)}"
-        _meet(self._store, f"{self.key}/come", self.size, groups, until)
+        meet(self._store, f"{self.key}/come", self.size, groups, until)
         self.host = _torch.host_group(self._store, f"{self.key}/connect", self.rank, self.size, timeout)
         self._lock = threading.Lock()
         self._expected = Expectation()
@@ -125,6 +119,9 @@ class CallLog:
         self._round: _Gather | None = None
         self._next_question = 0.0  # when to ask whether a call was refused on another rank
         self._refused_after = -1  # calls before the last one that was refused here
+        self._added = 0.0  # when the last call was recorded
+        self._backwards: set[int] = set()  # numbers of those that made a call and have not ended
+        self._failed = False  # whether a rank failed in the middle of a call
         self._broken = False
         _alive.add(self)
         threading.Thread(target=_look, args=(weakref.ref(self),), name="spanwise calls", daemon=True).start()
@@ -144,7 +141,7 @@ class CallLog:
         while len(self._recent) > RECENT and self._recent[0][0] < self.confirmed:
             self._recent.popleft()
         self._own.append(2 * digest + expected)
-        self.count = number
+        self.count, self._added = number, time.monotonic()
         return number, expected
 
     def recent(self) -> list[str]:
@@ -182,32 +179,71 @@ class CallLog:
         with self._lock:  # the thread is not in the middle of a step
             self._broken = True
 
-    def refuse(self, error: Exception) -> None:
-        """Tell ranks that may wait for this one that its call raised `error` before it was recorded."""
-        self._refused_after = self.count
-        with contextlib.suppress(RuntimeError):
-            said = f"{type(error).__name__}: {error}"
-            self._store.set(f"{self.key}/refused/{self.rank}", json.dumps([self.count, said]))
-            self._store.add(f"{self.key}/refused", 1)
+    def refuse(self, error: Exception, began: float) -> None:
+        """Tell ranks that may wait for this one that its call, which `began` then, raised `error`.
 
-    def _ask_for_refusals(self) -> None:
-        """Set `error` if this rank waits for one whose call was refused there, and that has made none since."""
+        If it was recorded before, its collectives may have started, and those of a next call would meet them. So this
+        log ends then, and the connections are closed, unless all ranks say soon that they failed in the same way.
+        """
+        self._refused_after = self.count
+        self._tell(f"{type(error).__name__}: {str(error)[:500]}", inside=self._added >= began)
+
+    def notice(self, backward: int) -> None:
+        """Find out at a call, in the backward of this number or in none (-1), that an earlier backward has raised."""
+        if backward == -1 and self._backwards:
+            self._backwards.clear()
+            if not self.error and not self._broken:  # those are why it has raised
+                self._tell("an error in its backward", inside=True)
+        elif backward != -1 and backward not in self._backwards:
+            self._backwards.add(backward)
+            _torch.after_backward(functools.partial(self._backwards.discard, backward))
+
+    def _tell(self, said: str, inside: bool) -> None:
+        failed = inside and not self._all_raise(said)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self.key}/refused/{self.rank}", json.dumps([self.count, said, failed]))
+            self._store.add(f"{self.key}/refused", 1)
+        if failed:
+            self._fail(self.rank, self.count, said)
+
+    def _all_raise(self, said: str) -> bool:
+        """Whether all ranks raise this in the last call."""
+        key, until = f"{self.key}/raise/{self.count}/{said}", time.monotonic() + PATIENCE
+        with contextlib.suppress(RuntimeError):
+            self._store.add(key, 1)
+            while self._store.add(key, 0) % self.size:  # a call may be told by two functions, one in the other
+                if time.monotonic() > until:
+                    return False
+                time.sleep(POLL)
+            return True
+        return False
+
+    def _fail(self, rank: int, number: int, said: str) -> None:
+        """Set `error` for all calls to come: `rank` failed in the middle of a call."""
+        self._failed = True
+        self._give_up(f"rank {rank} of {self.name} failed in call {number}, where it raised {said}")
+
+    def _give_up(self, text: str) -> None:
+        self.error = text
+        _log.error(text)
+        self._on_mismatch()
+        alarm(probe(self.host, enough=1)[1])
+
+    def ask_for_refusals(self) -> None:
+        """Set `error` if a rank has failed, or if this one waits for one whose call was refused there, and no other."""
         with contextlib.suppress(RuntimeError):
             if self._store.add(f"{self.key}/refused", 0) == 0:
                 return
             for rank, heard in enumerate(self._heard):
                 key = f"{self.key}/refused/{rank}"
-                if rank == self.rank or not self._store.check([key]):
+                if rank == self.rank or self.error or not self._store.check([key]):
                     continue
-                after, said = json.loads(self._store.get(key))
-                if self.confirmed + len(heard) == after < self.count and self._refused_after != after:
-                    self.error = (
-                        f"rank {rank} of {self.name} has not made call {after + 1}; before it, it raised {said}"
-                    )
-                    _log.error(self.error)
-                    self._on_mismatch()
-                    alarm(probe(self.host, enough=1)[1])
-                    return
+                after, said, failed = json.loads(self._store.get(key))
+                if failed:
+                    self._fail(rank, after, said)
+                elif self.confirmed + len(heard) == after < self.count and self._refused_after != after:
+                    text = f"rank {rank} of {self.name} has not made call {after + 1}; before it, it raised {said}"
+                    self._give_up(text)
 
     def look(self) -> None:
         """A step of the comparison, if there is one to make; never waits."""
@@ -215,7 +251,7 @@ class CallLog:
             return
         if self._round is not None and time.monotonic() > self._next_question:
             self._next_question = time.monotonic() + PATIENCE
-            self._ask_for_refusals()
+            self.ask_for_refusals()
         if self.error or not self._lock.acquire(blocking=False):
             return
         try:
@@ -258,7 +294,7 @@ class CallLog:
         """Set `error`. If no rank has started the call, all raise in it, and the log can go on."""
         calls = list(self._recent)  # at once: the rank may be adding to it
         mine = [(n, call.facts()) for n, call in calls if number - 1 <= n <= number]
-        text = describe(number, self.name, self._told(number, mine))
+        text = calls_in_words(number, self.name, self._told(number, mine))
         if started:
             _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
             self.error = text
@@ -274,8 +310,9 @@ class CallLog:
             return ""
         with self._lock:  # the thread may be about to set more than `error`
             text = self.error
-            if self.confirmed == self.count:
+            if self.confirmed == self.count and not self._failed:
                 self.error = ""  # all ranks raise here
+                self._backwards.clear()
         return text
 
     def _told(self, number: int, mine: list[tuple[int, dict[str, str]]]) -> dict[int, list[tuple[int, dict[str, str]]]]:
@@ -291,65 +328,6 @@ class CallLog:
                     else:
                         time.sleep(POLL)
         return told
-
-
-def _meet(store: dist.Store, key: str, size: int, groups: Sequence[dist.ProcessGroup], until: float) -> None:
-    """Return when `size` ranks have come; gloo's own wait for them would not end when one of their processes does.
-
-    Args:
-        key: of the number of ranks that have come.
-        groups: of the axes of their mesh; those of gloo show which processes have ended.
-
-    Raises:
-        RuntimeError: not all came `until` then, a process has ended, or another rank has given up.
-    """
-    began = time.monotonic()
-    come, pause, look = store.add(key, 1), POLL, began + 1.0
-    while 0 <= come < size:
-        now = time.monotonic()
-        closed: tuple[int, ...] = ()
-        if now > look:
-            look = now + min(now - began, 15.0)
-            closed = tuple(peer for group in groups if _torch.is_gloo(group) for peer in probe(group)[0])
-        if closed or now > until:
-            store.add(key, GONE)
-            raise RuntimeError(f"{come} of {size} ranks had come after {now - began:.1f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)  # the store of many ranks answers all of them
-        come = store.add(key, 0)
-    if come < 0:
-        raise RuntimeError(f"another rank gave up; {come % -GONE} of {size} ranks had come")
-
-
-def describe(number: int, name: str, told: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
-    """The text of a mismatch in call `number`.
-
-    >>> def calls(dtype): return [(1, {"call": "f", "plan": "1f", "dtype": "float32"}),
-    ...                           (2, {"call": "f", "plan": "1f", "dtype": dtype})]
-    >>> print(describe(2, "group 'cp'", {0: calls("float32"), 1: calls("float16"), 2: calls("float32")}))
-    ranks disagree on call 2 in group 'cp': ranks 0, 2: f(plan 1f, dtype float32); rank 1: dtype float16. The call \
-before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same calls in the same order
-    """
-    by_facts: dict[str, list[int]] = {}
-    for rank, calls in sorted(told.items()):
-        facts = next((facts for n, facts in calls if n == number), {"call": "an unknown call"})
-        by_facts.setdefault(json.dumps(facts), []).append(rank)
-    first: dict[str, str] | None = None
-    parts = []
-    for text, ranks in by_facts.items():
-        facts = json.loads(text)
-        said = in_words(facts)
-        if first is not None and facts.keys() == first.keys() and facts["call"] == first["call"]:
-            said = ", ".join(f"{label} {value}" for label, value in facts.items() if first[label] != value)
-        first = first or facts
-        parts.append(f"{ranks_in_words(ranks)}: {said}")
-    before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in told.values()}
-    earlier = json.loads(before.pop()) if len(before) == 1 else []
-    tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
-    return (
-        f"ranks disagree on call {number} in {name}: {'; '.join(parts)}.{tail} Every rank must make the same "
-        f"calls in the same order"
-    )
 
 
 def _look(ref: weakref.ref[CallLog]) -> None:

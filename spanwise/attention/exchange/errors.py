@@ -1,7 +1,8 @@
-"""Errors of collectives."""
+"""Errors of collectives, and calls in words."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -50,3 +51,40 @@ def ranks_in_words(ranks: Sequence[object], prefix: str = "rank") -> str:
     ('rank 1', 'global ranks 0, 2')
     """
     return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def in_words(facts: dict[str, str]) -> str:
+    """``name(plan 1f…, dtype float32, …)``."""
+    rest = ", ".join(f"{label} {value}" for label, value in facts.items() if label != "call")
+    return f"{facts['call']}({rest})"
+
+
+def calls_in_words(number: int, name: str, told: dict[int, list[tuple[int, dict[str, str]]]]) -> str:
+    """The text of a mismatch in call `number`.
+
+    >>> def calls(dtype): return [(1, {"call": "f", "plan": "1f", "dtype": "float32"}),
+    ...                           (2, {"call": "f", "plan": "1f", "dtype": dtype})]
+    >>> print(calls_in_words(2, "group 'cp'", {0: calls("float32"), 1: calls("float16"), 2: calls("float32")}))
+    ranks disagree on call 2 in group 'cp': ranks 0, 2: f(plan 1f, dtype float32); rank 1: dtype float16. The call \
+before, on all ranks: f(plan 1f, dtype float32). Every rank must make the same calls in the same order
+    """
+    by_facts: dict[str, list[int]] = {}
+    for rank, calls in sorted(told.items()):
+        facts = next((facts for n, facts in calls if n == number), {"call": "an unknown call"})
+        by_facts.setdefault(json.dumps(facts), []).append(rank)
+    first: dict[str, str] | None = None
+    parts = []
+    for text, ranks in by_facts.items():
+        facts = json.loads(text)
+        said = in_words(facts)
+        if first is not None and facts.keys() == first.keys() and facts["call"] == first["call"]:
+            said = ", ".join(f"{label} {value}" for label, value in facts.items() if first[label] != value)
+        first = first or facts
+        parts.append(f"{ranks_in_words(ranks)}: {said}")
+    before = {json.dumps([facts for n, facts in calls if n == number - 1]) for calls in told.values()}
+    earlier = json.loads(before.pop()) if len(before) == 1 else []
+    tail = f" The call before, on all ranks: {in_words(earlier[0])}." if earlier else ""
+    return (
+        f"ranks disagree on call {number} in {name}: {'; '.join(parts)}.{tail} Every rank must make the same "
+        f"calls in the same order"
+    )

@@ -148,6 +148,7 @@ def compare(
     log = connect(groups, ranks)
     if log is None:
         return None
+    log.notice(_torch.backward_number())
     _raise_mismatch(log)
     number, expected = log.add(call)
 
@@ -167,14 +168,14 @@ def compare(
     return None
 
 
-def report_refusal(error: Exception, ranks: Sequence[int]) -> None:
-    """Tell the other `ranks` of a mesh that this one refused its call, so that they do not wait until their timeout.
+def report_refusal(error: Exception, ranks: Sequence[int], began: float) -> None:
+    """Tell the other `ranks` of a mesh that the call of this one, which `began` then, raised `error`.
 
     Only after a call that was compared; without communication among the ranks.
     """
     for log in calls.logs():
         if not isinstance(error, ExchangeError) and log.ranks == ranks:
-            log.refuse(error)
+            log.refuse(error, began)
 
 
 def _of_backend(error: RuntimeError) -> bool:
@@ -212,6 +213,7 @@ def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | Non
     """
     for each in calls.logs():
         each.settle(_SETTLE)
+        each.ask_for_refusals()
         if text := each.raised():
             return _mismatch(each, text)
     lost_here, open_sends = probe(near) if near is not None else ((), [])

@@ -26,6 +26,9 @@ from spanwise.attention.exchange.errors import ranks_in_words
 GRACE = 5.0
 LINGER = 2.0
 
+GONE = -(2**40)  # added to the number of ranks that have come by one that gives up
+_POLL = 1e-3  # seconds between the first looks of a rank that waits for others to come
+
 _PROBE_TAG = 0x5BA7  # no rank receives messages with this tag
 # Texts of gloo's TCP transport for a connection closed at the other end (gloo/transport/tcp/pair.cc). Its other texts
 # mean that this end closed it.
@@ -204,6 +207,34 @@ def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[
 def close_connections() -> None:
     """Close the gloo connections of all groups of this process: its waits fail, and those of ranks that wait for it."""
     alarm([send for group in _torch.groups() if _torch.is_gloo(group) for send in probe(group, enough=1)[1]])
+
+
+def meet(store: dist.Store, key: str, size: int, groups: Sequence[dist.ProcessGroup], until: float) -> None:
+    """Return when `size` ranks have come; gloo's own wait for them would not end when one of their processes does.
+
+    Args:
+        key: of the number of ranks that have come.
+        groups: of the axes of their mesh; those of gloo show which processes have ended.
+
+    Raises:
+        RuntimeError: not all came `until` then, a process has ended, or another rank has given up.
+    """
+    began = time.monotonic()
+    come, pause, look = store.add(key, 1), _POLL, began + 1.0
+    while 0 <= come < size:
+        now = time.monotonic()
+        closed: tuple[int, ...] = ()
+        if now > look:
+            look = now + min(now - began, 15.0)
+            closed = tuple(peer for group in groups if _torch.is_gloo(group) for peer in probe(group)[0])
+        if closed or now > until:
+            store.add(key, GONE)
+            raise RuntimeError(f"{come} of {size} ranks had come after {now - began:.1f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)  # the store of many ranks answers all of them
+        come = store.add(key, 0)
+    if come < 0:
+        raise RuntimeError(f"another rank gave up; {come % -GONE} of {size} ranks had come")
 
 
 def _ask(store: dist.Store, names: list[str], open_sends: list[dist.Work], found: Findings) -> None:
