@@ -15,7 +15,7 @@ RESULTS = DOCS.parent / "tests" / "results" / "versions.json"
 
 
 def failed(row: dict[str, Any]) -> str:
-    return ", ".join(f"`{name.split('::')[1]}`" for name in row["failed"]) or "none"
+    return ", ".join(f"`{name.partition('::')[2] or name}`" for name in row["failed"]) or "none"
 
 
 def commits(row: dict[str, Any]) -> str:

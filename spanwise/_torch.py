@@ -150,9 +150,9 @@ def _outlive_gloo(result: torch.Tensor, handed: Handed, work: dist.Work) -> torc
 
 
 def check_compiling() -> None:
-    """``RuntimeError`` in compiled code where this torch would compute wrong gradients."""
+    """``NotImplementedError`` in compiled code where this torch would compute wrong gradients."""
     if not COMPILES and torch.compiler.is_compiling():
-        raise RuntimeError(
+        raise NotImplementedError(
             f"torch {torch.__version__} cannot compile context parallelism; use torch 2.12 or newer, or do not compile"
         )
 

@@ -74,6 +74,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return _shared(config.rootpath / file) or file
 
+        def remove_node(self, node: Any) -> str | None:
+            # A test that ended its worker is done. xdist's own schedule runs it again until no worker may start.
+            units = self.assigned_work[node].values()
+            crashed = next((test for unit in units for test, done in unit.items() if not done), None)
+            for unit in units:
+                unit.update({crashed: True} if crashed in unit else {})
+            super().remove_node(node)
+            return crashed
+
     return OnePool(config, log) if config.getoption("dist") == "loadfile" else None
 
 

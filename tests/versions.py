@@ -31,9 +31,9 @@ VERSIONS = (
 )  # fmt: skip
 
 # As `make test` runs them; the Makefile says why.
-WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "999")
 # One after another; a test that ends its worker does not take the record along.
-ALONE = ("-n", "1")
+ALONE = ("-n", "1", "--max-worker-restart", "999")
 
 _FACTS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
@@ -59,11 +59,13 @@ def environment(torch: str, python: str, *, keep: bool) -> Path:
     return folder / "bin/python"
 
 
-def tested(python: Path, junit: Path, selection: Sequence[str]) -> None:
-    """Run tests and leave JUnit's file."""
+def tested(python: Path, junit: Path, selection: Sequence[str]) -> list[str]:
+    """Run tests and leave JUnit's file; what it does not tell of pytest's end, if anything."""
     junit.unlink(missing_ok=True)
     pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}"]
-    subprocess.run([*pytest, *selection], cwd=ROOT, env={**os.environ, "CI": "true"})
+    status = subprocess.run([*pytest, *selection], cwd=ROOT, env={**os.environ, "CI": "true"}).returncode
+    failed = len(failures(junit))
+    return [] if status == int(failed > 0) else [f"pytest ended with status {status} and {failed} failures"]
 
 
 def outcomes(junit: Path) -> dict[str, str]:
@@ -74,7 +76,9 @@ def outcomes(junit: Path) -> dict[str, str]:
         outcome = "failed" if tags.keys() & {"failure", "error"} else tags.get("skipped", "passed")
         file, name = str(case.get("classname")).replace(".", "/"), str(case.get("name"))
         # A file that cannot be imported has no class, and its name is that of a module.
-        found[f"{file}.py::{name}" if file else f"{name.replace('.', '/')}.py"] = outcome
+        test = f"{file}.py::{name}" if file else f"{name.replace('.', '/')}.py"
+        if found.get(test) != "failed":  # what failed in the end has a case of its own
+            found[test] = outcome
     return found
 
 
@@ -88,8 +92,13 @@ def head() -> str:
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def row(python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str) -> dict[str, Any]:
-    """Record of a run that started at `commit`, and of the run of its failures alone at what is checked out."""
+def row(
+    python: Path, junit: Path, again: Path | None, selection: list[str], *, commit: str, early: list[str]
+) -> dict[str, Any]:
+    """Record of a run that started at `commit`, and of the run of its failures alone at what is checked out.
+
+    `early`: what ended a run before its tests; it counts as failed.
+    """
     first, later = outcomes(junit), outcomes(again) if again else {}
     ended = {**first, **later}
     counts = collections.Counter(ended.values())
@@ -105,7 +114,7 @@ def row(python: Path, junit: Path, again: Path | None, selection: list[str], *, 
         "selection": " ".join(selection),
         "passed": passed,
         "skipped": dict(sorted(counts.items())),
-        "failed": failed,
+        "failed": [*early, *failed],
         "failed_at_first": [name for name, outcome in later.items() if outcome != "failed"],
     }
 
@@ -136,11 +145,11 @@ def main() -> int:
         own = environment(torch, python, keep=options.keep)
         junit, again = (ROOT / "runs" / f"versions-{torch}-{python}{part}.xml" for part in ("", "-again"))
         commit = head()
-        tested(own, junit, [*WORKERS, *selection])
+        early = tested(own, junit, [*WORKERS, *selection])
         failed = failures(junit)
         if failed:
-            tested(own, again, [*ALONE, *failed])
-        found = row(own, junit, again if failed else None, selection, commit=commit)
+            early += tested(own, again, [*ALONE, *failed])
+        found = row(own, junit, again if failed else None, selection, commit=commit, early=early)
         record(found)
         print(f"torch {torch}, Python {python}: {found['passed']} passed, failed: {found['failed'] or 'none'}")
         bad, ran = bad or bool(found["failed"]), ran + 1

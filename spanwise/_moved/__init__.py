@@ -29,8 +29,12 @@ MODULES = (
 )
 
 
-def mask_name(new: str, old: str | None) -> str:
-    """The value of an argument `mask_name` that was called `mask`; warns where the old name was used."""
+def mask_name(new: str, old: str | None, *, wrappers: int = 0) -> str:
+    """The value of an argument `mask_name` that was called `mask`; warns where the old name was used.
+
+    Args:
+        wrappers: decorators around the function that asks.
+    """
     if old is None:
         return new
     if new not in ("default", old):
@@ -40,7 +44,7 @@ def mask_name(new: str, old: str | None) -> str:
     # The caller of the function that asks. Compiled code has no caller to name.
     if not torch.compiler.is_compiling():
         text = f"mask={old!r} is now mask_name={old!r}; the old name goes with spanwise 0.3"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        warnings.warn(text, DeprecationWarning, stacklevel=3 + wrappers)
     return old
 
 

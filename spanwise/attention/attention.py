@@ -139,7 +139,7 @@ def context_parallel_attention(
     torch.Size([1, 4, 6, 8])
     """
     request = AuxRequest() if return_aux is None else return_aux
-    name = _moved.mask_name(mask_name, mask)
+    name = _moved.mask_name(mask_name, mask, wrappers=1)
     options = AttentionOptions(_torch.constant(scale), score_mod, _torch.constant(softcap))
     call = _Call(plan, mesh, name, kernel, options, sinks, request)
     out, aux = _attend(q, k, v, call)

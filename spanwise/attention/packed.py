@@ -64,7 +64,7 @@ def packed_attention(
     >>> spanwise.packed_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([10, 2, 8])
     """
-    name, tensors = _moved.mask_name(mask_name, mask), {"q": q, "k": k, "v": v}
+    name, tensors = _moved.mask_name(mask_name, mask, wrappers=1), {"q": q, "k": k, "v": v}
     for called, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(

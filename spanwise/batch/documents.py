@@ -38,7 +38,7 @@ def traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Ten
     at = torch.arange(seq_len, device=device)
     ids = []
     for row in rows:
-        cu = torch.as_tensor(row, device=device)
+        cu = _torch.to_device(torch.as_tensor(row), device)
         if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
             raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
         good = (cu[0] == 0) & (cu[-1] == seq_len) & (cu[1:] >= cu[:-1]).all()

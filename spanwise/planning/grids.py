@@ -94,6 +94,9 @@ def compare_grids(
 ) -> tuple[Grid, ...]:
     """Every grid with a cp degree that divides `num_ranks`, and one plan over all ranks.
 
+    Seconds of a replica are those of one whose first rank is the first of a host; bytes between hosts are counted where
+    its ranks are.
+
     Args:
         lengths: tokens of each document, int ``[num_documents]``; empty ones are left out.
         num_ranks: dp × cp.

@@ -28,6 +28,10 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+class DamagedIndexError(BaseException):
+    """Why an index cannot be read. torch 2.11 drops an ``Exception`` there, and says only that there is no index."""
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" else None
@@ -40,10 +44,13 @@ class Reader(FileSystemReader):
     """Reads an index that names only the classes that an index consists of."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            found = _Unpickler(file).load()
+        try:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                found = _Unpickler(file).load()
+        except Exception as error:
+            raise DamagedIndexError(str(error)) from error
         if not isinstance(found, metadata.Metadata):
-            raise ValueError(f".metadata holds a {type(found).__name__}")
+            raise DamagedIndexError(f".metadata holds a {type(found).__name__}")
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -60,6 +60,7 @@ HOT = [
     "recurrence/passing.py",
     "recurrence/shards.py",
     "recurrence/tokenwise.py",
+    "batch/documents.py",
     "batch/fused.py",
     "batch/token_scores.py",
     "batch/vocabulary.py",
@@ -114,17 +115,17 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "attention/compare.py": {"digest.numpy()", "float(number)", "float(amount)"},
+    "attention/compare.py": {"digest.numpy()", "float(number)", "float(amount)", "mesh.mesh.flatten().tolist()"},
     "attention/rank_plan.py": {"self.digest.numpy()"},
     "attention/kernels/_guard.py": {"bool(no_out.any())", "bool(rows.any())", "bool(x.sum().isfinite())"},
     "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
-    "recurrence/layers.py": {"float(scale)"},
     "recurrence/passing.py": {"float(scale)"},
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/chunkwise.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
+    "batch/documents.py": {"torch.as_tensor(row)"},
     "batch/sharding.py": {"int(shifts)"},
-    "batch/vocabulary.py": {"wrong[:4].tolist()", "float(scoring.temperature)"},
+    "batch/vocabulary.py": {"wrong[:4].tolist()"},
     "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
+from spanwise._torch import COMPILES
 from spanwise.cli import overlap as overlap_command
 from spanwise.cli.app import app
 from spanwise.cli.overlap import OverlapOptions, parse_groups
@@ -100,6 +101,7 @@ def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> 
     assert figures["command"] in text.replace("\n", " ")
 
 
+@pytest.mark.compiles
 def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
     for found in figures["graphs"].values():
         assert found["note"] == ""
@@ -117,6 +119,7 @@ def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
         assert sum(found["after"]["given_counts"].values()) == sum(found["before"]["counts"].values())
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_ours_without_buckets_is_what_no_bucket_gives(
     written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path
@@ -138,7 +141,7 @@ def test_trace_has_all_timelines_of_each_graph(written: tuple[Path, str], figure
     events = json.loads((written[0] / "o.trace").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(names.values()) == [
-        f"{graph}, {order}" for graph in ("forward", "backward") for order in ("as given", *BESIDE, "spanwise")
+        f"{graph}, {order['name']}" for graph, found in figures["graphs"].items() for order in orders(found)
     ]
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert tracks == ["compute", "dp", "tp"] * len(names)
@@ -159,11 +162,9 @@ def drawings(page: str) -> list[ET.Element]:
 def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures: dict[str, Any]) -> None:
     page = (written[0] / "o.html").read_text()
     found = drawings(page)
-    assert len(found) == 10
-    for at, name in enumerate(("forward", "backward")):
-        of = figures["graphs"][name]
-        ends = []
-        for svg, order in zip(found[5 * at : 5 * at + 5], orders(of), strict=True):
+    for of in figures["graphs"].values():
+        drawn, ends = [found.pop(0) for _ in orders(of)], []
+        for svg, order in zip(drawn, orders(of), strict=True):
             labels = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "small"]
             assert labels == ["compute", "dp", "tp"]
             bars = [rect for rect in svg.iter(f"{SVG}rect")]
@@ -176,6 +177,7 @@ def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures:
         assert ends[0] == pytest.approx(PLOT, abs=1)
         for end, order in zip(ends, orders(of), strict=True):
             assert end / ends[0] == pytest.approx(order["makespan"] / of["before"]["makespan"], rel=5e-3)
+    assert found == []
 
 
 def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], figures: dict[str, Any]) -> None:
@@ -231,6 +233,7 @@ def test_thin_bars_are_drawn_together() -> None:
 # ---------------------------------------------------------------- context parallelism
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("exchange", ["needed", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path) -> None:
     result = run(*SMALL, "--layers", 1, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
@@ -287,7 +290,7 @@ def test_saved_graphs_are_the_same(written: tuple[Path, str], figures: dict[str,
     for name, graph in again["graphs"].items():
         expected = figures["graphs"][name]
         seconds = {"seconds": graph["after"]["seconds"]}
-        assert graph == {**expected, "after": {**expected["after"], **seconds}, "peers": []}
+        assert graph == {**expected, "after": {**expected["after"], **seconds}, "peers": [], "note": ""}
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +347,7 @@ def test_a_program_of_torch_export(tmp_path: Path) -> None:
     assert "no process group '0' here" in unknown.stderr and "--group NAME=RANKS" in unknown.stderr
     known = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0,1", "--torch", "--json", tmp_path / "o.json")
     assert known.exit_code == 0, known.output
-    assert "cannot run here" not in known.output
+    assert ("cannot run here" in known.output) is not COMPILES
     (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
     assert (one["operator"], one["group"], one["num_bytes"]) == ("all_gather_into_tensor", "0", 2 * 16 * 16 * 4)
 

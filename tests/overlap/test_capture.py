@@ -119,8 +119,8 @@ def cut_over_tp(config: CaptureConfig) -> list[int | None]:
         ({}, ""),
         pytest.param({"dp": 2, "tp": 2, "layers": 1}, "", marks=pytest.mark.slow),
         ({"dp": 2, "tp": 2, "layers": 1, "vocab": 24}, ""),
-        ({"cp": 2, "layers": 1}, "needed"),
-        pytest.param({"cp": 4, "layers": 1}, "ring", marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "layers": 1}, "needed", marks=pytest.mark.compiles),
+        pytest.param({"cp": 4, "layers": 1}, "ring", marks=[pytest.mark.slow, pytest.mark.compiles]),
     ],
     ids=str,
 )
@@ -249,6 +249,7 @@ def test_no_groups_are_left_and_none_are_touched() -> None:
         capture(TINY)
 
 
+@pytest.mark.compiles
 def test_pieces_that_are_fetched_again_are_not_captured() -> None:
     config = dataclasses.replace(TINY, cp=2, layers=1)
     plan = dataclasses.replace(causal_plan(config, "ring"), keep_kv=False)

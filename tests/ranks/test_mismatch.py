@@ -206,6 +206,7 @@ def eager_and_compiled(rank: int, mesh: DeviceMesh, all_compiled: bool) -> str:
     return mismatch(lambda: attend(options, mesh, compiled=rank == 1 or all_compiled))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("all_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_calls_are_compared_before_their_collectives(gloo_pool: GlooPool, all_compiled: bool) -> None:
     for text in gloo_pool.run(2, eager_and_compiled, all_compiled):

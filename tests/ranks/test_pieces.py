@@ -141,6 +141,7 @@ def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exch
         assert received[rank] and alive[rank] == [keep_kv] * 2
 
 
+@pytest.mark.compiles
 def test_fetching_again_needs_eager_code() -> None:
     plan = spanwise.make_plan(MASK, 2, balancer="lpt", exchange="needed", block_size=8, keep_kv=False)
 

@@ -282,6 +282,7 @@ def compiled_gradients(case: Case, owner: int) -> list[torch.Tensor]:
     return list(torch.autograd.grad((1 + len(case.offsets)) * (k.sum() * v.sum()).sin(), (k, v)))
 
 
+@pytest.mark.compiles
 def test_one_graph_serves_shards_of_any_size(gloo_pool: GlooPool) -> None:
     cases = [Case(tokens, (1, 2)) for tokens in ((4, 3, 5), (6, 2, 1), (2, 7, 0))]
     for rank, (results, graphs) in enumerate(gloo_pool.run(3, compiled_steps, cases, timeout=100)):

@@ -284,6 +284,7 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
     return graphs
 
 
+@pytest.mark.compiles
 def test_one_graph_serves_many_sizes(gloo_pool: GlooPool) -> None:
     there, back = "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"
     for rank, graphs in enumerate(gloo_pool.run(2, compiled_trades, (6, 3), timeout=100)):

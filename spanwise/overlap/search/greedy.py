@@ -16,9 +16,8 @@ import numpy as np
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 
-_LOOKAHEAD = (
-    32  # ready nodes tried when the first ones do not fit; with 8, up to 7 % longer where the own peak is the budget
-)
+# Ready nodes tried when the first ones do not fit; with 8, up to 7 % longer where the own peak is the budget.
+_LOOKAHEAD = 32
 
 
 def greedy_schedule(
