@@ -37,7 +37,7 @@ class MismatchError(ExchangeError, ValueError):
 
     If every rank raises in the call itself, the groups stay usable. A rank that had gone on, because its call was the
     expected one, raises where it waits for the others, at its next call or in the backward; then the gloo groups of the
-    process are unusable.
+    process are unusable. So they are after a call, or a backward, that failed on one rank: every rank raises this then.
 
     >>> issubclass(MismatchError, ValueError)
     True
