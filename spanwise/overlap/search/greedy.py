@@ -42,10 +42,6 @@ class _Usage:
         self._used, self._left = lifetimes.used, [len(users) for users in lifetimes.users]
         self._freed = np.where(lifetimes.kept, 0, lifetimes.num_bytes).tolist()
 
-    def fits(self, node: int) -> bool:
-        new = self.allocated[node]
-        return not new or self.alive + new <= self.budget
-
     def run(self, node: int) -> None:
         new = self.allocated[node]
         if new:
@@ -108,10 +104,15 @@ class _GreedySchedule:
         found = -1
         while heap and len(too_large) < _LOOKAHEAD:
             entry = heappop(heap)
-            if all(usage.fits(entry[1]) for usage in self.usages):
-                found = entry[1]
+            node = entry[1]
+            for usage in self.usages:
+                new = usage.allocated[node]
+                if new and usage.alive + new > usage.budget:
+                    too_large.append(entry)
+                    break
+            else:
+                found = node
                 break
-            too_large.append(entry)
         for entry in too_large:
             heappush(heap, entry)
         return found
@@ -120,9 +121,10 @@ class _GreedySchedule:
         self.order.append(i)
         for usage in self.usages:
             usage.run(i)
+        missing = self.missing
         for user in self.problem.users[i]:
-            self.missing[user] -= 1
-            if not self.missing[user]:
+            missing[user] -= 1
+            if not missing[user]:
                 self.add_ready(user)
 
     def add_ready(self, i: int) -> None:
