@@ -101,6 +101,18 @@ FAULTS = [
         on_ranks(ranks.other_call),
     ),
     Fault(
+        "A call of one rank is refused, and it catches the error",
+        "The others ask after two seconds why that rank does not come, and name its error.",
+        STEP,
+        on_ranks(ranks.refused_call, quiet=[LAST]),
+    ),
+    Fault(
+        "The backward of one rank raises, and it goes on",
+        "Calls differ from then on: all ranks raise before anything is sent.",
+        STEP,
+        on_ranks(ranks.failed_backward),
+    ),
+    Fault(
         "`overlap.backend`: ranks decide different orders",
         "They compare before the first collective. Seconds include compiling.",
         NOTHING,

@@ -6,6 +6,7 @@ seconds begin, and raises on the ranks that notice.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -102,6 +103,35 @@ def other_call(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
         attend(usual, mesh, torch.float32).sum().backward()
     start()
     attend(other if rank == LAST else usual, mesh, torch.float32).sum().backward()
+
+
+def refused_call(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
+    """The last rank's second call is refused, because its tensors are too short; it goes on with something else."""
+    local = causal_plan().local(mesh)
+    attend(local, mesh, torch.float32).sum().backward()
+    start()
+    if rank == LAST:
+        with contextlib.suppress(ValueError):
+            spanwise.context_parallel_attention(*torch.ones(3, 1, 2, 1, 8).unbind(), local, mesh)
+        time.sleep(PATIENCE)
+    attend(local, mesh, torch.float32).sum().backward()
+
+
+def failed_backward(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
+    """The backward of the last rank raises before its attention; it goes on to the next step."""
+    local = causal_plan().local(mesh)
+    start()
+    out = attend(local, mesh, torch.float32)
+    if rank == LAST:
+
+        def fail(grad: torch.Tensor) -> None:
+            raise MemoryError
+
+        out.register_hook(fail)
+        with contextlib.suppress(MemoryError):
+            out.sum().backward()
+        out = attend(local, mesh, torch.float32)
+    out.sum().backward()
 
 
 class Cost:
