@@ -296,6 +296,8 @@ def fuzz() -> str:
         f"`{found['command']}`: {found['cases']:,} cases, {failed} failed. {found['refused']:,} calls were wrong on "
         f"purpose, and refused on every rank."
     )
+    if "again" in found:
+        text += f" {found['again']}."
     return f"{text}\n\n{table(['kind', 'cases'], body)}"
 
 
