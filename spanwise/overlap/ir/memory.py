@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from spanwise.overlap.ir.order import positions
 
 _ISSUED = int(np.iinfo(np.int64).min) // 4  # added to the row of a node that has run: no later sum comes near zero
-_FEW = 32  # changes of a profile up to which slices are quicker than one cumulative sum; not measured apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,11 +187,7 @@ class Profile:
         return int(self._bytes[first:end].max(initial=0))
 
     def _apply(self) -> None:
-        if len(self.pending) < _FEW:
-            for first, end, num_bytes in self.pending:
-                self._bytes[first:end] += num_bytes
-        else:
-            self._bytes += interval_sums(len(self._bytes), *np.array(self.pending, np.int64).T)
+        self._bytes += interval_sums(len(self._bytes), *np.array(self.pending, np.int64).T)
         self.pending.clear()
 
 
