@@ -43,7 +43,7 @@ POLL = 1e-3  # seconds between two looks of a rank that waits
 GRACE = 5.0  # seconds to wait for the descriptions of other ranks after a mismatch
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 RECENT = 4  # calls of a rank in an error
-PATIENCE = 2.0  # seconds for a rank whose call was refused there to make another one, before others that wait give up
+PATIENCE = 2.0  # seconds that a rank waits for others before it asks whether their calls were refused
 _WIDTH = 120  # digests in one all-gather
 _log = logging.getLogger("spanwise")
 
@@ -230,7 +230,7 @@ class CallLog:
         alarm(probe(self.host, enough=1)[1])
 
     def ask_for_refusals(self) -> None:
-        """Set `error` if a rank has failed, or if this one waits for one whose call was refused there, and no other."""
+        """Set `error` if a rank has failed, or if one that is waited for was refused its call and made no other."""
         with contextlib.suppress(RuntimeError):
             if self._store.add(f"{self.key}/refused", 0) == 0:
                 return
