@@ -18,7 +18,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.merge import Merged, without_buckets
+from spanwise.overlap.bucketing.merge import Merged, merge, without_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.explain.report import Doubts, Result
@@ -31,7 +31,7 @@ from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
-from spanwise.overlap.search.schedule import Schedule, schedule
+from spanwise.overlap.search.schedule import Schedule, default_budget, schedule
 from spanwise.overlap.split.choose import Searches, described, find_split
 from spanwise.overlap.split.record import Split
 
@@ -135,7 +135,7 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
         effort = options["effort"]
         if quick is not None:
             effort = quick if effort is None else min(quick, effort)
-        return schedule(cut.dag, budget=whole.budget, bounds=bounds, **{**options, "effort": effort})
+        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**options, "effort": effort})
 
     def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
         return _bucketed(cut, of, found, bucket, options, quick=quick)
@@ -154,18 +154,33 @@ def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
     own = run(captured.dag)
-    found = schedule(captured.dag, budget=memory_budget, before=own, **options)
+    budget = default_budget(captured.dag) if memory_budget is None else memory_budget
+    found = schedule(captured.contracted.dag, budget=budget, **options)
     return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
 
 
 def _bucketed(
     captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: Any, *, quick: bool = False
 ) -> tuple[Merged, Schedule]:
-    """The buckets of a graph, and the schedule with them."""
+    """The buckets of a contracted graph, and the schedule with them."""
+    contracted = captured.contracted
     if not bucket:
-        return without_buckets(captured.dag), found
+        return without_buckets(contracted.dag), found
     keys, price = bucket_keys(captured), _bucket_price(captured, cost)
-    return into_buckets(captured.dag, found, keys, price, quick=quick, **options)
+    of_units = [keys[of_unit[0]] for of_unit in contracted.members]
+    return into_buckets(contracted.dag, found, of_units, price, quick=quick, **options)
+
+
+def _expanded(captured: Captured, merged: Merged, found: Schedule) -> tuple[Merged, Timeline]:
+    """The same buckets and order of all nodes of the graph."""
+    contracted = captured.contracted
+    order = contracted.expand(i for unit in found.order for i in merged.members[unit])
+    joint = [i for i in merged.dag.starts if len(merged.members[i]) > 1]
+    if not joint:
+        return without_buckets(captured.dag), run(captured.dag, order)
+    buckets = [[contracted.members[i][0] for i in merged.members[unit]] for unit in joint]
+    whole = merge(captured.dag, buckets, [merged.dag.nodes[i].ms for i in joint], order)
+    return whole, run(whole.dag)
 
 
 def _emitted(
@@ -173,9 +188,10 @@ def _emitted(
 ) -> Result:
     """A copy of `gm` with these buckets, in this order; `own` is of its own order."""
     made = _torch.copy_module(gm)
-    emit(bind(captured.dag, made.graph), found.order, merged.members)
+    whole, timeline = _expanded(captured, merged, found)
+    emit(bind(captured.dag, made.graph), timeline.order.tolist(), whole.members)
     doubts = _doubts(captured, cost)
-    return Result(made, found.timeline, own, found.bounds, merged.members, found.budget, doubts)
+    return Result(made, timeline, own, found.bounds, whole.members, found.budget, doubts)
 
 
 def _doubts(captured: Captured, cost: Cost) -> Doubts:
@@ -252,13 +268,13 @@ def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float])
 
 
 def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], float]:
-    """A function from the numbers of starts to the milliseconds of their bucket."""
-    merged = getattr(cost, "merged", None)
+    """A function from starts, by their numbers in the contracted dag, to the milliseconds of their bucket."""
+    merged, contracted = getattr(cost, "merged", None), captured.contracted
 
     def price(starts: Sequence[int]) -> float:
         if merged is None:
-            return math.fsum(captured.dag.nodes[i].ms for i in starts)
-        nodes = [captured.nodes[i] for i in starts]
+            return math.fsum(contracted.dag.nodes[i].ms for i in starts)
+        nodes = [captured.nodes[contracted.members[i][0]] for i in starts]
         try:
             return float(merged(nodes))
         except GraphError:

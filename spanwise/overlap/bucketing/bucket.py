@@ -36,7 +36,7 @@ _SHORT = (1 / 32, 1 / 128)
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
 # Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
-_TRIALS, _TRIED_NODES = 32, 10_000
+_TRIALS, _TRIED_NODES = 32, 6_000
 # A gain of this share of the makespan gives all trials back.
 _PAYS = 1e-3
 _MIN_GAIN = 1e-6  # share of the makespan below which a gain does not count; at 1e-4, 0.02 % longer

@@ -17,6 +17,7 @@ A node depends on more than its arguments:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,7 @@ from spanwise.overlap.fx.operators import (
     traits,
 )
 from spanwise.overlap.fx.values import NO_VALUE, lacks_value
+from spanwise.overlap.ir.contract import Contracted, contract
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
 
 
@@ -62,6 +64,11 @@ class Captured:
     outputs: tuple[int, ...] = ()
     barriers: tuple[int, ...] = ()
     outside_waits: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def contracted(self) -> Contracted:
+        """`dag` without its views, for the search."""
+        return contract(self.dag)
 
 
 def bind(dag: Dag, graph: fx.Graph) -> Captured:

@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 _SEED = 1.1
 # Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
 # time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
-EFFORT, LARGE = 8, 1_800
+EFFORT, LARGE = 8, 1_050
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; at 0, sync-norm takes 13 % more memory
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short

@@ -166,7 +166,7 @@ class _Trials:
         captured = to_dag(module, cost)
         if captured.dag.compute_ms >= self.makespan:
             return math.inf
-        bounds = lower_bounds(captured.dag)
+        bounds = lower_bounds(captured.contracted.dag)
         # Buckets shorten the work of a group's stream, but no collective, and so neither of these.
         if (least := max(bounds.path, bounds.streams["compute"])) >= self.makespan:
             return least
