@@ -27,8 +27,8 @@ class Contracted:
         first: nodes of the given dag that follow none; they run first.
 
     >>> from spanwise.overlap.ir.dag import Node
-    >>> nodes = Node("mm", Kind.COMPUTE, 1.0), Node("view", Kind.COMPUTE, 0.0, (0,)), Node("add", Kind.COMPUTE, 1.0, (1,))
-    >>> contracted = contract(Dag(nodes))
+    >>> product, view = Node("mm", Kind.COMPUTE, 1.0), Node("view", Kind.COMPUTE, deps=(0,))
+    >>> contracted = contract(Dag((product, view, Node("add", Kind.COMPUTE, 1.0, (1,)))))
     >>> contracted.members, contracted.dag.nodes[1].deps, contracted.expand([0, 1])
     (((0, 1), (2,)), (0,), [0, 1, 2])
     """
