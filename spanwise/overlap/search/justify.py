@@ -55,7 +55,7 @@ def starts_early_waits_late(problem: SchedulingProblem) -> list[int]:
     missing = [len(before) for before in deps]
     has_run = bytearray(len(order))
     found: list[int] = []
-    passed: dict[int, None] = {}  # waits, and instant nodes behind them, whose turn is over; in that order
+    passed: dict[int, None] = {}  # waits whose turn is over; in that order
 
     def run(i: int) -> None:
         limits.run(i)
@@ -76,8 +76,7 @@ def starts_early_waits_late(problem: SchedulingProblem) -> list[int]:
     for i in order:
         if has_run[i]:
             continue
-        may_pass = stream[i] < 0 or (problem.is_instant[i] and any(dep in passed for dep in deps[i]))
-        if may_pass and users[i]:
+        if stream[i] < 0 and users[i]:
             passed[i] = None
             continue
         for dep in deps[i]:

@@ -76,7 +76,7 @@ class _ListScheduler:
         self.limit = limit * (1 + _ROUNDING)
         self.spare, self.is_late = [self.limit - work for work in problem.work], False
         self.ms, self.stream, self.users, self.tail = problem.ms, problem.stream, problem.users, problem.tail
-        self.start_of, self.is_instant = problem.start_of, problem.is_instant
+        self.start_of = problem.start_of
         count = len(problem.ms)
         self.memory = memory = problem.limits[0].copy()
         self.is_safe, self.limit_run = memory.is_safe, memory.run
@@ -100,8 +100,8 @@ class _ListScheduler:
     def run(self) -> ListSchedule:
         problem, has_run, waits = self.problem, self.has_run, self.waits
         for i in problem.order:
-            if not self.missing[i] and not has_run[i]:
-                self.issue(i) if problem.is_instant[i] else self.add_ready(i)
+            if not self.missing[i]:
+                self.add_ready(i)
         count = len(has_run)
         while len(self.order) < count and not self.is_late:
             if self.ended or (waits and (waits[0][0] <= self.now or has_run[waits[0][1]])):
@@ -128,41 +128,34 @@ class _ListScheduler:
         return ListSchedule(self.order, self.begin, makespan, self.memory.peak)
 
     def issue(self, i: int) -> None:
-        """Issue a node, and the instant nodes that become ready by it."""
-        missing, begin, spare, is_instant = self.missing, self.begin, self.spare, self.is_instant
-        stack = [i]
-        while stack:
-            i = stack.pop()
-            self.limit_run(i)
-            self.has_run[i] = True
-            self.order.append(i)
-            stream = self.stream[i]
-            begin[i] = now = self.now
-            if now + self.tail[i] > self.limit:
-                self.is_late = True
-            if stream == 0:
-                self.now = now + self.ms[i]
-            elif stream > 0:
-                free = self.free[stream]
-                if free > now:
-                    begin[i] = free
-                else:
-                    spare[stream] -= now - free
-                    if spare[stream] < 0:
-                        self.is_late = True
-                self.end[i] = self.free[stream] = begin[i] + self.ms[i]
-            elif self.end[self.start_of[i]] > now:
-                self.now = self.end[self.start_of[i]]
-                spare[0] -= self.now - now
-                if spare[0] < 0:
+        """Issue a node."""
+        missing, spare, now, stream = self.missing, self.spare, self.now, self.stream[i]
+        self.limit_run(i)
+        self.has_run[i] = True
+        self.order.append(i)
+        self.begin[i] = now
+        if now + self.tail[i] > self.limit:
+            self.is_late = True
+        if stream == 0:
+            self.now = now + self.ms[i]
+        elif stream > 0:
+            free = self.free[stream]
+            if free > now:
+                self.begin[i] = free
+            else:
+                spare[stream] -= now - free
+                if spare[stream] < 0:
                     self.is_late = True
-            for user in self.users[i]:
-                missing[user] -= 1
-                if not missing[user]:
-                    if is_instant[user]:
-                        stack.append(user)
-                    else:
-                        self.add_ready(user)
+            self.end[i] = self.free[stream] = self.begin[i] + self.ms[i]
+        elif self.end[self.start_of[i]] > now:
+            self.now = self.end[self.start_of[i]]
+            spare[0] -= self.now - now
+            if spare[0] < 0:
+                self.is_late = True
+        for user in self.users[i]:
+            missing[user] -= 1
+            if not missing[user]:
+                self.add_ready(user)
 
     def add_ready(self, i: int) -> None:
         """Put a node whose dependencies have all run into its heap."""
@@ -293,15 +286,4 @@ class _ListScheduler:
 
     def unlocked_ms(self, i: int) -> float:
         """Milliseconds of compute that become ready when a node has run."""
-        found = 0.0
-        lacks: dict[int, int] = {}
-        stack = [i]
-        while stack:
-            for user in self.users[stack.pop()]:
-                lacks[user] = lacks.get(user, self.missing[user]) - 1
-                if not lacks[user]:
-                    if self.is_instant[user]:
-                        stack.append(user)
-                    else:
-                        found += self.ms[user]
-        return found
+        return sum(self.ms[user] for user in self.users[i] if self.missing[user] == 1)

@@ -68,8 +68,7 @@ class SchedulingProblem:
         tail: of each node, the longest path from its issue to the end of the graph.
         slack: of each node, `longest` less the longest path through it.
         scarce: bytes alive above which waits are not deferred.
-        feeds_stream: of each node, whether only nodes that take no time lie between it and a start.
-        is_instant: of each node, whether it takes neither time nor anything that is limited. It runs when it is ready.
+        feeds_stream: of each node, whether a start depends on it.
     """
 
     def __init__(self, dag: Dag, order: Sequence[int], limits: Sequence[ResourceLimit]) -> None:
@@ -86,15 +85,7 @@ class SchedulingProblem:
         self.slack = [self.longest - first - rest for first, rest in zip(self.head, self.tail, strict=True)]
         peak = dag.peak_bytes(order)
         self.scarce = peak + (limits[0].budget - peak) // 2
-        self.is_instant = [stream == 0 and ms == 0.0 for stream, ms in zip(self.stream, self.ms, strict=True)]
-        self.feeds_stream = [False] * len(dag)
-        for i in reversed(order):
-            for user in self.users[i]:
-                if self.stream[user] > 0 or (self.is_instant[user] and self.feeds_stream[user]):
-                    self.feeds_stream[i] = True
-                    break
-        for limit in limits:
-            self.is_instant = [free and not new for free, new in zip(self.is_instant, limit.allocated, strict=True)]
+        self.feeds_stream = [any(self.stream[user] > 0 for user in users) for users in self.users]
 
     def work_of(self, ms: NDArray[np.float64]) -> list[float]:
         """Milliseconds of each stream if the nodes take `ms`; added in order, so that every machine gets the same."""
