@@ -31,7 +31,7 @@ from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import GraphError
 from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.ir.simulate import simulate as run
-from spanwise.overlap.search.schedule import Schedule, default_budget, schedule
+from spanwise.overlap.search.schedule import Schedule, default_budget, default_effort, schedule
 from spanwise.overlap.split.choose import Searches, described, find_split
 from spanwise.overlap.split.record import Split
 
@@ -127,18 +127,17 @@ def not_split(result: Result) -> Result:
     return dataclasses.replace(result, split=Split(why="its sizes are symbolic, and pieces need numbers"))
 
 
-def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: Any) -> Result:
+def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: dict[str, Any]) -> Result:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
     def find(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
-        effort = options["effort"]
-        if quick is not None:
-            effort = quick if effort is None else min(quick, effort)
-        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**options, "effort": effort})
+        given = _with_effort(options, cut)
+        most = given["effort"] if quick is None else min(quick, given["effort"])
+        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**given, "effort": most})
 
     def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
-        return _bucketed(cut, of, found, bucket, options, quick=quick)
+        return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
 
     trial = find_split(gm, cost, Searches(find, merge), whole.timeline)
     if trial is None:
@@ -150,17 +149,25 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     return dataclasses.replace(result, split=found)
 
 
-def _optimized(gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: Any) -> Result:
+def _optimized(
+    gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: dict[str, Any]
+) -> Result:
     """`optimize` of a graph whose sizes are numbers."""
     captured = _captured(gm, cost)
     own = run(captured.dag)
     budget = default_budget(captured.dag) if memory_budget is None else memory_budget
+    options = _with_effort(options, captured)
     found = schedule(captured.contracted.dag, budget=budget, **options)
     return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
 
 
+def _with_effort(options: dict[str, Any], captured: Captured) -> dict[str, Any]:
+    """The options with a number of orders to try; views count as nodes there, as for the passes of others."""
+    return {**options, "effort": default_effort(captured.dag)} if options["effort"] is None else options
+
+
 def _bucketed(
-    captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: Any, *, quick: bool = False
+    captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: dict[str, Any], *, quick: bool = False
 ) -> tuple[Merged, Schedule]:
     """The buckets of a contracted graph, and the schedule with them."""
     contracted = captured.contracted

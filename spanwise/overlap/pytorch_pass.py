@@ -31,7 +31,7 @@ def pytorch_order(
     ranks: Mapping[str, Sequence[int]],
     bucket: bool,
 ) -> tuple[Timeline, float]:
-    """Run PyTorch's pass with its defaults on a copy of `gm`; return the timeline and the seconds of the warm pass.
+    """Run PyTorch's pass with its defaults on a copy of `gm`; return the timeline and the CPU seconds of the warm pass.
 
     Args:
         cost: milliseconds of a node, for the pass and the simulation; also called for nodes that the pass adds.
@@ -57,9 +57,9 @@ def pytorch_order(
         with _groups(ranks), _quiet():
             # Warm up on a small graph: imports take longer than the pass.
             _torch.torch_overlap_pass(_tiny(ranks), lambda node, size: 1.0, bucket=bucket)
-            began = time.perf_counter()
+            began = time.process_time()
             done = _torch.torch_overlap_pass(ours, estimate, bucket=bucket)
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
     finally:
         if move:  # the copy shares its values with `gm`
             relabel(gm, devices[0])

@@ -24,7 +24,7 @@ from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.schedule import LARGE, Schedule, schedule
+from spanwise.overlap.search.schedule import EFFORT, Schedule, default_effort, schedule
 
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Without either, dit or dlrm take 1 % longer.
@@ -91,7 +91,8 @@ def bucket(
     if len(keys) != len(dag):
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     options: dict[str, Any] = {"in_flight": in_flight, "in_flight_bytes": in_flight_bytes, "multiplier": multiplier}
-    trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort != 0 else 0
+    effort = default_effort(dag) if effort is None else effort
+    trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort else 0
     start = _State(without_buckets(dag), found)
     best = search = _BucketSearch(start, keys, merged_ms, options, effort)
     search.try_all_greedy()
@@ -146,7 +147,7 @@ class _BucketSearch:
         keys: Sequence[Hashable | None],
         price: Callable[[list[int]], float],
         options: dict[str, Any],
-        effort: int | None,
+        effort: int,
         most_ms: float = math.inf,
         floor: float = 0.0,
     ) -> None:
@@ -194,15 +195,15 @@ class _BucketSearch:
         if plan is None or plan.makespan > limit or not self.keeps_limits(plan):
             return
         effort = self.effort
-        if effort is None and len(self.dag) >= LARGE and plan.makespan > _WORTH * self.makespan:
-            effort = _LOW_EFFORT  # gemma2-fsdp takes as long with more orders, which are a quarter of the pass
+        if effort <= EFFORT and plan.makespan > _WORTH * self.makespan:
+            effort = self._low_effort()  # gemma2-fsdp takes as long with more orders, which are a quarter of the pass
         self.state = self._scheduled(plan, effort, limit)
         self.effort = self._low_effort()
 
     def _low_effort(self) -> int:
-        return _LOW_EFFORT if self.effort is None else min(self.effort, _LOW_EFFORT)
+        return min(self.effort, _LOW_EFFORT)
 
-    def _scheduled(self, plan: MergePlan, effort: int | None, longest: float) -> _State:
+    def _scheduled(self, plan: MergePlan, effort: int, longest: float) -> _State:
         """The best schedule of the merged dag, or its own order."""
         merged, budget = plan.merged(), self.best.budget
         own = simulate(merged.dag)

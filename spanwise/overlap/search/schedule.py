@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 _SEED = 1.1
 # Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
 # time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
-EFFORT, LARGE = 8, 1_050
+EFFORT, LARGE = 8, 1_800
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; at 0, sync-norm takes 13 % more memory
 _OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
@@ -235,7 +235,7 @@ class _ScheduleSearch:
             first.append(self._run(*greedy, longest))
             longest = min(longest, _SEED * first[-1].makespan)
             yield first[-1]
-        is_tight = max(found.peak for found in first) > _BINDING * self.budget
+        is_tight, is_short = max(found.peak for found in first) > _BINDING * self.budget, self.most <= EFFORT
         plain: list[ListSchedule] = []
         for found in self._plain(self.problem, longest):
             plain.append(found)
@@ -245,7 +245,7 @@ class _ScheduleSearch:
             self.most += len(near)
             yield from (self._run(*greedy, self.makespan if self.same_costs else math.inf) for greedy in near)
         first, plain = ([f for f in sorted(each, key=self._value) if f.makespan < math.inf] for each in (first, plain))
-        if plain and len(self.dag) < LARGE:
+        if plain and not is_short:
             # A quarter of the orders: without, random-0 takes up to 6 % longer, and llama-step where it takes more.
             yield from self._improved(plain.pop(0), self.tried + self.most // 4)
         for current in (*first, *plain):
