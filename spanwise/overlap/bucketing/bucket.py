@@ -102,7 +102,7 @@ def bucket(
             short = share * found.timeline.makespan
             if search.floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
                 break
-            other = _BucketSearch(start, keys, merged_ms, options, effort, short, search.floor)
+            other = _BucketSearch(start, keys, merged_ms, options, min(effort, _LOW_EFFORT), short, search.floor)
             other.try_all_greedy()
             if other.makespan < _WORTH * best.makespan:  # fewer launches are worth a little
                 best = other
