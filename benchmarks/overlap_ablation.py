@@ -38,6 +38,7 @@ from spanwise.overlap.fx.files import load_graphs
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.search import greedy as plain_file
 from spanwise.overlap.search import list_scheduler, slack
 from spanwise.overlap.search import schedule as schedule_file
 
@@ -49,14 +50,19 @@ def constants(file: Any, **values: Any) -> Variant:
     return lambda: mock.patch.multiple(file, **values)
 
 
-def without_first(number: int) -> Variant:
-    """The search without one of its first greedy orders."""
-    whole = schedule_file._ScheduleSearch._first
+def without(orders: str, number: int) -> Variant:
+    """The search without one of its first, plain or near orders."""
+    whole = getattr(schedule_file._ScheduleSearch, orders)
 
-    def rest(self: Any) -> Iterator[Any]:
-        yield from (found for at, found in enumerate(whole(self)) if at != number)
+    def rest(self: Any, *args: Any) -> Iterator[Any]:
+        yield from (found for at, found in enumerate(whole(self, *args)) if at != number)
 
-    return lambda: mock.patch.object(schedule_file._ScheduleSearch, "_first", rest)
+    return lambda: mock.patch.object(schedule_file._ScheduleSearch, orders, rest)
+
+
+def without_all(orders: str) -> Variant:
+    """The search without its plain or near orders."""
+    return lambda: mock.patch.object(schedule_file._ScheduleSearch, orders, lambda self, *args: iter(()))
 
 
 def simple_wait() -> Any:
@@ -105,7 +111,14 @@ def without_merges() -> Any:
 RULES = schedule_file._RULES
 SEARCH: dict[str, Variant] = {
     **{f"without rule {n}": constants(schedule_file, _RULES=(*RULES[:n], *RULES[n + 1 :])) for n in range(4)},
-    **{f"without first {n}": without_first(n) for n in range(4)},
+    **{f"without first {n}": without("_first", n) for n in range(4)},
+    **{f"without plain {n}": without("_plain", n) for n in range(4)},
+    **{f"without near {n}": without("_near", n) for n in range(3)},
+    "without plain": without_all("_plain"),
+    "without near": without_all("_near"),
+    "_SHORT_QUEUE 1/32": constants(schedule_file, _SHORT_QUEUE=schedule_file._EAGER),
+    "_BINDING 0": constants(schedule_file, _BINDING=0.0),
+    "greedy _LOOKAHEAD 8": constants(plain_file, _LOOKAHEAD=8),
     "_MEMORY_WEIGHT 0": constants(schedule_file, _MEMORY_WEIGHT=0.0),
     "rules without near": constants(schedule_file, _RULES=(RULES[1], RULES[3])),
     "_SEED inf": constants(schedule_file, _SEED=math.inf),
@@ -128,12 +141,14 @@ BUCKETS: dict[str, Variant] = {
     "_SLACKS 0.5, 0.5": constants(bucket_file, _SLACKS=(0.5, 0.5)),
     "_SLACKS 0.1": constants(bucket_file, _SLACKS=(0.1,)),
     "_SLACKS 0.5": constants(bucket_file, _SLACKS=(0.5,)),
-    "_SHORT inf": constants(bucket_file, _SHORT=math.inf),
+    "_SHORT none": constants(bucket_file, _SHORT=()),
+    "_SHORT 1/32": constants(bucket_file, _SHORT=(1 / 32,)),
     "_MAX_DISTANCE 1": constants(moves_file, _MAX_DISTANCE=1),
+    "_TRIALS 8": constants(bucket_file, _TRIALS=8),
     "_MANY_TRIALS inf": constants(bucket_file, _MANY_TRIALS=math.inf),
     "_ONE_BY_ONE 0": constants(bucket_file, _ONE_BY_ONE=0),
     "_PAYS inf": constants(bucket_file, _PAYS=math.inf),
-    "_SHORT 1/128": constants(bucket_file, _SHORT=1 / 128),
+    "_SHORT 1/128": constants(bucket_file, _SHORT=(1 / 128,)),
     "_MIN_GAIN 1e-4": constants(bucket_file, _MIN_GAIN=1e-4),
     "bucket _OPTIMAL 1": constants(bucket_file, _OPTIMAL=1.0),
     "_WORTH 1": constants(bucket_file, _WORTH=1.0),
@@ -184,22 +199,26 @@ def of_case(
     """Figures of one graph: today's with and without buckets, and those of all variants."""
     model = CostModel(LINKS[links], ranks=ranks)
     captured = to_dag(gm, model)
-    dag, keys = captured.dag, bucket_keys(captured)
-    price = functools.cache(lambda starts: model.merged([captured.nodes[i] for i in starts]))
+    contracted, of_nodes = captured.contracted, bucket_keys(captured)
+    keys = [of_nodes[unit[0]] for unit in contracted.members]
+    price = functools.cache(lambda starts: model.merged([captured.nodes[contracted.members[i][0]] for i in starts]))
+    budget = captured.dag.peak_bytes() if own_peak else schedule_file.default_budget(captured.dag)
 
-    budget = dag.peak_bytes() if own_peak else None
+    def options() -> dict[str, Any]:
+        return {"in_flight": in_flight, "effort": schedule_file.default_effort(captured.dag)}
 
     def searched() -> Any:
-        return schedule_file.schedule(dag, budget=budget, in_flight=in_flight)
+        return schedule_file.schedule(contracted.dag, budget=budget, **options())
 
     def bucketed(found: Any) -> Any:
-        return bucket_file.bucket(dag, found, keys, lambda starts: price(tuple(starts)), in_flight=in_flight)[1]
+        return bucket_file.bucket(contracted.dag, found, keys, lambda starts: price(tuple(starts)), **options())[1]
 
     def timed(function: Callable[[], Any]) -> tuple[Any, Figures]:
-        began = time.perf_counter()
+        began = time.process_time()
         found = function()
-        return found, figures(found.timeline, time.perf_counter() - began)
+        return found, figures(found.timeline, time.process_time() - began)
 
+    bucketed(searched())  # what a dag caches takes time once
     found, of_search = timed(searched)
     rows = {"search": of_search, "buckets": timed(lambda: bucketed(found))[1]}
     for name, variant in itertools.chain(SEARCH.items(), BUCKETS.items()):

@@ -1,6 +1,6 @@
 """optimize: hide the collectives of an ATen fx graph behind compute. Also `simulate` and `lower_bound` of a graph.
 
-fx graph, cost ─► to_dag ─► schedule ─► bucket ─► emit, on a copy ─► Result
+fx graph, cost ─► to_dag ─► contract ─► schedule ─► bucket ─► expand ─► emit, on a copy ─► Result
 """
 
 from __future__ import annotations
