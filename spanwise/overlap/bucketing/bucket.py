@@ -24,29 +24,27 @@ from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.schedule import EFFORT, Schedule, default_effort, schedule
+from spanwise.overlap.search.schedule import EFFORT, OPTIMAL, Schedule, default_effort, schedule
 
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Without either, dit or dlrm take 1 % longer.
 _SLACKS = (0.1, 0.5)
 # Shares of the makespan that one bucket may take, tried one after another where longer ones were found so far. Without
-# any, the forward of ResNet-50 has 3 launches and takes longer than with 25; without 1/128, it takes 2.7 % longer on
-# middle links (benchmarks/results/overlap-zoo.json).
+# any, the forward of ResNet-50 has 3 launches and takes longer than with 25; without 1/128, its backward takes 3.4 %
+# longer; without 1/32, two towers of images and texts 5.2 %.
 _SHORT = (1 / 32, 1 / 128)
-_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
+_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken; at 1, 4.8 % more launches
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
-# Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
+# Trials without a gain after which the search ends: 32, but at most 6,000 nodes in all of them together.
 _TRIALS, _TRIED_NODES = 32, 6_000
-# A gain of this share of the makespan gives all trials back.
+# A gain of this share of the makespan gives all trials back; at 0, 2 % fewer launches and 1.4 times the time.
 _PAYS = 1e-3
-_MIN_GAIN = 1e-6  # share of the makespan below which a gain does not count; at 1e-4, 0.02 % longer
 # Moves for each trial up to which they are tried one by one, not in batches. With 0, and trials not given back, the
 # forward of llama-tp takes 0.5 % longer.
 _ONE_BY_ONE = 4
-# Of the makespan: not scheduled above, if trials are few. In tests of all sets of buckets of small graphs the worst
-# result is 15 % longer than the best, and 16 % where this holds for small graphs too.
+# Of the makespan: not scheduled above, if trials are few. Where this holds for small graphs too, a model of many
+# branches takes 1.8 % longer, and in tests of all sets of buckets the worst result is 16 % longer than the best, not 15 %.
 _HOPELESS, _MANY_TRIALS = 1.02, 16
-_OPTIMAL = 1.001  # of what buckets can reach: moves end, as the search does in `schedule`
 _ROUNDING = 1e-9
 
 
@@ -102,7 +100,7 @@ def bucket(
             short = share * found.timeline.makespan
             if search.floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
                 break
-            other = _BucketSearch(start, keys, merged_ms, options, min(effort, _LOW_EFFORT), short, search.floor)
+            other = _BucketSearch(start, keys, merged_ms, options, effort, short, search.floor)
             other.try_all_greedy()
             if other.makespan < _WORTH * best.makespan:  # fewer launches are worth a little
                 best = other
@@ -218,7 +216,7 @@ class _BucketSearch:
         """
         before, effort = self.best, self._low_effort()
         batches, left = self._batches(trials), trials
-        while left > 0 and self.makespan > _OPTIMAL * self.floor and (batch := next(batches, None)):
+        while left > 0 and self.makespan > OPTIMAL * self.floor and (batch := next(batches, None)):
             known, new = self._moved(batch)
             if (buckets := frozenset((*known, *new))) in self.tried:
                 continue
@@ -228,9 +226,9 @@ class _BucketSearch:
             was = self.makespan
             if plan is None or (trials < _MANY_TRIALS and plan.makespan > _HOPELESS * was):
                 continue
-            state = self._scheduled(plan, effort, was * (1 - _MIN_GAIN))
+            state = self._scheduled(plan, effort, was * (1 - _ROUNDING))
             gain = was - state.best.timeline.makespan
-            if gain > _MIN_GAIN * was:
+            if gain > _ROUNDING * was:
                 self.state = state
                 batches, left = self._batches(trials), trials if gain > _PAYS * was else left
         return self.best is not before

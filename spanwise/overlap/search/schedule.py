@@ -35,14 +35,11 @@ from spanwise.overlap.search.priorities import (
 
 GIB = 2**30
 _ROUNDING = 1e-9
-# Greedy orders longer than this, in units of the shortest, are left early and not improved. At 1.02, the forward of
-# random-0 takes 6.1 % longer; at 1.1, no order of the zoo changes.
-_SEED = 1.1
 # Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
 # time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
 EFFORT, LARGE = 8, 1_800
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; at 0, sync-norm takes 13 % more memory
-_OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
+OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
 # queue at each stream or a long one. Where the budget is the own order's peak, random-1 takes 9.4 % longer without the
 # near ones; otherwise nothing changes.
@@ -225,19 +222,17 @@ class _ScheduleSearch:
     @property
     def done(self) -> bool:
         """Whether the best is as short as the bound."""
-        return self.makespan <= _OPTIMAL * self.floor
+        return self.makespan <= OPTIMAL * self.floor
 
     def _candidates(self) -> Iterator[ListSchedule]:
         """Greedy schedules that differ, then each of the first ones improved, the best first."""
         first: list[ListSchedule] = []
-        longest = math.inf
         for greedy in self._first():
-            first.append(self._run(*greedy, longest))
-            longest = min(longest, _SEED * first[-1].makespan)
+            first.append(self._run(*greedy, math.inf))
             yield first[-1]
         is_tight, is_short = max(found.peak for found in first) > _BINDING * self.budget, self.most <= EFFORT
         plain: list[ListSchedule] = []
-        for found in self._plain(self.problem, longest):
+        for found in self._plain(self.problem, math.inf):
             plain.append(found)
             yield found
         if is_tight:
