@@ -29,7 +29,8 @@ from spanwise.overlap.split.tokenwise import (
     makes_rows,
 )
 
-_DIMS = 2  # dims of a collective's operand that are tried as the tokens' dim
+# Dims of a collective's operand that are tried as the tokens' dim; with 1, tensors of [batch, tokens, hidden] stay whole.
+_DIMS = 2
 
 
 @dataclasses.dataclass(frozen=True)
