@@ -189,7 +189,3 @@ class Dag:
     def peak_bytes(self, order: Sequence[int] | None = None) -> int:
         """Most bytes alive at once, in the given order or the graph's own; see `memory.Lifetimes`."""
         return self.lifetimes.peak(order)
-
-    def alive_bytes(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """Bytes alive while each node runs, by its position in the order; int64 ``[n]``."""
-        return self.lifetimes.profile(order)

@@ -202,7 +202,7 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                 placed.append(running[stream])
                 running[stream] = -1
                 touched.add(stream)
-            elif stream_of[i] < 0 or ms[i] == 0.0:
+            elif stream_of[i] < 0:
                 placed.append(i)
             else:
                 heappush(ready[stream_of[i]], rank[i])
@@ -218,7 +218,7 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                     if not left[dep]:
                         if release[dep] > now:
                             heappush(events, (release[dep], dep))
-                        elif stream_of[dep] < 0 or ms[dep] == 0.0:
+                        elif stream_of[dep] < 0:
                             placed.append(dep)
                         else:
                             heappush(ready[stream_of[dep]], rank[dep])
