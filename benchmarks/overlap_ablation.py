@@ -125,7 +125,7 @@ SEARCH: dict[str, Variant] = {
     "effort 16": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 16),
     "effort 48": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 48),
     "without polish": lambda: mock.patch.object(
-        schedule_file, "starts_early_waits_late", lambda problem: list(problem.order)
+        schedule_file, "starts_early_waits_late", lambda problem, order, budget: list(order)
     ),
     "list _LOOKAHEAD 1": constants(list_scheduler, _LOOKAHEAD=1),
     "waits by priority": simple_wait,

@@ -303,20 +303,12 @@ def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
-    """`to_dag` after checks of the graph, with a longer error for missing metadata."""
+    """`to_dag` with longer errors for what is no graph, and for missing metadata."""
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(
             f"expected an fx.GraphModule of ATen operators, got {type(gm).__name__}: pass the graph_module of a "
             "program of torch.export, or the graphs that on_result= of overlap.backend receives"
         )
-    seen: set[str] = set()
-    for node in gm.graph.nodes:
-        for arg in node.all_input_nodes:
-            if arg.name not in seen:
-                raise GraphError(
-                    node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
-                )
-        seen.add(node.name)
     try:
         return to_dag(gm, cost)
     except GraphError as error:

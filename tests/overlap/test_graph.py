@@ -178,7 +178,6 @@ def test_a_collective_without_a_wait_keeps_its_memory(groups: dict[str, str]) ->
     captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
     y, gathered, *_ = captured.dag.storages
     assert y.kept and gathered.kept  # whichever node comes last
-    assert [captured.nodes[i].name for i in captured.outputs] == ["all_gather_into_tensor", "add", "add_1"]
     assert [node.name for node in captured.inputs] == ["x_1"]
 
 

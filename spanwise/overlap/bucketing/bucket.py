@@ -92,15 +92,15 @@ def bucket(
     effort = default_effort(dag) if effort is None else effort
     trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort else 0
     start = _State(without_buckets(dag), found)
-    best = search = _BucketSearch(start, keys, merged_ms, options, effort)
-    search.try_all_greedy()
+    best = _BucketSearch(start, keys, merged_ms, options, effort)
+    best.try_all_greedy()
     if not quick:
-        search.floor = least_ms(dag, found.bounds, keys, merged_ms)
+        best.floor = floor = least_ms(dag, found.bounds, keys, merged_ms)
         for share in _SHORT:
             short = share * found.timeline.makespan
-            if search.floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
+            if floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
                 break
-            other = _BucketSearch(start, keys, merged_ms, options, effort, short, search.floor)
+            other = _BucketSearch(start, keys, merged_ms, options, effort, short, floor)
             other.try_all_greedy()
             if other.makespan < _WORTH * best.makespan:  # fewer launches are worth a little
                 best = other
@@ -290,7 +290,7 @@ class _BucketSearch:
         multiplier, price = self.options["multiplier"], self.price
         members = [self.merged.members[i] for i in self.best.order]
         problem = BucketingProblem(
-            simulate(renumbered(self.merged.dag, self.best.order, multiplier)),
+            simulate(renumbered(self.merged.dag, self.best.order).slower(multiplier)),
             keys=[self.keys[of_node[0]] for of_node in members],
             price=lambda starts: multiplier * price(_flat(members, starts)),
             budget=self.best.budget,

@@ -51,12 +51,10 @@ class Reason:
     Attributes:
         exposed: milliseconds that compute waits for it.
         parts: milliseconds by reason, in the order of `Why`; positive, with the sum `exposed`.
-        independent: milliseconds of compute that neither lead to its start nor depend on its wait.
     """
 
     exposed: float
     parts: dict[Why, float]
-    independent: float
 
     @property
     def main(self) -> Why:
@@ -215,7 +213,7 @@ class _Analysis:
                 account(self.fits(moved, int(self.place[wait])), behind)
                 self.use(np.array(moved), behind)
         parts[Why.DEPENDENCY] += left
-        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny}, independent)
+        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny})
 
     def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
         """How much earlier a start could be issued (at most `most`), nodes that must move, and the place to move to.

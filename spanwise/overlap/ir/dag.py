@@ -170,6 +170,13 @@ class Dag:
         """When the storages open and close, for any order."""
         return Lifetimes(len(self), self.storages)
 
+    def slower(self, multiplier: float) -> Dag:
+        """The same with collectives that take `multiplier` times as long."""
+        if multiplier == 1.0:
+            return self
+        nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in self.nodes)
+        return Dag(tuple(nodes), self.storages)
+
     @functools.cached_property
     def compute_ms(self) -> float:
         """Milliseconds of all work on the compute stream."""

@@ -249,10 +249,6 @@ class ResourceLimit:
         other._has_run, other._profile = self._has_run.copy(), self._profile.copy()
         return other
 
-    def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
-        """The limit from the beginning, with another known order and budget; ``ValueError`` if the order needs more."""
-        return ResourceLimit(self.lifetimes, budget, order)
-
     @property
     def next_in_order(self) -> int:
         """The first node of the known order that is left; it is always safe."""

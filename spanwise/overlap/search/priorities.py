@@ -19,7 +19,6 @@ The smaller time goes first. There are three sources:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -91,15 +90,6 @@ class SchedulingProblem:
         """Milliseconds of each stream if the nodes take `ms`; added in order, so that every machine gets the same."""
         streams = np.maximum(np.array(self.stream, np.int64), 0)
         return np.bincount(streams, ms, self.num_streams).tolist()
-
-    def along(self, order: Sequence[int], budget: int) -> SchedulingProblem:
-        """The same problem with another known order and memory budget; the order must keep the other limits."""
-        found = copy.copy(self)
-        memory, *others = self.limits
-        found.order = order
-        found.limits = [memory.along(order, budget), *(limit.along(order, limit.budget) for limit in others)]
-        found.scarce = budget
-        return found
 
 
 def order_priorities(problem: SchedulingProblem, lead: float, margin: float = 0.0) -> list[float]:

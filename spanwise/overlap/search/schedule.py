@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.ir.in_flight import flight_sizes, flights
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.order import positions
@@ -124,7 +124,7 @@ def schedule(
             effort is too small.
 
     Examples:
-        >>> from spanwise.overlap.ir.dag import Node
+        >>> from spanwise.overlap.ir.dag import Kind, Node
         >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
         >>> reader, other = Node("reader", Kind.COMPUTE, 2.0, (1,)), Node("other", Kind.COMPUTE, 3.0)
         >>> found = schedule(Dag((start, wait, reader, other)))
@@ -145,8 +145,8 @@ def schedule(
     order = before.order.tolist()
     budget = default_budget(dag, order) if budget is None else budget
     limits = [ResourceLimit(dag.lifetimes, budget, order), *_flight_limits(dag, order, in_flight, in_flight_bytes)]
-    assumed = dag if multiplier == 1.0 else _slower_collectives(dag, multiplier)
-    search = _ScheduleSearch(dag, SchedulingProblem(assumed, order, limits), before, budget, bounds, longest)
+    problem = SchedulingProblem(dag.slower(multiplier), order, limits)
+    search = _ScheduleSearch(dag, problem, before, budget, bounds, longest)
     search.run(effort)
     return Schedule(search.best, before, budget, search.bounds)
 
@@ -215,7 +215,7 @@ class _ScheduleSearch:
             return
         # Costs are estimates: collectives start earlier, as far as the order's own peak allows. Where collectives take
         # other times (by 0.3, log-normal), random-1 would be 3.2 % longer without; overlap-ablation.json.
-        self.best = simulate(self.dag, starts_early_waits_late(self.problem.along(better, self.peak)))
+        self.best = simulate(self.dag, starts_early_waits_late(self.problem, better, self.peak))
         if self.best.makespan > self.makespan or self.best.peak_bytes > self.peak:
             self.best = simulate(self.dag, better)
 
@@ -299,11 +299,6 @@ class _ScheduleSearch:
         yield order_priorities(problem, 0.0), _NEAR
         yield order_priorities(problem, math.inf), _NEARER
         yield order_priorities(problem, self.scale / 8, self.scale / 64), _NEARER
-
-
-def _slower_collectives(dag: Dag, multiplier: float) -> Dag:
-    nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
-    return Dag(tuple(nodes), dag.storages)
 
 
 def _flight_limits(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[ResourceLimit]:
