@@ -181,10 +181,19 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
     # Nodes at the time from which they may be placed; as -1 - stream, streams at the time at which they are free.
     events: list[tuple[float, int]] = [(0.0, i) for i in range(count) if not left[i]]
     now = 0.0
+    placed: list[int] = []
+    touched: set[int] = set()
+
+    def may_end_now(i: int) -> None:
+        if stream_of[i] < 0:
+            placed.append(i)
+        else:
+            heappush(ready[stream_of[i]], rank[i])
+            touched.add(stream_of[i])
+
     while events:
         now = events[0][0]
-        placed = []
-        touched = set()
+        touched.clear()
         while events and events[0][0] <= now:
             i = heappop(events)[1]
             if i < 0:
@@ -192,11 +201,8 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                 placed.append(running[stream])
                 running[stream] = -1
                 touched.add(stream)
-            elif stream_of[i] < 0:
-                placed.append(i)
             else:
-                heappush(ready[stream_of[i]], rank[i])
-                touched.add(stream_of[i])
+                may_end_now(i)
             while placed:
                 i = placed.pop()
                 begin[i] = now
@@ -208,11 +214,8 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                     if not left[dep]:
                         if release[dep] > now:
                             heappush(events, (release[dep], dep))
-                        elif stream_of[dep] < 0:
-                            placed.append(dep)
                         else:
-                            heappush(ready[stream_of[dep]], rank[dep])
-                            touched.add(stream_of[dep])
+                            may_end_now(dep)
         for stream in sorted(touched):
             if running[stream] < 0 and ready[stream]:
                 i = running[stream] = by_end[heappop(ready[stream])]
