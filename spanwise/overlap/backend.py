@@ -122,7 +122,8 @@ class Backend:
         """Digest of all that schedules depend on besides the graph; None if the costs have no ``uuid``."""
         if self._costs is None:
             return None
-        groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
+        known = _torch.groups() if dist.is_initialized() else []
+        groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in known)
         everything = [self._facts, groups, _source()]
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -175,10 +176,6 @@ def _is_tied(node: fx.Node) -> bool:
     if node.target in STARTS or node.target is WAIT or traits(node).communicates or node_flops(node) > 0:
         return True
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _GENERATED
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    return _torch.groups() if dist.is_initialized() else []
 
 
 @functools.cache

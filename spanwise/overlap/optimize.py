@@ -131,15 +131,15 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
-    def find(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
+    def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
         given = _with_effort(options, cut)
         most = given["effort"] if quick is None else min(quick, given["effort"])
         return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**given, "effort": most})
 
-    def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
+    def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
         return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
 
-    trial = find_split(gm, cost, Searches(find, merge), whole.timeline)
+    trial = find_split(gm, cost, Searches(search, fuse), whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(

@@ -43,7 +43,7 @@ _PAYS = 1e-3
 # forward of llama-tp takes 0.5 % longer.
 _ONE_BY_ONE = 4
 # Of the makespan: not scheduled above, if trials are few. Where this holds for small graphs too, a model of many
-# branches takes 1.8 % longer, and in tests of all sets of buckets the worst result is 16 % longer than the best, not 15 %.
+# branches takes 1.8 % longer, and in tests of all sets of buckets the worst result is 16 % above the best, not 15 %.
 _HOPELESS, _MANY_TRIALS = 1.02, 16
 _ROUNDING = 1e-9
 
@@ -154,7 +154,7 @@ class _BucketSearch:
         self.keys, self.price, self.options, self.effort = keys, price, options, effort
         self.most_ms, self.floor = most_ms, floor
         self.longest = found.timeline.makespan * (1 + _ROUNDING)
-        self.allowed = in_flight_limits(found.timeline, options["in_flight"], options["in_flight_bytes"])
+        self.allowed = in_flight_limits(self.dag, found.order, options["in_flight"], options["in_flight_bytes"])
         self.tried: set[frozenset[tuple[int, ...]]] = set()
         self.saved: dict[Hashable, float] = {}
 
@@ -178,7 +178,7 @@ class _BucketSearch:
             return True
         return all(
             now <= most
-            for group, of_group in peak_in_flight(simulate(plan.merged().dag)).items()
+            for group, of_group in peak_in_flight(plan.merged().dag).items()
             for now, most in zip(of_group, self.allowed[group], strict=True)
         )
 

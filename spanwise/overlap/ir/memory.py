@@ -212,7 +212,7 @@ class ResourceLimit:
         ValueError: the known order needs more than the budget.
     """
 
-    def __init__(self, lifetimes: Lifetimes, budget: int, order: Sequence[int] | None = None) -> None:
+    def __init__(self, lifetimes: Lifetimes, budget: float, order: Sequence[int] | None = None) -> None:
         count = lifetimes.num_nodes
         self.lifetimes, self.budget, self.alive, self.peak = lifetimes, budget, 0, 0
         self._order = range(count) if order is None else order

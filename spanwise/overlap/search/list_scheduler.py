@@ -21,23 +21,17 @@ _LOOKAHEAD = 8  # ready nodes tried when the first ones do not fit the limits; w
 
 @dataclasses.dataclass(frozen=True)
 class ListOptions:
-    """Rules of a list schedule.
+    """Rules of a list schedule, in shares of the longest path.
 
     Attributes:
-        ahead: milliseconds by which a node that takes memory may be ahead of the smallest priority left. It is deferred
+        ahead: time by which a node that takes memory may be ahead of the smallest priority left. It is deferred
             until then, because early results only fill memory.
-        queue: milliseconds of work below which a stream gets its next collective. It leaves no gap where collectives
+        queue: work below which a stream gets its next collective. It leaves no gap where collectives
             take less time, or compute takes more, than estimated.
     """
 
     ahead: float
     queue: float = 0.0
-
-    def scaled(self, ms: float) -> ListOptions:
-        """These rules, if `ahead` and `queue` are shares of `ms`."""
-        return ListOptions(
-            math.inf if self.ahead == math.inf else self.ahead * ms, self.queue * ms
-        )  # also if `ms` is 0
 
 
 def list_schedule(
@@ -72,7 +66,9 @@ class _ListScheduler:
     def __init__(
         self, problem: SchedulingProblem, priorities: list[float], options: ListOptions, limit: float = math.inf
     ) -> None:
-        self.problem, self.priorities, self.options = problem, priorities, options
+        self.problem, self.priorities = problem, priorities
+        self.ahead = math.inf if options.ahead == math.inf else options.ahead * problem.longest  # the path may be 0
+        self.queue = options.queue * problem.longest
         self.limit = limit * (1 + _ROUNDING)
         self.spare, self.is_late = [self.limit - work for work in problem.work], False
         self.ms, self.stream, self.users, self.tail = problem.ms, problem.stream, problem.users, problem.tail
@@ -95,7 +91,7 @@ class _ListScheduler:
         self.waits: list[tuple[float, int]] = []
         self.ended: list[int] = []
         self.now, self.first_left = 0.0, 0
-        self.horizon = math.inf if options.ahead == math.inf else -math.inf
+        self.horizon = math.inf if self.ahead == math.inf else -math.inf
 
     def run(self) -> ListSchedule:
         problem, has_run, waits = self.problem, self.has_run, self.waits
@@ -207,11 +203,11 @@ class _ListScheduler:
 
     def admit_deferred(self) -> None:
         """Move the horizon, and make the deferred nodes before it ready."""
-        by_priority, priorities, deferred, ahead = self.by_priority, self.priorities, self.deferred, self.options.ahead
+        by_priority, priorities, deferred = self.by_priority, self.priorities, self.deferred
         while self.has_run[by_priority[self.first_left]]:
             self.first_left += 1
         first = priorities[by_priority[self.first_left]]
-        self.horizon = max(self.horizon, first + ahead)
+        self.horizon = max(self.horizon, first + self.ahead)
         while deferred and priorities[by_priority[deferred[0]]] <= self.horizon:
             at = heappop(deferred)
             heappush(self.ready[self.stream[by_priority[at]]], at)
@@ -220,7 +216,7 @@ class _ListScheduler:
         """Start collectives of streams that would be idle before the compute `chosen` ends; whether anything ran."""
         until = self.now + self.ms[chosen] if chosen >= 0 else self.now
         started = False
-        until += self.options.queue
+        until += self.queue
         for stream in range(1, len(self.ready)):
             heap = self.ready[stream]
             while heap and self.free[stream] <= until:

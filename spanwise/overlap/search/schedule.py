@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Dag
-from spanwise.overlap.ir.in_flight import flight_sizes, flights
+from spanwise.overlap.ir.in_flight import flight_sizes, flights, in_flight_limits
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.order import positions
 from spanwise.overlap.ir.simulate import Timeline, simulate
@@ -273,7 +273,7 @@ class _ScheduleSearch:
         self.tried += 1
         if self.same_costs and self.tried == self.most:
             longest = min(longest, self.makespan)
-        return list_schedule(self.problem, priorities, rule.scaled(self.scale), longest)
+        return list_schedule(self.problem, priorities, rule, longest)
 
     def _first(self) -> Iterator[tuple[list[float], ListOptions]]:
         """Priorities and rules of greedy orders that differ."""
@@ -303,11 +303,7 @@ class _ScheduleSearch:
 
 def _flight_limits(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[ResourceLimit]:
     """Limits on collectives in flight, by group; at least the peak of the known order."""
-    if most is None and most_bytes is None:
-        return
-    sizes = flight_sizes(dag)
-    for group in dag.groups:
-        for limit, size in zip((most, most_bytes), sizes, strict=True):
-            if limit is not None:
-                flown = flights(dag, group, size)
-                yield ResourceLimit(flown, max(limit, flown.peak(order)), order)
+    for group, limits in (in_flight_limits(dag, order, most, most_bytes) or {}).items():
+        for size, limit in zip(flight_sizes(dag), limits, strict=True):
+            if limit < math.inf:
+                yield ResourceLimit(flights(dag, group, size), limit, order)
