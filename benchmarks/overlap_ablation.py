@@ -32,6 +32,7 @@ from overlap_zoo import LINKS, MARGIN
 from spanwise.overlap.bucketing import bucket as bucket_file
 from spanwise.overlap.bucketing import greedy as greedy_file
 from spanwise.overlap.bucketing import moves as moves_file
+from spanwise.overlap.bucketing import slack
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.emit import bucket_keys
 from spanwise.overlap.fx.files import load_graphs
@@ -39,7 +40,7 @@ from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.search import greedy as plain_file
-from spanwise.overlap.search import list_scheduler, slack
+from spanwise.overlap.search import list_scheduler
 from spanwise.overlap.search import schedule as schedule_file
 
 NOISE, SEEDS = {Kind.COMPUTE: 0.1, Kind.START: 0.3, Kind.WAIT: 0.0}, 3

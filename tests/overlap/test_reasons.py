@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, independent_compute, reasons
+from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, reasons
+from spanwise.overlap.ir.critical_path import independent_compute
 from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.search.schedule import schedule

@@ -11,10 +11,10 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+from spanwise.overlap.bucketing.slack import LatestTimes
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.in_flight import collective_bytes
 from spanwise.overlap.ir.memory import ResourceLimit
-from spanwise.overlap.search.slack import LatestTimes
 
 _START, _WAIT = int(Kind.START), int(Kind.WAIT)
 UNISSUED, DEFERRED, ISSUED = 0, 1, 2

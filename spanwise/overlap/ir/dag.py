@@ -196,3 +196,8 @@ class Dag:
     def peak_bytes(self, order: Sequence[int] | None = None) -> int:
         """Most bytes alive at once, in the given order or the graph's own; see `memory.Lifetimes`."""
         return self.lifetimes.peak(order)
+
+
+def rounding(ms: float) -> float:
+    """Milliseconds below which a difference is rounding, for sums of about `ms`."""
+    return 1e-9 * max(1.0, ms)

@@ -1,6 +1,6 @@
 """Slack of a schedule: time until later nodes would be late, and memory below the budget.
 
-dag, numbered in the order of its schedule ─► slack ─► bucketing.greedy
+dag, numbered in the order of its schedule ─► slack ─► greedy
 """
 
 from __future__ import annotations
