@@ -105,18 +105,12 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        if self.name == "aot_eager":
-            if mode or options:
-                raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
-            return _torch.compile_aot_eager(gm, example_inputs, functools.partial(self._schedule, hold=False))
-        return _torch.compile_inductor(
-            gm,
-            example_inputs,
-            functools.partial(self._schedule, hold=True),
-            self.fingerprint(),
-            mode=mode,
-            options=options,
-        )
+        schedule = functools.partial(self._schedule, hold=self.name == "inductor")
+        if self.name == "inductor":
+            return _torch.compile_inductor(gm, example_inputs, schedule, self.fingerprint(), mode=mode, options=options)
+        if mode or options:
+            raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
+        return _torch.compile_aot_eager(gm, example_inputs, schedule)
 
     def fingerprint(self) -> str | None:
         """Digest of all that schedules depend on besides the graph; None if the costs have no ``uuid``."""

@@ -132,9 +132,7 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
     def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
-        given = _with_effort(options, cut)
-        most = given["effort"] if quick is None else min(quick, given["effort"])
-        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**given, "effort": most})
+        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **_with_effort(options, cut, quick))
 
     def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
         return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
@@ -161,9 +159,10 @@ def _optimized(
     return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
 
 
-def _with_effort(options: dict[str, Any], captured: Captured) -> dict[str, Any]:
+def _with_effort(options: dict[str, Any], captured: Captured, most: int | None = None) -> dict[str, Any]:
     """The options with a number of orders to try; views count as nodes there, as for the passes of others."""
-    return {**options, "effort": default_effort(captured.dag)} if options["effort"] is None else options
+    effort = default_effort(captured.dag) if options["effort"] is None else options["effort"]
+    return {**options, "effort": effort if most is None else min(most, effort)}
 
 
 def _bucketed(

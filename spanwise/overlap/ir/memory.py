@@ -122,9 +122,8 @@ class Lifetimes:
     @functools.cached_property
     def _flat_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`users` of all storages one after another, and where those of each begin."""
-        users = [storage.touched_by for storage in self.storages]
-        begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
-        return np.array([user for of_one in users for user in of_one], np.int64), begins
+        begins = np.cumsum([0, *map(len, self.users)], dtype=np.int64)[:-1]
+        return np.array([user for of_one in self.users for user in of_one], np.int64), begins
 
     def spans(self, position: NDArray[np.int64] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each storage opens and closes (`num_nodes` if kept); `position` of each node, by default its number."""

@@ -21,15 +21,9 @@ from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, te
 from spanwise.overlap.split.cut import Cut
 from spanwise.overlap.split.rules import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from spanwise.overlap.split.sums import sum_over
-from spanwise.overlap.split.tokenwise import (
-    COLLECTIVES,
-    candidates,
-    is_product_of_rows,
-    legal,
-    makes_rows,
-)
+from spanwise.overlap.split.tokenwise import COLLECTIVES, candidates, is_product_of_rows, legal, makes_rows
 
-# Dims of a collective's operand that are tried as the tokens' dim; with 1, tensors of [batch, tokens, hidden] stay whole.
+# Dims of a collective's operand that are tried as the tokens' dim; with 1, [batch, tokens, hidden] tensors stay whole.
 _DIMS = 2
 
 
