@@ -114,13 +114,12 @@ class _State:
     """Buckets and their schedule.
 
     Attributes:
-        problem: what greedy buckets on top of them start from, once it is known: the original nodes that each node of
-            its timeline stands for, and the problem.
+        problem: what greedy buckets on top of them start from, once it is known.
     """
 
     merged: Merged
     best: Schedule
-    problem: tuple[list[tuple[int, ...]], BucketingProblem] | None = None
+    problem: BucketingProblem | None = None
 
 
 class _BucketSearch:
@@ -268,9 +267,8 @@ class _BucketSearch:
 
     def _with_greedy(self, slack: float) -> MergePlan | None:
         """The best dag with greedy buckets; None if there are none to add."""
-        if self.state.problem is None:
-            self.state.problem = self._problem()
-        members, problem = self.state.problem
+        members = [self.merged.members[i] for i in self.best.order]
+        problem = self.state.problem = self.state.problem or self._problem(members)
         dag, multiplier, in_order = self.dag, self.options["multiplier"], problem.timeline.dag
         greedy = greedy_buckets(problem, slack, self.most_ms * multiplier)
         if not greedy.buckets:
@@ -285,18 +283,16 @@ class _BucketSearch:
         order = _flat(members, greedy.order)
         return MergePlan(dag, buckets, [cost / multiplier for cost in ms.values()], order, late=True)
 
-    def _problem(self) -> tuple[list[tuple[int, ...]], BucketingProblem]:
-        """The best dag, numbered in the order of its schedule."""
+    def _problem(self, members: Sequence[tuple[int, ...]]) -> BucketingProblem:
+        """The best dag, numbered in the order of its schedule; `members`: the original nodes that each node is."""
         multiplier, price = self.options["multiplier"], self.price
-        members = [self.merged.members[i] for i in self.best.order]
-        problem = BucketingProblem(
+        return BucketingProblem(
             simulate(renumbered(self.merged.dag, self.best.order).slower(multiplier)),
             keys=[self.keys[of_node[0]] for of_node in members],
             price=lambda starts: multiplier * price(_flat(members, starts)),
             budget=self.best.budget,
             allowed=self.allowed,
         )
-        return members, problem
 
 
 def _flat(members: Sequence[tuple[int, ...]], nodes: Iterable[int]) -> list[int]:
