@@ -24,10 +24,10 @@ class ListOptions:
     """Rules of a list schedule, in shares of the longest path.
 
     Attributes:
-        ahead: time by which a node that takes memory may be ahead of the smallest priority left. It is deferred
-            until then, because early results only fill memory.
-        queue: work below which a stream gets its next collective. It leaves no gap where collectives
-            take less time, or compute takes more, than estimated.
+        ahead: time by which a node that takes memory may be ahead of the smallest priority left. It is deferred until
+            then, because early results only fill memory.
+        queue: work below which a stream gets its next collective. It leaves no gap where collectives take less time,
+            or compute takes more, than estimated.
     """
 
     ahead: float
