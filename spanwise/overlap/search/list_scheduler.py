@@ -54,6 +54,7 @@ class _ListScheduler:
 
     Attributes:
         ready: of each stream, the nodes that it may run.
+        instant: ready nodes that take neither time nor memory. They run at once: collectives may follow them.
         deferred: ready nodes that take memory and come too early.
         waits: waits of collectives that run, by the time at which these end.
         ended: waits of collectives that have ended.
@@ -87,6 +88,7 @@ class _ListScheduler:
         self.begin, self.end = [0.0] * count, [0.0] * count
         self.free = [0.0] * problem.num_streams  # when each group's stream is
         self.ready: list[list[int]] = [[] for _ in range(problem.num_streams)]
+        self.instant: list[int] = []
         self.deferred: list[int] = []
         self.waits: list[tuple[float, int]] = []
         self.ended: list[int] = []
@@ -100,6 +102,11 @@ class _ListScheduler:
                 self.add_ready(i)
         count = len(has_run)
         while len(self.order) < count and not self.is_late:
+            if self.instant:
+                i = self.instant.pop()
+                if not has_run[i]:  # the known order may have run it
+                    self.issue(i)
+                continue
             if self.ended or (waits and (waits[0][0] <= self.now or has_run[waits[0][1]])):
                 self.wait_in_turn()
                 if len(self.order) == count:
@@ -158,6 +165,8 @@ class _ListScheduler:
         stream = self.stream[i]
         if stream < 0:
             heappush(self.waits, (self.end[self.start_of[i]], i))
+        elif not (self.memory.allocated[i] or self.ms[i] or stream):
+            self.instant.append(i)
         elif self.memory.allocated[i] and self.priorities[i] > self.horizon:
             heappush(self.deferred, self.rank[i])
         else:
