@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from spanwise.overlap.ir.dag import Dag, Kind, rounding
 
 _START = int(Kind.START)
-# Collectives in a block of columns; also rows in a product of matrices. Compute between collectives of two blocks is
-# left out. Counting it changes no `Bounds.makespan` of the zoo, nor of six other graphs with up to 437 collectives.
-_BLOCK = 64
+_BLOCK = 64  # collectives in a block of columns; also rows in a product of matrices
+# Blocks of earlier collectives that are combined with each block. With 0, the bounds of backward graphs of 32 layers,
+# with 776 collectives, fall by up to 1.3 %.
+_BACK = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +136,18 @@ def compute_around(dag: Dag) -> ComputeAround:
     between: list[NDArray[np.float64]] = []
     for block in reach.blocks:
         of_block = starts[block * _BLOCK : (block + 1) * _BLOCK]
-        # A node between a wait and a later start has its number between theirs.
-        rows = busy[(busy > of_block[0]) & (busy < of_block[-1])]
-        after_wait = reach.bits(reach.follows, rows, block) * work[rows, None]
-        gap = _product(after_wait, reach.bits(reach.leads_to, rows, block))
-        for column, waits in enumerate(map(np.flatnonzero, reach.bits(reach.follows, of_block, block))):
-            earlier.append(block * _BLOCK + waits)
-            between.append(gap[waits, column])
+        numbers: list[list[NDArray[np.int64]]] = [[] for _ in of_block]
+        gaps: list[list[NDArray[np.float64]]] = [[] for _ in of_block]
+        for back in range(max(0, block - _BACK), block + 1):
+            # A node between a wait and a later start has its number between theirs.
+            rows = busy[(busy > starts[back * _BLOCK]) & (busy < of_block[-1])]
+            after_wait = reach.bits(reach.follows, rows, back) * work[rows, None]
+            gap = _product(after_wait, reach.bits(reach.leads_to, rows, block))
+            for column, waits in enumerate(map(np.flatnonzero, reach.bits(reach.follows, of_block, back))):
+                numbers[column].append(back * _BLOCK + waits)
+                gaps[column].append(gap[waits, column])
+        earlier += map(np.concatenate, numbers)
+        between += map(np.concatenate, gaps)
     return ComputeAround(reach.sums(reach.leads_to, work), reach.sums(reach.follows, work), earlier, between)
 
 

@@ -299,6 +299,8 @@ class _ScheduleSearch:
         yield order_priorities(problem, 0.0), _NEAR
         yield order_priorities(problem, math.inf), _NEARER
         yield order_priorities(problem, self.scale / 8, self.scale / 64), _NEARER
+        # Without, a backward of 32 layers takes 2.4 % longer.
+        yield order_priorities(problem, 5 / 64 * self.scale, self.scale / 64), _NEAR
 
 
 def _flight_limits(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[ResourceLimit]:
