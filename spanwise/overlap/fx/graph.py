@@ -55,7 +55,7 @@ class Captured:
         outputs: numbers of the nodes whose results the graph returns, each once; returned inputs are left out.
         barriers: numbers of the barriers.
         outside_waits: numbers of the waits for collectives that the graph does not start. They take no time here, and
-            stay behind the node that they follow.
+            stay behind the last collective and the last compute with time that they follow.
     """
 
     dag: Dag
@@ -158,7 +158,7 @@ class _Builder:
         self.made: list[_Memory] = []
         self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
-        self.last_ordered = self.last_guard = -1
+        self.last_ordered = self.last_guard = self.last_start = self.last_work = -1
         self.barriers: list[int] = []
         self.outside_waits: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
@@ -210,7 +210,7 @@ class _Builder:
             start = max((memory.start for memory in reads), default=-1)  # the last collective that wrote it
             if start < 0:  # started outside of the graph; nothing is gained by waiting for it sooner
                 writes = reads
-                deps.add(i - 1)
+                deps |= {self.last_start, self.last_work}
                 self.outside_waits.append(i)
             elif start in self.collectives:
                 writes = reads
@@ -243,8 +243,12 @@ class _Builder:
         self.number[node] = i
         self.calls.append(node)
         group = group_of(node) if kind == Kind.START else ""
-        start = start if kind == Kind.WAIT else -1
-        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+        start, ms = start if kind == Kind.WAIT else -1, self._ms(node, known)
+        if kind == Kind.START:
+            self.last_start = i
+        elif ms > 0:
+            self.last_work = i
+        self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start))
 
     def _wait(self, i: int, start: int, reads: list[_Memory], deps: set[int]) -> tuple[Kind, list[_Memory]]:
         """Add dependencies of a wait for `start`; return its kind and all memory that it reads."""

@@ -122,8 +122,8 @@ class LatestTimes:
         reach: by position, the time by which compute must get there.
         is_cheap: of each node, whether it is no expensive compute.
         is_last: of each cheap node, whether no expensive compute depends on it.
-        may_be_late: of each node, whether it may run after its position: waits, compute that takes no time, and cheap last
-            ones.
+        may_be_late: of each node, whether it may run after its position: waits, compute that takes no time, and cheap
+            last ones.
     """
 
     def __init__(self, timeline: Timeline, memory: MemorySlack, share: float = 1.0) -> None:
