@@ -158,7 +158,8 @@ class _Builder:
         self.made: list[_Memory] = []
         self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
-        self.last_ordered = self.last_guard = self.last_start = self.last_work = -1
+        self.last_ordered = self.last_guard = -1
+        self.last_work: dict[Kind, int] = {}  # the last compute and the last collective that take time
         self.barriers: list[int] = []
         self.outside_waits: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
@@ -210,7 +211,7 @@ class _Builder:
             start = max((memory.start for memory in reads), default=-1)  # the last collective that wrote it
             if start < 0:  # started outside of the graph; nothing is gained by waiting for it sooner
                 writes = reads
-                deps |= {self.last_start, self.last_work}
+                deps.update(self.last_work.values())
                 self.outside_waits.append(i)
             elif start in self.collectives:
                 writes = reads
@@ -243,12 +244,10 @@ class _Builder:
         self.number[node] = i
         self.calls.append(node)
         group = group_of(node) if kind == Kind.START else ""
-        start, ms = start if kind == Kind.WAIT else -1, self._ms(node, known)
-        if kind == Kind.START:
-            self.last_start = i
-        elif ms > 0:
-            self.last_work = i
-        self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start))
+        start = start if kind == Kind.WAIT else -1
+        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+        if self.nodes[-1].ms > 0:
+            self.last_work[kind] = i
 
     def _wait(self, i: int, start: int, reads: list[_Memory], deps: set[int]) -> tuple[Kind, list[_Memory]]:
         """Add dependencies of a wait for `start`; return its kind and all memory that it reads."""
