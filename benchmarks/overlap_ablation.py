@@ -32,6 +32,7 @@ from overlap_zoo import LINKS, MARGIN
 from spanwise.overlap.bucketing import bucket as bucket_file
 from spanwise.overlap.bucketing import greedy as greedy_file
 from spanwise.overlap.bucketing import moves as moves_file
+from spanwise.overlap.bucketing import slack
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.emit import bucket_keys
 from spanwise.overlap.fx.files import load_graphs
@@ -39,7 +40,7 @@ from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.search import greedy as plain_file
-from spanwise.overlap.search import list_scheduler, slack
+from spanwise.overlap.search import list_scheduler
 from spanwise.overlap.search import schedule as schedule_file
 
 NOISE, SEEDS = {Kind.COMPUTE: 0.1, Kind.START: 0.3, Kind.WAIT: 0.0}, 3
@@ -121,12 +122,11 @@ SEARCH: dict[str, Variant] = {
     "greedy _LOOKAHEAD 8": constants(plain_file, _LOOKAHEAD=8),
     "_MEMORY_WEIGHT 0": constants(schedule_file, _MEMORY_WEIGHT=0.0),
     "rules without near": constants(schedule_file, _RULES=(RULES[1], RULES[3])),
-    "_SEED inf": constants(schedule_file, _SEED=math.inf),
     "effort 8": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 8),
     "effort 16": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 16),
     "effort 48": lambda: mock.patch.object(schedule_file, "default_effort", lambda dag: 48),
     "without polish": lambda: mock.patch.object(
-        schedule_file, "starts_early_waits_late", lambda problem: list(problem.order)
+        schedule_file, "starts_early_waits_late", lambda problem, order, budget: list(order)
     ),
     "list _LOOKAHEAD 1": constants(list_scheduler, _LOOKAHEAD=1),
     "waits by priority": simple_wait,
@@ -149,8 +149,7 @@ BUCKETS: dict[str, Variant] = {
     "_ONE_BY_ONE 0": constants(bucket_file, _ONE_BY_ONE=0),
     "_PAYS inf": constants(bucket_file, _PAYS=math.inf),
     "_SHORT 1/128": constants(bucket_file, _SHORT=(1 / 128,)),
-    "_MIN_GAIN 1e-4": constants(bucket_file, _MIN_GAIN=1e-4),
-    "bucket _OPTIMAL 1": constants(bucket_file, _OPTIMAL=1.0),
+    "bucket OPTIMAL 1": constants(bucket_file, OPTIMAL=1.0),
     "_WORTH 1": constants(bucket_file, _WORTH=1.0),
     "without greedy": cases_of("try_greedy", lambda self, slack: None),
     "_FULL inf": constants(greedy_file, _FULL=math.inf),

@@ -1,11 +1,11 @@
 """Hide the communication of a whole step: order and bucket the collectives of ATen FX graphs.
 
-    fx graph ─► fx.graph ─► ir.dag ─► search ─► bucketing ─► fx.emit ─► new graph
+    fx graph ─► fx.graph ─► ir.dag ─► ir.contract ─► search ─► bucketing ─► fx.emit ─► new graph
                   costs ──────┘ └──► ir.simulate, ir.bounds ─► explain
 
 A folder imports only from folders above it:
 
-- `ir`: a step as plain data: the dag, an order of it, its simulation, bounds and memory.
+- `ir`: a step as plain data: the dag, with and without views, an order of it, its simulation, bounds and memory.
 - `search`: orders with a short makespan within a memory budget.
 - `bucketing`: collectives that become one launch.
 - `fx`: fx graph to dag and back; captured and saved graphs.

@@ -105,24 +105,19 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        if self.name == "aot_eager":
-            if mode or options:
-                raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
-            return _torch.compile_aot_eager(gm, example_inputs, functools.partial(self._schedule, hold=False))
-        return _torch.compile_inductor(
-            gm,
-            example_inputs,
-            functools.partial(self._schedule, hold=True),
-            self.fingerprint(),
-            mode=mode,
-            options=options,
-        )
+        schedule = functools.partial(self._schedule, hold=self.name == "inductor")
+        if self.name == "inductor":
+            return _torch.compile_inductor(gm, example_inputs, schedule, self.fingerprint(), mode=mode, options=options)
+        if mode or options:
+            raise ValueError(f'"aot_eager" takes no mode and no options, got mode={mode!r}, options={options!r}')
+        return _torch.compile_aot_eager(gm, example_inputs, schedule)
 
     def fingerprint(self) -> str | None:
         """Digest of all that schedules depend on besides the graph; None if the costs have no ``uuid``."""
         if self._costs is None:
             return None
-        groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in _groups())
+        known = _torch.groups() if dist.is_initialized() else []
+        groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in known)
         everything = [self._facts, groups, _source()]
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -175,10 +170,6 @@ def _is_tied(node: fx.Node) -> bool:
     if node.target in STARTS or node.target is WAIT or traits(node).communicates or node_flops(node) > 0:
         return True
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _GENERATED
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    return _torch.groups() if dist.is_initialized() else []
 
 
 @functools.cache

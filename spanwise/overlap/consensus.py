@@ -37,16 +37,7 @@ import torch.distributed as dist
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import (
-    ALL_TO_ALL,
-    STARTS,
-    Traits,
-    arguments,
-    group_of,
-    nodes_in,
-    tensors_of,
-    traits,
-)
+from spanwise.overlap.fx.operators import ALL_TO_ALL, STARTS, Traits, arguments, group_of, nodes_in, tensors_of, traits
 
 # Digests on which the ranks of each group have agreed; an entry dies with its group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()

@@ -131,15 +131,13 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
     unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
-    def find(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
-        given = _with_effort(options, cut)
-        most = given["effort"] if quick is None else min(quick, given["effort"])
-        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **{**given, "effort": most})
+    def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
+        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **_with_effort(options, cut, quick))
 
-    def merge(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
+    def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
         return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
 
-    trial = find_split(gm, cost, Searches(find, merge), whole.timeline)
+    trial = find_split(gm, cost, Searches(search, fuse), whole.timeline)
     if trial is None:
         return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
     found = dataclasses.replace(
@@ -161,9 +159,10 @@ def _optimized(
     return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
 
 
-def _with_effort(options: dict[str, Any], captured: Captured) -> dict[str, Any]:
+def _with_effort(options: dict[str, Any], captured: Captured, most: int | None = None) -> dict[str, Any]:
     """The options with a number of orders to try; views count as nodes there, as for the passes of others."""
-    return {**options, "effort": default_effort(captured.dag)} if options["effort"] is None else options
+    effort = default_effort(captured.dag) if options["effort"] is None else options["effort"]
+    return {**options, "effort": effort if most is None else min(most, effort)}
 
 
 def _bucketed(
@@ -303,20 +302,12 @@ def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
-    """`to_dag` after checks of the graph, with a longer error for missing metadata."""
+    """`to_dag` with longer errors for what is no graph, and for missing metadata."""
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(
             f"expected an fx.GraphModule of ATen operators, got {type(gm).__name__}: pass the graph_module of a "
             "program of torch.export, or the graphs that on_result= of overlap.backend receives"
         )
-    seen: set[str] = set()
-    for node in gm.graph.nodes:
-        for arg in node.all_input_nodes:
-            if arg.name not in seen:
-                raise GraphError(
-                    node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
-                )
-        seen.add(node.name)
     try:
         return to_dag(gm, cost)
     except GraphError as error:

@@ -28,9 +28,9 @@ noted = []
 
 class Clock:
     @staticmethod
-    def perf_counter():
+    def process_time():
         noted.append({name for name in sys.modules if name.startswith("torch")})
-        return time.perf_counter()
+        return time.process_time()
 
 peers.time = Clock
 early = {name for name in sys.modules if name.startswith("torch")}

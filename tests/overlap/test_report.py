@@ -183,6 +183,6 @@ def test_what_a_bucket_makes_its_first_member_wait() -> None:
     (before,) = {one.spread for one in figures(optimize(gm, Cost(), bucket=False)).collectives}
     assert before == 0.0
     assert "before the last" not in one.why  # nothing is independent of it: it is not for the bucket that it is exposed
-    dependent = Reason(10.0, {Why.DEPENDENCY: 10.0}, 3.0)
+    dependent = Reason(10.0, {Why.DEPENDENCY: 10.0})
     late = dataclasses.replace(one, reason=dependent)
     assert late.why == "dependency; of its 2, the first was ready 1 ms before the last"

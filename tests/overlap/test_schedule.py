@@ -445,9 +445,8 @@ def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: 
     """Of any order, at costs other than estimated, and with no more memory."""
     order = draw.choice(list(itertools.islice(orders(dag), 200)))
     peak = dag.peak_bytes(order) + room
-    found = starts_early_waits_late(
-        SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, 10**9)]).along(order, peak)
-    )
+    problem = SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, 10**9)])
+    found = starts_early_waits_late(problem, order, peak)
     dag.check_order(found)
     assert dag.peak_bytes(found) <= peak
     for kind in (C, *dag.groups):
@@ -462,9 +461,9 @@ def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: 
 def test_schedules_start_early_and_wait_late(room: int) -> None:
     dag = backward(12)
     found = schedule(dag, budget=dag.peak_bytes() + room)
-    limit = ResourceLimit(dag.lifetimes, found.timeline.peak_bytes, found.order)
+    problem = SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, found.budget)])
     assert found.order != found.before.order.tolist()
-    assert starts_early_waits_late(SchedulingProblem(dag, found.order, [limit])) == found.order
+    assert starts_early_waits_late(problem, found.order, found.timeline.peak_bytes) == found.order
 
 
 def test_starts_are_early_and_waits_late() -> None:
@@ -473,10 +472,10 @@ def test_starts_are_early_and_waits_late() -> None:
         Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
     )  # fmt: skip
     problem = SchedulingProblem(Dag(nodes), range(7), [ResourceLimit(Dag(nodes).lifetimes, 0)])
-    assert starts_early_waits_late(problem) == [0, 2, 1, 3, 5, 4, 6]
+    assert starts_early_waits_late(problem, range(7), 0) == [0, 2, 1, 3, 5, 4, 6]
     small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # the collective's result does not fit while b runs
     problem = SchedulingProblem(small, range(7), [ResourceLimit(small.lifetimes, 8)])
-    assert starts_early_waits_late(problem) == [0, 1, 2, 3, 5, 4, 6]
+    assert starts_early_waits_late(problem, range(7), 8) == [0, 1, 2, 3, 5, 4, 6]
 
 
 def test_captured_layers_stay_ahead_of_pytorch_under_noisy_costs() -> None:

@@ -24,29 +24,27 @@ from spanwise.overlap.ir.bounds import Bounds
 from spanwise.overlap.ir.dag import Dag, GraphError
 from spanwise.overlap.ir.in_flight import in_flight_limits, peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.schedule import EFFORT, Schedule, default_effort, schedule
+from spanwise.overlap.search.schedule import EFFORT, OPTIMAL, Schedule, default_effort, schedule
 
 # Shares of the slack that greedy buckets may use: the first ones shorten the makespan and leave the next schedule free
 # to move them, the others save launches. Without either, dit or dlrm take 1 % longer.
 _SLACKS = (0.1, 0.5)
 # Shares of the makespan that one bucket may take, tried one after another where longer ones were found so far. Without
-# any, the forward of ResNet-50 has 3 launches and takes longer than with 25; without 1/128, it takes 2.7 % longer on
-# middle links (benchmarks/results/overlap-zoo.json).
+# any, the forward of ResNet-50 has 3 launches and takes longer than with 25; without 1/128, its backward takes 3.4 %
+# longer; without 1/32, two towers of images and texts 5.2 %.
 _SHORT = (1 / 32, 1 / 128)
-_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken
+_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken; at 1, 4.8 % more launches
 _LOW_EFFORT = 1  # effort of all but the first schedule, which start from a good order; at 0, sync-norm: 1.4 % longer
-# Trials without a gain after which the search ends: 32, but at most 10,000 nodes in all of them together.
+# Trials without a gain after which the search ends: 32, but at most 6,000 nodes in all of them together.
 _TRIALS, _TRIED_NODES = 32, 6_000
-# A gain of this share of the makespan gives all trials back.
+# A gain of this share of the makespan gives all trials back; at 0, 2 % fewer launches and 1.4 times the time.
 _PAYS = 1e-3
-_MIN_GAIN = 1e-6  # share of the makespan below which a gain does not count; at 1e-4, 0.02 % longer
 # Moves for each trial up to which they are tried one by one, not in batches. With 0, and trials not given back, the
 # forward of llama-tp takes 0.5 % longer.
 _ONE_BY_ONE = 4
-# Of the makespan: not scheduled above, if trials are few. In tests of all sets of buckets of small graphs the worst
-# result is 15 % longer than the best, and 16 % where this holds for small graphs too.
+# Of the makespan: not scheduled above, if trials are few. Where this holds for small graphs too, a model of many
+# branches takes 1.8 % longer, and in tests of all sets of buckets the worst result is 16 % above the best, not 15 %.
 _HOPELESS, _MANY_TRIALS = 1.02, 16
-_OPTIMAL = 1.001  # of what buckets can reach: moves end, as the search does in `schedule`
 _ROUNDING = 1e-9
 
 
@@ -94,15 +92,15 @@ def bucket(
     effort = default_effort(dag) if effort is None else effort
     trials = min(_TRIALS, _TRIED_NODES // max(1, len(dag))) if effort else 0
     start = _State(without_buckets(dag), found)
-    best = search = _BucketSearch(start, keys, merged_ms, options, effort)
-    search.try_all_greedy()
+    best = _BucketSearch(start, keys, merged_ms, options, effort)
+    best.try_all_greedy()
     if not quick:
-        search.floor = least_ms(dag, found.bounds, keys, merged_ms)
+        best.floor = floor = least_ms(dag, found.bounds, keys, merged_ms)
         for share in _SHORT:
             short = share * found.timeline.makespan
-            if search.floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
+            if floor >= _WORTH * best.makespan or best.merged.longest_bucket <= short:
                 break
-            other = _BucketSearch(start, keys, merged_ms, options, min(effort, _LOW_EFFORT), short, search.floor)
+            other = _BucketSearch(start, keys, merged_ms, options, effort, short, floor)
             other.try_all_greedy()
             if other.makespan < _WORTH * best.makespan:  # fewer launches are worth a little
                 best = other
@@ -116,13 +114,12 @@ class _State:
     """Buckets and their schedule.
 
     Attributes:
-        problem: what greedy buckets on top of them start from, once it is known: the original nodes that each node of
-            its timeline stands for, and the problem.
+        problem: what greedy buckets on top of them start from, once it is known.
     """
 
     merged: Merged
     best: Schedule
-    problem: tuple[list[tuple[int, ...]], BucketingProblem] | None = None
+    problem: BucketingProblem | None = None
 
 
 class _BucketSearch:
@@ -156,7 +153,7 @@ class _BucketSearch:
         self.keys, self.price, self.options, self.effort = keys, price, options, effort
         self.most_ms, self.floor = most_ms, floor
         self.longest = found.timeline.makespan * (1 + _ROUNDING)
-        self.allowed = in_flight_limits(found.timeline, options["in_flight"], options["in_flight_bytes"])
+        self.allowed = in_flight_limits(self.dag, found.order, options["in_flight"], options["in_flight_bytes"])
         self.tried: set[frozenset[tuple[int, ...]]] = set()
         self.saved: dict[Hashable, float] = {}
 
@@ -180,7 +177,7 @@ class _BucketSearch:
             return True
         return all(
             now <= most
-            for group, of_group in peak_in_flight(simulate(plan.merged().dag)).items()
+            for group, of_group in peak_in_flight(plan.merged().dag).items()
             for now, most in zip(of_group, self.allowed[group], strict=True)
         )
 
@@ -218,7 +215,7 @@ class _BucketSearch:
         """
         before, effort = self.best, self._low_effort()
         batches, left = self._batches(trials), trials
-        while left > 0 and self.makespan > _OPTIMAL * self.floor and (batch := next(batches, None)):
+        while left > 0 and self.makespan > OPTIMAL * self.floor and (batch := next(batches, None)):
             known, new = self._moved(batch)
             if (buckets := frozenset((*known, *new))) in self.tried:
                 continue
@@ -228,9 +225,9 @@ class _BucketSearch:
             was = self.makespan
             if plan is None or (trials < _MANY_TRIALS and plan.makespan > _HOPELESS * was):
                 continue
-            state = self._scheduled(plan, effort, was * (1 - _MIN_GAIN))
+            state = self._scheduled(plan, effort, was * (1 - _ROUNDING))
             gain = was - state.best.timeline.makespan
-            if gain > _MIN_GAIN * was:
+            if gain > _ROUNDING * was:
                 self.state = state
                 batches, left = self._batches(trials), trials if gain > _PAYS * was else left
         return self.best is not before
@@ -270,9 +267,8 @@ class _BucketSearch:
 
     def _with_greedy(self, slack: float) -> MergePlan | None:
         """The best dag with greedy buckets; None if there are none to add."""
-        if self.state.problem is None:
-            self.state.problem = self._problem()
-        members, problem = self.state.problem
+        members = [self.merged.members[i] for i in self.best.order]
+        problem = self.state.problem = self.state.problem or self._problem(members)
         dag, multiplier, in_order = self.dag, self.options["multiplier"], problem.timeline.dag
         greedy = greedy_buckets(problem, slack, self.most_ms * multiplier)
         if not greedy.buckets:
@@ -287,18 +283,16 @@ class _BucketSearch:
         order = _flat(members, greedy.order)
         return MergePlan(dag, buckets, [cost / multiplier for cost in ms.values()], order, late=True)
 
-    def _problem(self) -> tuple[list[tuple[int, ...]], BucketingProblem]:
-        """The best dag, numbered in the order of its schedule."""
+    def _problem(self, members: Sequence[tuple[int, ...]]) -> BucketingProblem:
+        """The best dag, numbered in the order of its schedule; `members`: the original nodes that each node is."""
         multiplier, price = self.options["multiplier"], self.price
-        members = [self.merged.members[i] for i in self.best.order]
-        problem = BucketingProblem(
-            simulate(renumbered(self.merged.dag, self.best.order, multiplier)),
+        return BucketingProblem(
+            simulate(renumbered(self.merged.dag, self.best.order).slower(multiplier)),
             keys=[self.keys[of_node[0]] for of_node in members],
             price=lambda starts: multiplier * price(_flat(members, starts)),
             budget=self.best.budget,
             allowed=self.allowed,
         )
-        return members, problem
 
 
 def _flat(members: Sequence[tuple[int, ...]], nodes: Iterable[int]) -> list[int]:

@@ -11,10 +11,10 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+from spanwise.overlap.bucketing.slack import LatestTimes
 from spanwise.overlap.ir.dag import Dag, Kind
 from spanwise.overlap.ir.in_flight import collective_bytes
 from spanwise.overlap.ir.memory import ResourceLimit
-from spanwise.overlap.search.slack import LatestTimes
 
 _START, _WAIT = int(Kind.START), int(Kind.WAIT)
 UNISSUED, DEFERRED, ISSUED = 0, 1, 2
@@ -40,7 +40,7 @@ class EventLoop:
         in_flight: of each group, bytes by the first start.
         running: collectives in flight that have a wait, by their end.
         ready_late: nodes that became ready after their position.
-        fillers: of these, compute that takes time.
+        fillers: of these, compute.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class EventLoop:
         self.finish(end, start)
 
     def run_ready(self, i: int) -> None:
-        """Issue a ready node that may be late, if that takes no time."""
+        """Issue a ready node that may be late, or leave it for later if it takes time."""
         if self.kinds[i] == _WAIT:
             start = self.dag.nodes[i].start
             if self.ends.get(start, math.inf) <= self.now:
@@ -152,7 +152,7 @@ class EventLoop:
                 heapq.heappush(self.running, (self.ends[start], start))
         elif self.kinds[i] == _START:
             self.start(i)
-        elif self.ms[i] and i != self.position:
+        elif i != self.position:
             heapq.heappush(self.fillers, i)
         else:
             self.run_compute(i)

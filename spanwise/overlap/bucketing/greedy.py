@@ -25,10 +25,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spanwise.overlap.bucketing.event_loop import DEFERRED, ISSUED, UNISSUED, EventLoop
+from spanwise.overlap.bucketing.slack import LatestTimes, MemorySlack, OpenBucket, StreamQueues
 from spanwise.overlap.ir.dag import Dag, GraphError, Kind
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.simulate import Timeline
-from spanwise.overlap.search.slack import LatestTimes, MemorySlack, OpenBucket, StreamQueues
 
 _COMPUTE = int(Kind.COMPUTE)
 _MAX_REFUSED = 4  # later starts of a key that may be refused before the search for more ends; with 1, dit: 0.6 % longer
@@ -63,14 +63,14 @@ class BucketingProblem:
         return ResourceLimit(self.timeline.dag.lifetimes, self.budget)
 
     @functools.cached_property
-    def memory(self) -> MemorySlack:
+    def memory_slack(self) -> MemorySlack:
         """Memory below the budget."""
         return MemorySlack(self.timeline, self.budget)
 
     @functools.cached_property
     def latest(self) -> LatestTimes:
         """Latest times of the nodes."""
-        return LatestTimes(self.timeline, self.memory)
+        return LatestTimes(self.timeline, self.memory_slack)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _GreedyBucketing(EventLoop):
     """The event loop with buckets.
 
     Attributes:
-        slack: memory below the budget.
+        memory_slack: memory below the budget.
         streams: work left, and the open buckets.
         open: the open bucket of each key.
         saved: milliseconds that one more member saves, by key.
@@ -118,7 +118,7 @@ class _GreedyBucketing(EventLoop):
     def __init__(self, problem: BucketingProblem, slack: float, most_ms: float) -> None:
         timeline = problem.timeline
         dag, keys = timeline.dag, problem.keys
-        self.slack = problem.memory.copy()
+        self.memory_slack = problem.memory_slack.copy()
         latest = problem.latest.of_share(slack)
         super().__init__(dag, latest, problem.limit.copy(), problem.allowed)
         self.keys, self.price, self.most_ms = keys, problem.price, most_ms
@@ -167,8 +167,10 @@ class _GreedyBucketing(EventLoop):
         Its wait must need no other node that has not run, since that might depend on the bucket. And it must free
         nothing before its wait, since that would outlive the other starts.
         """
+        if self.keys[i] is None or self.memory_slack.frees_early[i]:
+            return False
         wait = self.dag.wait_of.get(i)
-        return self.keys[i] is not None and not self.slack.frees_early[i] and (wait is None or self.missing[wait] <= 1)
+        return wait is None or self.missing[wait] <= 1
 
     def add_followers(self, bucket: OpenBucket, i: int) -> int | None:
         """Add to the bucket later starts of the key of `i`.
@@ -187,7 +189,7 @@ class _GreedyBucketing(EventLoop):
             extras = self.extras(other) if has_space else None
             if (
                 extras is not None
-                and self.slack.fits_at(other, self.position)
+                and self.memory_slack.fits_at(other, self.position)
                 and self.extras_fit(extras)
                 and self.add_if_in_time(bucket, other, extras)
             ):
@@ -304,7 +306,7 @@ class _GreedyBucketing(EventLoop):
         if self.state[i] or not (self.streams.follows_at_once[i] or (self.latest.is_last[i] and not self.missing[i])):
             return False
         extras = self.extras(i)
-        if extras is None or not self.slack.fits_at(i, self.position):
+        if extras is None or not self.memory_slack.fits_at(i, self.position):
             return False
         if not self.extras_fit(extras) or not self.memory.is_safe(i) or self.exceeds_limits(group, [i]):
             return False
@@ -329,7 +331,7 @@ class _GreedyBucketing(EventLoop):
                 continue
             self.wait_for_memory(i)
             if not self.state[i]:  # it may have run while memory or flights were waited for
-                self.slack.move(i, self.position)
+                self.memory_slack.move(i, self.position)
                 self.issue(i)
                 taken.append(i)
         if not taken:

@@ -217,17 +217,16 @@ class MergePlan:
         return Merged(Dag(tuple(nodes), _storages(self.dag, number)), members)
 
 
-def renumbered(dag: Dag, order: Sequence[int], multiplier: float) -> Dag:
-    """`dag` numbered by a legal order of it, its collectives slower by the multiplier."""
-    if multiplier == 1.0 and list(order) == list(range(len(dag))):
+def renumbered(dag: Dag, order: Sequence[int]) -> Dag:
+    """`dag` numbered by a legal order of it."""
+    if list(order) == list(range(len(dag))):
         return dag
     position = positions(order).tolist()
     nodes = []
     for i in order:
         node = dag.nodes[i]
         deps, start = tuple([position[dep] for dep in node.deps]), position[node.start] if node.start >= 0 else -1
-        ms = node.ms * multiplier if node.kind == Kind.START else node.ms
-        nodes.append(Node(node.name, node.kind, ms, deps, node.group, start))
+        nodes.append(Node(node.name, node.kind, node.ms, deps, node.group, start))
     return Dag(tuple(nodes), _storages(dag, position))
 
 

@@ -116,25 +116,8 @@ def node_flops(node: fx.Node) -> float:
     return flops
 
 
-# FLOPs of composite operators by the shapes of the result and of operands; None for too few dims. Graphs have hundreds
-# of them, and running one takes a millisecond (a recurrent one, a millisecond a step). Attention's parts would depend
-# on the device.
-
-
-def _matmul(out: torch.Size, left: torch.Size, right: torch.Size) -> float | None:
-    return 2.0 * math.prod(out) * left[-1] if min(len(left), len(right)) > 1 else None
-
-
-def _linear(out: torch.Size, x: torch.Size, weight: torch.Size) -> float | None:
-    return 2.0 * math.prod(out) * weight[1] if len(x) > 1 and len(weight) == 2 else None
-
-
-def _convolution(out: torch.Size, x: torch.Size, weight: torch.Size) -> float:
-    return 2.0 * math.prod(out) * math.prod(weight[1:])
-
-
-def _transposed_convolution(out: torch.Size, x: torch.Size, weight: torch.Size) -> float:
-    return 2.0 * math.prod(x) * math.prod(weight[1:])
+# FLOPs of composite operators by the shapes of the result and of operands. Others run, once for each set of shapes. A
+# recurrent one would take a millisecond a step, and attention's parts would depend on the device.
 
 
 def _attention(out: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size) -> float:
@@ -146,16 +129,9 @@ def _recurrent(out: torch.Size, x: torch.Size, *params: torch.Size) -> float:
     return 2.0 * math.prod(x[:-1]) * sum(math.prod(param) for param in params if len(param) == 2)
 
 
-_COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float | None]]] = MappingProxyType(
+_COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float]]] = MappingProxyType(
     {
-        _aten.matmul: (("self", "other"), _matmul),
-        _aten.linear: (("input", "weight"), _linear),
         _aten.scaled_dot_product_attention: (("query", "key", "value"), _attention),
-        **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), (("input", "weight"), _convolution)),
-        **dict.fromkeys(
-            (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
-            (("input", "weight"), _transposed_convolution),
-        ),
         **dict.fromkeys(
             (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), (("input", "data", "params"), _recurrent)
         ),
@@ -177,8 +153,8 @@ def _composite_flops(node: fx.Node, packet: Any) -> float:
         named = named_arguments(node)
         given = [_value(arg) for name in names for arg in nodes_in(named.get(name))]
         shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
-        if len(shapes) > len(names) and (flops := formula(*shapes)) is not None:
-            return float(flops)
+        if len(shapes) > len(names):
+            return formula(*shapes)
     if traits(node).role is not Role.COMPUTE:  # views; and communication must not run
         return 0.0
     try:

@@ -289,22 +289,12 @@ class CostModel:
         size, kind = len(ranks), _KINDS[nodes[0].target]
         if size == 1:
             return 0.0
-        if kind == "all_gather":
-            return self._ring_seconds(sent, ranks, kind)
-        if kind == "reduce_scatter":
-            return self._ring_seconds(received, ranks, kind)
-        if kind == "all_reduce":
-            return sum(self._ring_seconds(sent / size, ranks, half) for half in ("reduce_scatter", "all_gather"))
-        if kind == "broadcast":
-            return self._ring_seconds(sent / (size - 1), ranks, kind)
-        return self._all_to_all_seconds(max(sent, received) / size, ranks)
-
-    def _ring_seconds(self, shard_bytes: float, ranks: tuple[int, ...], collective: str) -> float:
-        """`Hardware.all_gather_seconds` for any ranks."""
-        return self._seconds([shards * shard_bytes for shards, _ in _levels(self.hardware.links, ranks)], collective)
-
-    def _all_to_all_seconds(self, pair_bytes: float, ranks: tuple[int, ...]) -> float:
-        return self._seconds([pairs * pair_bytes for _, pairs in _levels(self.hardware.links, ranks)], "all_to_all")
+        levels = _levels(self.hardware.links, ranks)
+        if kind == "all_to_all":
+            return self._seconds([pairs * max(sent, received) / size for _, pairs in levels], kind)
+        shard = {"all_gather": sent, "reduce_scatter": received, "all_reduce": sent / size}.get(kind, sent / (size - 1))
+        halves = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+        return sum(self._seconds([shards * shard for shards, _ in levels], half) for half in halves)
 
     def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
         wire = dict(self.hardware.wire).get(collective, 1.0)

@@ -20,6 +20,7 @@ from spanwise.overlap.explain.units import milliseconds
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
 from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.ir.simulate import Timeline
+from spanwise.overlap.split.record import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Figures:
         collectives: collectives of the new graph, in the order in which they are issued.
         budget: byte limit of the new order.
         barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
-        split: what was cut into pieces, as in `record.Split`; None if nothing should be.
+        split: what was cut into pieces; None if nothing should be.
     """
 
     before: OrderFigures
@@ -131,7 +132,7 @@ class Figures:
     budget: int
     barriers: dict[str, int] = dataclasses.field(default_factory=dict)
     guesses: dict[str, int] = dataclasses.field(default_factory=dict)
-    split: dict[str, Any] | None = None
+    split: Split | None = None
 
     @property
     def most_exposed(self) -> list[Collective]:
@@ -147,7 +148,7 @@ class Figures:
             "budget_bytes": self.budget,
             "barriers": self.barriers,
             "guesses": self.guesses,
-            **({} if self.split is None else {"split": self.split}),
+            **({} if self.split is None else {"split": self.split.as_dict()}),
             "collectives": [one.as_dict() for one in self.collectives],
         }
 

@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spanwise.overlap.explain.units import milliseconds
-from spanwise.overlap.ir.critical_path import starts_after, waits_before
-from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.ir.critical_path import independent_compute
+from spanwise.overlap.ir.dag import Dag, Kind, rounding
 from spanwise.overlap.ir.order import positions
-from spanwise.overlap.ir.timeline import Intervals, rounding
-
-_BLOCK = 512  # collectives whose bits are unpacked at once
+from spanwise.overlap.ir.timeline import Intervals
 
 
 class Why(enum.Enum):
@@ -51,12 +49,10 @@ class Reason:
     Attributes:
         exposed: milliseconds that compute waits for it.
         parts: milliseconds by reason, in the order of `Why`; positive, with the sum `exposed`.
-        independent: milliseconds of compute that neither lead to its start nor depend on its wait.
     """
 
     exposed: float
     parts: dict[Why, float]
-    independent: float
 
     @property
     def main(self) -> Why:
@@ -69,33 +65,6 @@ class Reason:
         if len(ranked) == 1:
             return self.main.value
         return ", ".join(f"{why.value} ({milliseconds(ms)})" for why, ms in ranked)
-
-
-def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:
-    """Milliseconds of compute, `among` these nodes or all, that neither lead to a start nor depend on its wait.
-
-    Each node has two sets of bits, one bit for each collective: starts it leads to, and waits it depends on.
-    """
-    starts, nodes = dag.starts, dag.nodes
-    leads_to, depends_on = starts_after(dag), waits_before(dag)
-    # No node both leads to a start and depends on its wait. Nodes between two collectives have the same bits.
-    bound: dict[int, float] = {}
-    for i in range(len(dag)) if among is None else sorted(among):
-        if nodes[i].kind == Kind.COMPUTE and nodes[i].ms:
-            bits = leads_to[i] | depends_on[i]
-            bound[bits] = bound.get(bits, 0.0) + nodes[i].ms
-    ms = np.array(list(bound.values()))
-    width = -(-len(starts) // 8)
-    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in bound), np.uint8)
-    packed = packed.reshape(len(bound), width)
-    bound_up = np.zeros(len(starts))
-    for first in range(0, width, _BLOCK // 8):
-        unpacked = np.unpackbits(packed[:, first : first + _BLOCK // 8], axis=1, bitorder="little")
-        of_block = ms @ unpacked
-        bound_up[8 * first : 8 * first + len(of_block)] = of_block[: len(starts) - 8 * first]
-    total, tiny = float(ms.sum()), rounding(float(ms.sum()))
-    free = total - bound_up
-    return {start: float(free[k]) if free[k] > tiny else 0.0 for k, start in enumerate(starts)}
 
 
 def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
@@ -215,7 +184,7 @@ class _Analysis:
                 account(self.fits(moved, int(self.place[wait])), behind)
                 self.use(np.array(moved), behind)
         parts[Why.DEPENDENCY] += left
-        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny}, independent)
+        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny})
 
     def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
         """How much earlier a start could be issued (at most `most`), nodes that must move, and the place to move to.

@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -103,7 +102,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             return figures(dataclasses.replace(result, sizes=None), groups)
     names = groups or {}
     timeline, heavy = result.timeline, arithmetic(result.graph_module)
-    cut = result.split is not None and result.split.is_cut
+    split = result.split
     starts = [node for node in result.graph_module.graph.nodes if node.target in operators.STARTS]
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
@@ -113,7 +112,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         before=order_figures(
             "as given",
             result.before,
-            result.split.heavy if cut and result.split else heavy,
+            split.heavy if split is not None and split.is_cut else heavy,
             names=names,
             budget=result.budget,
         ),
@@ -127,29 +126,8 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         budget=result.budget,
         barriers=dict(Counter(result.doubts.barriers)),
         guesses=dict(Counter(result.doubts.guesses)),
-        split=_split_facts(result, names),
+        split=split and dataclasses.replace(split, group=names.get(split.group, split.group)),
     )
-
-
-def _split_facts(result: Result, names: Mapping[str, str]) -> dict[str, Any] | None:
-    """What was cut and what it gains, in milliseconds; None without ``split=True``."""
-    split = result.split
-    if split is None:
-        return None
-    if not split.is_cut:
-        return {"pieces": 1, "why": split.why}
-    return {
-        "pieces": split.pieces,
-        "group": names.get(split.group, split.group),
-        "collectives": dict(split.collectives),
-        "products": split.products,
-        "sums": split.sums,
-        "unsplit": split.unsplit,
-        "unsplit_bound": split.unsplit_bound,
-        "copies": split.copies,
-        "half_rate": split.half_rate,
-        "sensitivity": dict(split.sensitivity),
-    }
 
 
 def _spread(result: Result) -> dict[int, float]:
@@ -220,17 +198,17 @@ def _split_text(found: Figures) -> dict[str, str]:
     split, after = found.split, found.after
     if split is None:
         return {}
-    if split["pieces"] == 1:
-        return {"split": f"nothing: {split['why']}"}
-    gain, cut = split["unsplit"] - after.makespan, _named(split["collectives"])
-    sums = f", {split['sums']:,} sums over tokens among what is cut" if split["sums"] else ""
-    others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split["sensitivity"].items())
+    if not split.is_cut:
+        return {"split": f"nothing: {split.why}"}
+    gain, cut = split.unsplit - after.makespan, _named(split.collectives)
+    sums = f", {split.sums:,} sums over tokens among what is cut" if split.sums else ""
+    others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split.sensitivity.items())
     return {
-        "split": f"{cut} of {split['group']} and {split['products']:,} matrix products in "
-        f"{split['pieces']} pieces{sums}; {milliseconds(gain)} ({gain / split['unsplit']:.1%}) shorter than "
-        f"{milliseconds(split['unsplit'])}, the best without, whose bound is {milliseconds(split['unsplit_bound'])}",
-        "pieces": f"copies take {milliseconds(split['copies'])}; products of M rows run at "
-        f"M / (M + {split['half_rate']}) of the rate; this order takes {others}",
+        "split": f"{cut} of {split.group} and {split.products:,} matrix products in "
+        f"{split.pieces} pieces{sums}; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
+        f"{milliseconds(split.unsplit)}, the best without, whose bound is {milliseconds(split.unsplit_bound)}",
+        "pieces": f"copies take {milliseconds(split.copies)}; products of M rows run at "
+        f"M / (M + {split.half_rate}) of the rate; this order takes {others}",
     }
 
 

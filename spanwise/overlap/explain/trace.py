@@ -108,7 +108,7 @@ def _called(what: str, process: int, track: int, name: str) -> dict[str, Any]:
 def _memory(timeline: Intervals, process: int) -> list[dict[str, Any]]:
     """Counter events at each node that changes the bytes alive."""
     order = timeline.order.tolist()
-    alive = timeline.dag.alive_bytes(order)
+    alive = timeline.dag.lifetimes.profile(order)
     events = []
     for at in np.flatnonzero(np.diff(alive, prepend=0)).tolist():
         facts = {"ph": "C", "pid": process, "name": "memory", "args": {"bytes": int(alive[at])}}

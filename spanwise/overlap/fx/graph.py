@@ -52,7 +52,6 @@ class Captured:
     Attributes:
         nodes: the fx node of each node of `dag`: all calls, in the order of the graph.
         inputs: placeholders and attributes, in the order of the graph; they are not in `dag`.
-        outputs: numbers of the nodes whose results the graph returns, each once; returned inputs are left out.
         barriers: numbers of the barriers.
         outside_waits: numbers of the waits for collectives that the graph does not start. They take no time here, and
             stay behind the last collective and the last compute with time that they follow.
@@ -61,7 +60,6 @@ class Captured:
     dag: Dag
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
-    outputs: tuple[int, ...] = ()
     barriers: tuple[int, ...] = ()
     outside_waits: tuple[int, ...] = ()
 
@@ -94,8 +92,8 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
             tuples, uninitialised memory and arithmetic on sizes.
 
     Raises:
-        GraphError: a symbolic size, an input or a call without ``meta["val"]``, a start of an unknown group,
-            a negative or non-finite cost, or an exception of `cost`. Names the node.
+        GraphError: a node before its arguments, a symbolic size, an input or a call without ``meta["val"]``, a start of
+            an unknown group, a negative or non-finite cost, or an exception of `cost`. Names the node.
 
     >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
     >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
@@ -150,7 +148,6 @@ class _Builder:
         self.calls: list[fx.Node] = []
         self.number: dict[fx.Node, int] = {}
         self.inputs: list[fx.Node] = []
-        self.outputs: tuple[int, ...] = ()
         # For each tensor of an fx node's value: the identity of its storage, and where it lies.
         self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
         self.first: dict[fx.Node, list[int]] = {}  # of a tuple: the number of each item's first tensor
@@ -184,11 +181,12 @@ class _Builder:
                 self.given.append(memory)
 
     def returns(self, node: fx.Node) -> None:
+        self._check_order(node)
         for memory in self._places(node.all_input_nodes):
             memory.kept = True
-        self.outputs = tuple(dict.fromkeys(self.number[n] for n in node.all_input_nodes if n in self.number))
 
     def call(self, node: fx.Node) -> None:
+        self._check_order(node)
         known = traits(node)
         values = self._checked_values(node, known)
         i, args = len(self.nodes), node.all_input_nodes
@@ -271,6 +269,13 @@ class _Builder:
         for dep in deps:
             self.loose.pop(dep, None)
         self.loose[i] = None
+
+    def _check_order(self, node: fx.Node) -> None:
+        for arg in node.all_input_nodes:
+            if arg not in self.tensors:
+                raise GraphError(
+                    node.name, f"it uses {arg.name!r}, which does not come before it: a cycle, or no order"
+                )
 
     def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
         if lacks_value(node, known):
@@ -376,8 +381,7 @@ class _Builder:
             if memory.num_bytes
         )
         dag = Dag(tuple(self.nodes), storages)
-        marked = tuple(self.barriers), tuple(self.outside_waits)
-        return Captured(dag, tuple(self.calls), tuple(self.inputs), self.outputs, *marked)
+        return Captured(dag, tuple(self.calls), tuple(self.inputs), tuple(self.barriers), tuple(self.outside_waits))
 
 
 def _touch(i: int, reads: Iterable[_Memory], writes: Iterable[_Memory], deps: set[int]) -> None:

@@ -2,8 +2,8 @@
 
     dag ─► contract ─► Contracted.dag ─► schedule, bucket ─► Contracted.expand ─► an order of dag
 
-Views and items of tuples are a third to a half of the nodes of an ATen graph. Nothing is gained by running one later
-than it could, so that the search need not place it. Bounds, makespans and peaks of memory stay the same.
+Views and items of tuples are a third to two thirds of the nodes of an ATen graph. Nothing is gained by running one
+later than it could, so that the search need not place it. Bounds, makespans and peaks of memory stay the same.
 """
 
 from __future__ import annotations

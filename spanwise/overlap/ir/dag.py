@@ -170,6 +170,13 @@ class Dag:
         """When the storages open and close, for any order."""
         return Lifetimes(len(self), self.storages)
 
+    def slower(self, multiplier: float) -> Dag:
+        """The same with collectives that take `multiplier` times as long."""
+        if multiplier == 1.0:
+            return self
+        nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in self.nodes)
+        return Dag(tuple(nodes), self.storages)
+
     @functools.cached_property
     def compute_ms(self) -> float:
         """Milliseconds of all work on the compute stream."""
@@ -190,6 +197,7 @@ class Dag:
         """Most bytes alive at once, in the given order or the graph's own; see `memory.Lifetimes`."""
         return self.lifetimes.peak(order)
 
-    def alive_bytes(self, order: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """Bytes alive while each node runs, by its position in the order; int64 ``[n]``."""
-        return self.lifetimes.profile(order)
+
+def rounding(ms: float) -> float:
+    """Milliseconds below which a difference is rounding, for sums of about `ms`."""
+    return 1e-9 * max(1.0, ms)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.ir.memory import Lifetimes, Storage
-from spanwise.overlap.ir.simulate import Timeline
 
 
 def collective_bytes(dag: Dag) -> dict[int, int]:
@@ -35,22 +34,21 @@ def flight_sizes(dag: Dag) -> tuple[dict[int, int], dict[int, int]]:
     return dict.fromkeys(dag.wait_of, 1), collective_bytes(dag)
 
 
-def peak_in_flight(timeline: Timeline) -> dict[str, tuple[int, int]]:
-    """Most collectives, and most of their bytes, in flight at once in each group.
+def peak_in_flight(dag: Dag, order: Sequence[int] | None = None) -> dict[str, tuple[int, int]]:
+    """Most collectives, and most of their bytes, in flight at once in each group, in an order or the dag's own.
 
     A bucket is one collective, with all of its bytes. A collective without a wait is not counted.
     """
-    dag, order = timeline.dag, timeline.order.tolist()
     count, num_bytes = flight_sizes(dag)
     return {g: (flights(dag, g, count).peak(order), flights(dag, g, num_bytes).peak(order)) for g in dag.groups}
 
 
 def in_flight_limits(
-    timeline: Timeline, most: int | None, most_bytes: int | None
+    dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None
 ) -> dict[str, tuple[float, float]] | None:
-    """Most collectives and bytes in flight in each group: the limits, or the timeline's own where higher; or None."""
+    """Most collectives and bytes in flight in each group: the limits, or the order's own where higher; or None."""
     if most is None and most_bytes is None:
         return None
     limits: Sequence[float] = (math.inf if most is None else most, math.inf if most_bytes is None else most_bytes)
-    peaks = peak_in_flight(timeline).items()
+    peaks = peak_in_flight(dag, order).items()
     return {group: (max(limits[0], count), max(limits[1], num_bytes)) for group, (count, num_bytes) in peaks}

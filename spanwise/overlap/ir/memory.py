@@ -122,9 +122,8 @@ class Lifetimes:
     @functools.cached_property
     def _flat_users(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`users` of all storages one after another, and where those of each begin."""
-        users = [storage.touched_by for storage in self.storages]
-        begins = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
-        return np.array([user for of_one in users for user in of_one], np.int64), begins
+        begins = np.cumsum([0, *map(len, self.users)], dtype=np.int64)[:-1]
+        return np.array([user for of_one in self.users for user in of_one], np.int64), begins
 
     def spans(self, position: NDArray[np.int64] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each storage opens and closes (`num_nodes` if kept); `position` of each node, by default its number."""
@@ -212,7 +211,7 @@ class ResourceLimit:
         ValueError: the known order needs more than the budget.
     """
 
-    def __init__(self, lifetimes: Lifetimes, budget: int, order: Sequence[int] | None = None) -> None:
+    def __init__(self, lifetimes: Lifetimes, budget: float, order: Sequence[int] | None = None) -> None:
         count = lifetimes.num_nodes
         self.lifetimes, self.budget, self.alive, self.peak = lifetimes, budget, 0, 0
         self._order = range(count) if order is None else order
@@ -248,10 +247,6 @@ class ResourceLimit:
         other._last, other._last_position = self._last.copy(), self._last_position.copy()
         other._has_run, other._profile = self._has_run.copy(), self._profile.copy()
         return other
-
-    def along(self, order: Sequence[int], budget: int) -> ResourceLimit:
-        """The limit from the beginning, with another known order and budget; ``ValueError`` if the order needs more."""
-        return ResourceLimit(self.lifetimes, budget, order)
 
     @property
     def next_in_order(self) -> int:

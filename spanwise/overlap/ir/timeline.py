@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.overlap.ir.dag import Dag
+from spanwise.overlap.ir.dag import Dag, rounding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,8 +69,3 @@ class Intervals:
             ms = self.exposed[start]
             found["hidden" if ms <= tiny else "partly" if ms < self.dag.nodes[start].ms - tiny else "exposed"] += 1
         return found
-
-
-def rounding(ms: float) -> float:
-    """Milliseconds below which a difference is rounding, for sums of about `ms`."""
-    return 1e-9 * max(1.0, ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spanwise.overlap.ir.memory import AllLimits
+from spanwise.overlap.ir.memory import AllLimits, ResourceLimit
 from spanwise.overlap.search.priorities import SchedulingProblem
 
 
@@ -40,14 +40,21 @@ def _run_with_deps(i: int, deps: Sequence[Sequence[int]], has_run: bytearray, ru
             run(i)
 
 
-def starts_early_waits_late(problem: SchedulingProblem) -> list[int]:
-    """The known order with every start as early, and every wait as late, as dependencies and limits allow.
+def starts_early_waits_late(problem: SchedulingProblem, order: Sequence[int], budget: int) -> list[int]:
+    """An order with every start as early, and every wait as late, as dependencies and limits allow.
 
     Compute keeps its order, and so does every stream. The new order takes no longer than the old one at any costs. If a
     collective takes longer than estimated, or compute before it does, more time is left until its first reader.
+
+    Args:
+        order: one that keeps all limits of the problem, and `budget`.
+        budget: most bytes of the new order.
     """
-    order, stream, deps, users = problem.order, problem.stream, problem.deps, problem.users
-    limits = AllLimits([limit.copy() for limit in problem.limits])
+    stream, deps, users = problem.stream, problem.deps, problem.users
+    most = [budget, *(limit.budget for limit in problem.limits[1:])]
+    limits = AllLimits(
+        [ResourceLimit(old.lifetimes, new, order) for old, new in zip(problem.limits, most, strict=True)]
+    )
     streams: list[list[int]] = [[] for _ in range(problem.num_streams)]  # starts, the next one last
     for i in reversed(order):
         if stream[i] > 0:

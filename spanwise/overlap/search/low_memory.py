@@ -52,7 +52,7 @@ def _candidates(dag: Dag, order: Sequence[int], peak: int) -> Iterator[list[int]
     for lead in _LEADS:
         for ahead in (0.0, 1 / 64):
             priorities = order_priorities(problem, lead)
-            found.append(list_schedule(problem, priorities, ListOptions(ahead * problem.longest)).order)
+            found.append(list_schedule(problem, priorities, ListOptions(ahead)).order)
     for one in found:
         yield one
         for movable in _movable(dag, one):

@@ -19,7 +19,6 @@ The smaller time goes first. There are three sources:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -91,15 +90,6 @@ class SchedulingProblem:
         """Milliseconds of each stream if the nodes take `ms`; added in order, so that every machine gets the same."""
         streams = np.maximum(np.array(self.stream, np.int64), 0)
         return np.bincount(streams, ms, self.num_streams).tolist()
-
-    def along(self, order: Sequence[int], budget: int) -> SchedulingProblem:
-        """The same problem with another known order and memory budget; the order must keep the other limits."""
-        found = copy.copy(self)
-        memory, *others = self.limits
-        found.order = order
-        found.limits = [memory.along(order, budget), *(limit.along(order, limit.budget) for limit in others)]
-        found.scarce = budget
-        return found
 
 
 def order_priorities(problem: SchedulingProblem, lead: float, margin: float = 0.0) -> list[float]:
@@ -191,10 +181,19 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
     # Nodes at the time from which they may be placed; as -1 - stream, streams at the time at which they are free.
     events: list[tuple[float, int]] = [(0.0, i) for i in range(count) if not left[i]]
     now = 0.0
+    placed: list[int] = []
+    touched: set[int] = set()
+
+    def may_end_now(i: int) -> None:
+        if stream_of[i] < 0:
+            placed.append(i)
+        else:
+            heappush(ready[stream_of[i]], rank[i])
+            touched.add(stream_of[i])
+
     while events:
         now = events[0][0]
-        placed = []
-        touched = set()
+        touched.clear()
         while events and events[0][0] <= now:
             i = heappop(events)[1]
             if i < 0:
@@ -202,11 +201,8 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                 placed.append(running[stream])
                 running[stream] = -1
                 touched.add(stream)
-            elif stream_of[i] < 0 or ms[i] == 0.0:
-                placed.append(i)
             else:
-                heappush(ready[stream_of[i]], rank[i])
-                touched.add(stream_of[i])
+                may_end_now(i)
             while placed:
                 i = placed.pop()
                 begin[i] = now
@@ -218,11 +214,8 @@ def backward_pass(problem: SchedulingProblem, schedule: ListSchedule) -> ListSch
                     if not left[dep]:
                         if release[dep] > now:
                             heappush(events, (release[dep], dep))
-                        elif stream_of[dep] < 0 or ms[dep] == 0.0:
-                            placed.append(dep)
                         else:
-                            heappush(ready[stream_of[dep]], rank[dep])
-                            touched.add(stream_of[dep])
+                            may_end_now(dep)
         for stream in sorted(touched):
             if running[stream] < 0 and ready[stream]:
                 i = running[stream] = by_end[heappop(ready[stream])]

@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.in_flight import flight_sizes, flights
+from spanwise.overlap.ir.dag import Dag
+from spanwise.overlap.ir.in_flight import flight_sizes, flights, in_flight_limits
 from spanwise.overlap.ir.memory import ResourceLimit
 from spanwise.overlap.ir.order import positions
 from spanwise.overlap.ir.simulate import Timeline, simulate
@@ -36,14 +36,11 @@ from spanwise.overlap.search.priorities import (
 
 GIB = 2**30
 _ROUNDING = 1e-9
-# Greedy orders longer than this, in units of the shortest, are left early and not improved. At 1.02, the forward of
-# random-0 takes 6.1 % longer; at 1.1, no order of the zoo changes.
-_SEED = 1.1
 # Orders tried of a large graph: the first ones, and the best of them improved once. With this, a pass takes half of the
 # time of PyTorch's for 2,000 nodes, which grows faster. benchmarks/results/overlap-zoo.json
 EFFORT, LARGE = 8, 1_800
 _MEMORY_WEIGHT = 0.0025  # share of the makespan that a full budget counts as; at 0, sync-norm takes 13 % more memory
-_OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
+OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Rules of list schedules, in shares of the longest path: near the priorities or as early as memory allows, with a short
 # queue at each stream or a long one. Where the budget is the own order's peak, random-1 takes 9.4 % longer without the
 # near ones; otherwise nothing changes.
@@ -128,7 +125,7 @@ def schedule(
             effort is too small.
 
     Examples:
-        >>> from spanwise.overlap.ir.dag import Node
+        >>> from spanwise.overlap.ir.dag import Kind, Node
         >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
         >>> reader, other = Node("reader", Kind.COMPUTE, 2.0, (1,)), Node("other", Kind.COMPUTE, 3.0)
         >>> found = schedule(Dag((start, wait, reader, other)))
@@ -149,8 +146,8 @@ def schedule(
     order = before.order.tolist()
     budget = default_budget(dag, order) if budget is None else budget
     limits = [ResourceLimit(dag.lifetimes, budget, order), *_flight_limits(dag, order, in_flight, in_flight_bytes)]
-    assumed = dag if multiplier == 1.0 else _slower_collectives(dag, multiplier)
-    search = _ScheduleSearch(dag, SchedulingProblem(assumed, order, limits), before, budget, bounds, longest)
+    problem = SchedulingProblem(dag.slower(multiplier), order, limits)
+    search = _ScheduleSearch(dag, problem, before, budget, bounds, longest)
     search.run(effort)
     return Schedule(search.best, before, budget, search.bounds)
 
@@ -219,26 +216,24 @@ class _ScheduleSearch:
             return
         # Costs are estimates: collectives start earlier, as far as the order's own peak allows. Where collectives take
         # other times (by 0.3, log-normal), random-1 would be 3.2 % longer without; overlap-ablation.json.
-        self.best = simulate(self.dag, starts_early_waits_late(self.problem.along(better, self.peak)))
+        self.best = simulate(self.dag, starts_early_waits_late(self.problem, better, self.peak))
         if self.best.makespan > self.makespan or self.best.peak_bytes > self.peak:
             self.best = simulate(self.dag, better)
 
     @property
     def done(self) -> bool:
         """Whether the best is as short as the bound."""
-        return self.makespan <= _OPTIMAL * self.floor
+        return self.makespan <= OPTIMAL * self.floor
 
     def _candidates(self) -> Iterator[ListSchedule]:
         """Greedy schedules that differ, then each of the first ones improved, the best first."""
         first: list[ListSchedule] = []
-        longest = math.inf
         for greedy in self._first():
-            first.append(self._run(*greedy, longest))
-            longest = min(longest, _SEED * first[-1].makespan)
+            first.append(self._run(*greedy, math.inf))
             yield first[-1]
         is_tight, is_short = max(found.peak for found in first) > _BINDING * self.budget, self.most <= EFFORT
         plain: list[ListSchedule] = []
-        for found in self._plain(self.problem, longest):
+        for found in self._plain(self.problem, math.inf):
             plain.append(found)
             yield found
         if is_tight:
@@ -282,7 +277,7 @@ class _ScheduleSearch:
         self.tried += 1
         if self.same_costs and self.tried == self.most:
             longest = min(longest, self.makespan)
-        return list_schedule(self.problem, priorities, rule.scaled(self.scale), longest)
+        return list_schedule(self.problem, priorities, rule, longest)
 
     def _first(self) -> Iterator[tuple[list[float], ListOptions]]:
         """Priorities and rules of greedy orders that differ."""
@@ -313,18 +308,9 @@ class _ScheduleSearch:
         yield order_priorities(problem, self.scale / 8, self.scale / 64), _NEARER
 
 
-def _slower_collectives(dag: Dag, multiplier: float) -> Dag:
-    nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
-    return Dag(tuple(nodes), dag.storages)
-
-
 def _flight_limits(dag: Dag, order: Sequence[int], most: int | None, most_bytes: int | None) -> Iterator[ResourceLimit]:
     """Limits on collectives in flight, by group; at least the peak of the known order."""
-    if most is None and most_bytes is None:
-        return
-    sizes = flight_sizes(dag)
-    for group in dag.groups:
-        for limit, size in zip((most, most_bytes), sizes, strict=True):
-            if limit is not None:
-                flown = flights(dag, group, size)
-                yield ResourceLimit(flown, max(limit, flown.peak(order)), order)
+    for group, limits in (in_flight_limits(dag, order, most, most_bytes) or {}).items():
+        for size, limit in zip(flight_sizes(dag), limits, strict=True):
+            if limit < math.inf:
+                yield ResourceLimit(flights(dag, group, size), limit, order)

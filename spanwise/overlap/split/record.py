@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.split.cut import Cut
@@ -52,3 +53,12 @@ class Split:
     def is_cut(self) -> bool:
         """Whether anything was cut."""
         return bool(self.cuts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report shows, for JSON."""
+        if not self.is_cut:
+            return {"pieces": self.pieces, "why": self.why}
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("why", "tokens", "cuts", "dag", "heavy"):
+            del found[name]
+        return found

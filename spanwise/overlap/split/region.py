@@ -21,15 +21,10 @@ from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, te
 from spanwise.overlap.split.cut import Cut
 from spanwise.overlap.split.rules import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from spanwise.overlap.split.sums import sum_over
-from spanwise.overlap.split.tokenwise import (
-    COLLECTIVES,
-    candidates,
-    is_product_of_rows,
-    legal,
-    makes_rows,
-)
+from spanwise.overlap.split.tokenwise import COLLECTIVES, candidates, is_product_of_rows, legal, makes_rows
 
-_DIMS = 2  # dims of a collective's operand that are tried as the tokens' dim
+# Dims of a collective's operand that are tried as the tokens' dim; with 1, [batch, tokens, hidden] tensors stay whole.
+_DIMS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +78,7 @@ def _tokens(starts: Sequence[fx.Node], dim: int) -> Iterator[int]:
 
 def _stops(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that are never cut: random ones, what touches memory that is written, symbolic sizes, odd collectives."""
-    groups = _AliasGroups()
+    groups = _Groups()  # nodes and storages that may share memory
     written: set[fx.Node] = set()
     for node in graph.nodes:
         known = traits(node)
@@ -106,8 +101,8 @@ def _stops(graph: fx.Graph) -> set[fx.Node]:
     }
 
 
-class _AliasGroups:
-    """Nodes and storages that may share memory: sets that are joined."""
+class _Groups:
+    """Sets of keys that are joined."""
 
     def __init__(self) -> None:
         self._parent: dict[Any, Any] = {}
@@ -248,37 +243,22 @@ def _cuts_of(start: fx.Node, dim: int, tokens: int) -> Iterator[Cut]:
 
 def _segments(cuts: Mapping[fx.Node, Cut]) -> dict[str, tuple[tuple[fx.Node, ...], ...]]:
     """Connected nodes between collectives that lead to, or come from, more rows than a rank's own."""
-    parent = {node: node for node in cuts}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            node = parent[node]
-        return node
-
-    for node in cuts:
-        if node.target in COLLECTIVES:
-            continue
+    groups, between = _Groups(), [node for node in cuts if node.target not in COLLECTIVES]
+    for node in between:
         for arg in node.all_input_nodes:
             if arg in cuts and arg.target not in COLLECTIVES:
-                parent[root(node)] = root(arg)
+                groups.join(node, arg)
     members: dict[fx.Node, list[fx.Node]] = {}
-    for node in cuts:
-        if node.target not in COLLECTIVES:
-            members.setdefault(root(node), []).append(node)
+    for node in between:
+        members.setdefault(groups.root(node), []).append(node)
     found: dict[str, list[tuple[fx.Node, ...]]] = {}
     for of_one in members.values():
         of_nodes = {node: cuts[node] for node in of_one}
-        if _num_products(of_nodes) or _leaves(of_one) or _enters(of_one):
+        leaves = any(user.target in (REDUCE_SCATTER, ALL_REDUCE) for node in of_one for user in node.users)
+        enters = any(arg.target is ALL_GATHER for node in of_one for arg in node.all_input_nodes)
+        if leaves or enters or _num_products(of_nodes):
             found.setdefault(_kind(of_nodes), []).append(tuple(of_one))
     return {kind: tuple(of_kind) for kind, of_kind in found.items()}
-
-
-def _leaves(nodes: Sequence[fx.Node]) -> bool:
-    return any(user.target in (REDUCE_SCATTER, ALL_REDUCE) for node in nodes for user in node.users)
-
-
-def _enters(nodes: Sequence[fx.Node]) -> bool:
-    return any(arg.target in (ALL_GATHER,) for node in nodes for arg in node.all_input_nodes)
 
 
 def _num_products(cuts: Mapping[fx.Node, Cut]) -> int:

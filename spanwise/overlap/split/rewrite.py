@@ -225,12 +225,9 @@ class _Rewrite:
 def _is_view(node: fx.Node) -> bool:
     """Whether a node's result lies in the memory of its argument."""
     given = [arg for arg in node.all_input_nodes if tensors_of(arg)]
-    if len(given) != 1 or not is_free(node) or node.target in _EMPTY:
+    if len(given) != 1 or not is_free(node) or node.target is _aten.empty_like.default:
         return False
     return not isinstance(given[0].meta.get("val"), (list, tuple)) or _is_view(given[0])
-
-
-_EMPTY = frozenset({_aten.empty_like.default})
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -95,13 +95,12 @@ def _resized(shape: list[int], cut: Cut, tokens: int) -> list[int]:
 
 def _flatten(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:
     """`flatten`, and `unflatten` of dims without the tokens: their arguments stay."""
-    source, new = given["self"], _shape(node)
-    before = through_view(new, _shape(source), cut, tokens)
-    if before is None or through_view(_shape(source), new, before, tokens) != cut:
+    known = _view(node, given, cut, tokens)
+    if known is None:
         return None
-    if "sizes" in given and given["dim"] % len(_shape(source)) == before.dim:
-        return None
-    return together((source, before))
+    ((source, before),) = known.cuts.items()
+    cuts_inside = "sizes" in given and given["dim"] % len(_shape(source)) == before.dim
+    return None if cuts_inside else Legal(known.cuts)
 
 
 def _chunk(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None:

@@ -1,6 +1,6 @@
 """Slack of a schedule: time until later nodes would be late, and memory below the budget.
 
-dag, numbered in the order of its schedule ─► slack ─► bucketing.greedy
+dag, numbered in the order of its schedule ─► slack ─► greedy
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ class LatestTimes:
     Args:
         timeline: of the dag's own order.
         memory: how late waits may come.
-        share: of the slack that may be used, from 0 (the timeline) to 1 (the latest times).
 
     Attributes:
         begin: of each start, the time by which it must begin, for its stream and its users.
@@ -122,29 +121,24 @@ class LatestTimes:
         reach: by position, the time by which compute must get there.
         is_cheap: of each node, whether it is no expensive compute.
         is_last: of each cheap node, whether no expensive compute depends on it.
-        may_be_late: of each node, whether it may run after its position: waits, compute that takes no time, and cheap
-            last ones.
+        may_be_late: of each node, whether it may run after its position: waits, and cheap last ones.
     """
 
-    def __init__(self, timeline: Timeline, memory: MemorySlack, share: float = 1.0) -> None:
+    def __init__(self, timeline: Timeline, memory: MemorySlack) -> None:
         dag = timeline.dag
         self._timeline = timeline
         self.is_cheap = _cheap_nodes(dag)
         self.is_last, self.may_be_late = [False] * len(dag), [False] * len(dag)
-        self._latest = self._backward_pass(dag, timeline.makespan, memory)
-        self._use(share)
+        self.begin, self.end, self.reach = self._backward_pass(dag, timeline.makespan, memory)
 
     def of_share(self, share: float) -> LatestTimes:
-        """The same with another share."""
-        other = copy.copy(self)
-        other._use(share)
-        return other
-
-    def _use(self, share: float) -> None:
-        real, (begin, end, reach) = self._timeline, map(np.array, self._latest)
-        self.begin = (real.begin + share * (begin - real.begin)).tolist()
-        self.end = (real.end + share * (end - real.end)).tolist()
-        self.reach = [*(real.issued + share * (reach[:-1] - real.issued)).tolist(), real.makespan]
+        """The times if a share of the slack may be used, from 0 (the timeline) to 1 (the latest times)."""
+        real, found = self._timeline, copy.copy(self)
+        begin, end, reach = map(np.array, (self.begin, self.end, self.reach[:-1]))
+        found.begin = (real.begin + share * (begin - real.begin)).tolist()
+        found.end = (real.end + share * (end - real.end)).tolist()
+        found.reach = [*(real.issued + share * (reach - real.issued)).tolist(), real.makespan]
+        return found
 
     def _backward_pass(
         self, dag: Dag, total: float, memory: MemorySlack
@@ -157,7 +151,7 @@ class LatestTimes:
         for i in range(count - 1, -1, -1):
             node, kind, cost = dag.nodes[i], kinds[i], ms[i]
             self.is_last[i] = is_last = self.is_cheap[i] and all(self.is_last[user] for user in dag.users[i])
-            self.may_be_late[i] = kind == _WAIT or is_last or (kind == _COMPUTE and not cost)
+            self.may_be_late[i] = kind == _WAIT or is_last
             if kind == _START:
                 begin[i] = min(end[i] - cost, stream[node.group] - cost, issue[i])
                 stream[node.group] = begin[i]
@@ -166,10 +160,9 @@ class LatestTimes:
             elif kind == _WAIT:
                 begin[i] = end[i] = min(end[i], reach[memory.latest.get(i, count)])
             elif self.may_be_late[i]:
-                if cost:
-                    end[i] = min(end[i], last)
-                    last -= cost
-                    chain -= cost
+                end[i] = min(end[i], last)
+                last -= cost
+                chain -= cost
                 begin[i] = end[i] - cost
             else:
                 end[i] = min(end[i], chain)
