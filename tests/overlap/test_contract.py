@@ -13,6 +13,7 @@ from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.ir.bounds import lower_bounds
 from spanwise.overlap.ir.contract import Contracted, contract
 from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.ir.in_flight import peak_in_flight
 from spanwise.overlap.ir.simulate import simulate
 from tests.overlap.test_schedule import with_memory
 from tests.overlap.test_simulate import orders
@@ -57,6 +58,7 @@ def test_an_order_takes_the_same_time_and_memory(dag: Dag, draw: random.Random) 
         ours, full = simulate(contracted.dag, order), simulate(dag, expanded)
         assert (ours.makespan, ours.exposed_ms) == (full.makespan, full.exposed_ms)
         assert ours.peak_bytes == full.peak_bytes
+        assert peak_in_flight(contracted.dag, order) == peak_in_flight(dag, expanded)
     assert lower_bounds(contracted.dag).makespan == lower_bounds(dag).makespan
 
 
@@ -74,10 +76,11 @@ def test_no_order_is_lost(dag: Dag, room: int) -> None:
 @given(with_views())
 def test_what_is_left_of_views_follows_several_nodes(dag: Dag) -> None:
     contracted = contract(dag)
-    last_users = {max(storage.users) for storage in dag.storages if storage.is_given}
-    for node, members in zip(contracted.dag.nodes, contracted.members, strict=True):
-        if is_view(dag, members[0]) and members[0] not in last_users:
-            assert len(node.deps) > 1
+    nodes, kept = contracted.dag.nodes, {i for units in contracted.members for i in units}
+    freed_alone = {max(s.users) for s in dag.storages if s.is_given and len(kept.intersection(s.users)) == 1}
+    for node, members in zip(nodes, contracted.members, strict=True):
+        if is_view(dag, members[0]) and members[0] not in freed_alone:
+            assert len(node.deps) > 1 or nodes[node.deps[0]].kind == Kind.START
 
 
 def test_a_captured_graph_has_no_views_left() -> None:
@@ -96,3 +99,18 @@ def test_the_second_wait_of_coalesced_collectives_joins_the_first() -> None:
     contracted = contract(Dag((start, item, first, second, Node("mm", Kind.COMPUTE, 1.0, (3,)))))
     assert contracted.members == ((0, 1), (2, 3), (4,))
     assert [node.deps for node in contracted.dag.nodes] == [(), (0,), (1,)]
+
+
+def test_views_that_free_given_memory_alone_stay() -> None:
+    reader, view = Node("sin", Kind.COMPUTE, 1.0), Node("view", Kind.COMPUTE)
+    alone, shared = Storage(8, -1, (1,)), Storage(8, -1, (0, 1))
+    assert contract(Dag((reader, view), (alone,))).members == ((0,), (1,))
+    assert contract(Dag((reader, view), (shared,))).first == (1,)
+
+
+def test_bytes_in_flight_are_those_of_the_collective() -> None:
+    """A barrier behind a start uses memory that the collective does not."""
+    start, barrier = Node("gather", Kind.START, 4.0, group="dp"), Node("barrier", Kind.COMPUTE, deps=(0,))
+    wait, reader = Node("wait", Kind.WAIT, deps=(0, 1), start=0), Node("mm", Kind.COMPUTE, 1.0, (2,))
+    dag = Dag((start, barrier, wait, reader), (Storage(1000, -1, (1, 3)), Storage(8, 0, (2, 3))))
+    assert peak_in_flight(contract(dag).dag) == peak_in_flight(dag) == {"dp": (1, 8)}

@@ -544,19 +544,27 @@ def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
 
 
 def test_a_wait_for_a_collective_of_another_graph_is_a_wait(groups: dict[str, str]) -> None:
-    """It holds its readers, no others, and does not come before the node that it follows."""
+    """It holds its readers, no others, and does not come before compute and collectives that it follows."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         before = y.sin()
+        y.view(-1)  # takes no time, and may run first
         waited = OPS.wait_tensor(x)
         gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, groups["tp"]))
         return before, waited * 2, y.cos(), gathered
 
     captured = to_dag(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(4)), one)
-    assert captured.barriers == () and captured.outside_waits == (1,)
-    assert captured.dag.nodes[1].ms == 0 and captured.dag.nodes[1].kind == Kind.COMPUTE
+    assert captured.barriers == () and captured.outside_waits == (2,)
+    assert captured.dag.nodes[2].ms == 0 and captured.dag.nodes[2].kind == Kind.COMPUTE
     assert deps(captured, "wait_tensor") == {"sin"} and deps(captured, "mul") == {"wait_tensor"}
     assert deps(captured, "cos") == deps(captured, "all_gather_into_tensor") == set()
+
+    def started(x: torch.Tensor, y: torch.Tensor) -> Any:
+        begun = OPS.all_gather_into_tensor(y.sin(), 2, groups["tp"])
+        return OPS.wait_tensor(x), OPS.wait_tensor(begun)
+
+    captured = to_dag(make_fx(started, tracing_mode="fake")(torch.ones(4), torch.ones(4)), one)
+    assert deps(captured, "wait_tensor") == {"sin", "all_gather_into_tensor"}
 
 
 def test_copies_of_buckets_are_compute() -> None:

@@ -54,7 +54,7 @@ class Captured:
         inputs: placeholders and attributes, in the order of the graph; they are not in `dag`.
         barriers: numbers of the barriers.
         outside_waits: numbers of the waits for collectives that the graph does not start. They take no time here, and
-            stay behind the node that they follow.
+            stay behind the last collective and the last compute with time that they follow.
     """
 
     dag: Dag
@@ -156,6 +156,7 @@ class _Builder:
         self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
         self.last_ordered = self.last_guard = -1
+        self.last_work: dict[Kind, int] = {}  # the last compute and the last collective that take time
         self.barriers: list[int] = []
         self.outside_waits: list[int] = []
         self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
@@ -208,7 +209,7 @@ class _Builder:
             start = max((memory.start for memory in reads), default=-1)  # the last collective that wrote it
             if start < 0:  # started outside of the graph; nothing is gained by waiting for it sooner
                 writes = reads
-                deps.add(i - 1)
+                deps.update(self.last_work.values())
                 self.outside_waits.append(i)
             elif start in self.collectives:
                 writes = reads
@@ -243,6 +244,8 @@ class _Builder:
         group = group_of(node) if kind == Kind.START else ""
         start = start if kind == Kind.WAIT else -1
         self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+        if self.nodes[-1].ms > 0:
+            self.last_work[kind] = i
 
     def _wait(self, i: int, start: int, reads: list[_Memory], deps: set[int]) -> tuple[Kind, list[_Memory]]:
         """Add dependencies of a wait for `start`; return its kind and all memory that it reads."""

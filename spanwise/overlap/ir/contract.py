@@ -46,15 +46,18 @@ class Contracted:
 def contract(dag: Dag) -> Contracted:
     """Join each node that takes no time, allocates nothing and follows one node at most to the one that it follows.
 
-    A node that follows several stays: it could only run after the last of them, which depends on the order.
+    A node that follows several stays: it could only run after the last of them, which depends on the order. So does one
+    that alone frees memory which the graph was given, and one that would add to the bytes of a collective in flight.
     """
     joins = [
         n.kind == _COMPUTE and n.ms == 0.0 and not new
         for n, new in zip(dag.nodes, dag.lifetimes.allocated, strict=True)
     ]
+    frees: dict[int, list[tuple[int, ...]]] = {}  # of the last user of given memory, all users
     for storage in dag.storages:
-        if storage.is_given:  # its last user frees it
-            joins[max(storage.users)] = False
+        if storage.is_given:
+            frees.setdefault(max(storage.users), []).append(storage.users)
+    used = dag.lifetimes.used
     number: list[int] = []  # of each node, that of the contracted one; -1 for those that follow none
     nodes: list[Node] = []
     members: list[list[int]] = []
@@ -65,10 +68,15 @@ def contract(dag: Dag) -> Contracted:
         if joins[i]:  # what follows a wait follows its start
             deps.difference_update([nodes[dep].start for dep in deps])
         if joins[i] and len(deps) < 2:
-            at = deps.pop() if deps else -1
-            (members[at] if at >= 0 else first).append(i)
-            number.append(at)
-            continue
+            at = max(deps, default=-1)
+            if at < 0:
+                stays = any(all(number[user] < 0 for user in users if user < i) for users in frees.get(i, ()))
+            else:
+                stays = nodes[at].kind == Kind.START and not set(used[i]) <= set(used[members[at][0]])
+            if not stays:
+                (members[at] if at >= 0 else first).append(i)
+                number.append(at)
+                continue
         number.append(len(nodes))
         members.append([i])
         start = number[node.start] if node.start >= 0 else -1

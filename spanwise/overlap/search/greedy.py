@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,18 +20,22 @@ from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
 # Ready nodes tried when the first ones do not fit; with 8, up to 7 % longer where the own peak is the budget.
 _LOOKAHEAD = 32
 
+Waits = Literal["ended", "first to end", "by priority"]
+WAITS: tuple[Waits, ...] = get_args(Waits)
+
 
 def greedy_schedule(
-    problem: SchedulingProblem, priorities: Sequence[float], *, lazy: bool = False, longest: float = math.inf
+    problem: SchedulingProblem, priorities: Sequence[float], waits: Waits = "ended", longest: float = math.inf
 ) -> ListSchedule:
     """A schedule by priorities, the smallest first, that keeps all limits; its makespan is infinite if it ends early.
 
     It ends early where nothing that is ready fits, and where it takes more than `longest` milliseconds.
 
     Args:
-        lazy: whether a wait comes when nothing else is ready, not as soon as its collective has ended.
+        waits: when a wait comes: as soon as its collective has ended, or when nothing else is ready, and then the one
+            whose collective ends first, or by priority.
     """
-    return _GreedySchedule(problem, priorities).run(lazy, longest)
+    return _GreedySchedule(problem, priorities, waits).run(longest)
 
 
 class _Usage:
@@ -58,12 +63,13 @@ class _GreedySchedule:
     """State of one schedule.
 
     Attributes:
-        compute, starts: ready nodes by priority.
-        waits: ready ones by the end of their collective.
+        compute, starts: ready nodes by priority. Compute without time and memory is among the starts.
+        waits: ready ones by the end of their collective, or by priority.
     """
 
-    def __init__(self, problem: SchedulingProblem, priorities: Sequence[float]) -> None:
+    def __init__(self, problem: SchedulingProblem, priorities: Sequence[float], waits: Waits) -> None:
         self.problem, self.priorities = problem, priorities
+        self.eager, self.by_priority = waits == "ended", waits == "by priority"
         self.missing = [len(deps) for deps in problem.deps]
         self.compute: list[tuple[float, int]] = []
         self.starts: list[tuple[float, int]] = []
@@ -72,7 +78,7 @@ class _GreedySchedule:
         self.order: list[int] = []
         self.begin, self.end = [0.0] * len(self.missing), [0.0] * len(self.missing)
 
-    def run(self, lazy: bool, longest: float) -> ListSchedule:
+    def run(self, longest: float) -> ListSchedule:
         ms, stream, start_of, begin, end = (
             self.problem.ms, self.problem.stream, self.problem.start_of, self.begin, self.end,
         )  # fmt: skip
@@ -83,7 +89,7 @@ class _GreedySchedule:
                 self.add_ready(i)
         while len(self.order) < len(ms):
             i = self.take(self.starts)
-            if i < 0 and (lazy or not (self.waits and self.waits[0][0] <= now)):
+            if i < 0 and not (self.eager and self.waits and self.waits[0][0] <= now):
                 i = self.take(self.compute)
             if i < 0:
                 i = self.take(self.waits)
@@ -130,6 +136,8 @@ class _GreedySchedule:
     def add_ready(self, i: int) -> None:
         stream = self.problem.stream[i]
         if stream < 0:
-            heappush(self.waits, (self.end[self.problem.start_of[i]], i))
+            heappush(self.waits, (self.priorities[i] if self.by_priority else self.end[self.problem.start_of[i]], i))
+        elif not (stream or self.problem.ms[i] or self.usages[0].allocated[i]):
+            heappush(self.starts, (-math.inf, i))  # collectives may follow it
         else:
             heappush(self.starts if stream else self.compute, (self.priorities[i], i))
