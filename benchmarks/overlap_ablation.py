@@ -1,7 +1,9 @@
 """What each part of the overlap search earns: the zoo without it, or with another constant.
 
-    python benchmarks/overlap_ablation.py --graphs FOLDER --out benchmarks/results/overlap-ablation.json
-    python benchmarks/overlap_ablation.py --show benchmarks/results/overlap-ablation.json
+    python benchmarks/overlap_ablation.py --graphs FOLDER --out cases.json
+    python benchmarks/overlap_ablation.py --graphs FOLDER --out cases.json --own-peak
+    python benchmarks/overlap_ablation.py --graphs FOLDER --out cases.json --in-flight 2
+    python benchmarks/overlap_ablation.py --show cases.json --summary benchmarks/results/overlap-ablation.json
 
 `FOLDER` holds the graphs of `overlap_zoo.py --graphs`. A variant changes one thing for the time of a schedule. Variants
 of the search are compared without buckets; variants of the buckets begin at the same schedule. Printed is the makespan
@@ -258,6 +260,15 @@ def summary(found: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
     return rows
 
 
+def by_limits(found: dict[str, dict[str, Figures]]) -> dict[str, dict[str, dict[str, Figures]]]:
+    """The cases by their limits, which end their names."""
+    tables: dict[str, dict[str, dict[str, Figures]]] = {}
+    for name, case in found.items():
+        limits = name.split(", ", 3)[3:]
+        tables.setdefault(limits[0] if limits else "default budget", {})[name] = case
+    return tables
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path, help="folder of traced graphs, from overlap_zoo.py --graphs")
@@ -266,12 +277,12 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[], help="default: all")
     parser.add_argument("--own-peak", action="store_true", help="with the peak of the graph's own order as budget")
     parser.add_argument("--in-flight", type=int, help="with so many collectives in flight")
-    parser.add_argument("--show", type=Path, help="print a file of results, and run nothing")
+    parser.add_argument("--show", type=Path, nargs="+", help="print files of results, and run nothing")
+    parser.add_argument("--summary", type=Path, help="JSON file of the printed rows")
     parser.add_argument("--out", type=Path, help="JSON file; cases in it are not run again")
     args = parser.parse_args()
     found: dict[str, dict[str, Figures]] = {}
-    known = args.show or args.out
-    if known and known.exists():
+    for known in args.show or [path for path in [args.out] if path and path.exists()]:
         for case, rows in json.loads(known.read_text())["cases"].items():
             found[case] = {name: Figures(**row) for name, row in rows.items()}
     for path in [] if args.show else sorted(args.graphs.glob("*.pt")):
@@ -289,12 +300,16 @@ def main() -> None:
                 cases = {key: {n: dataclasses.asdict(row) for n, row in rows.items()} for key, rows in found.items()}
                 text = {"torch": torch.__version__, "summary": summary(found), "cases": cases}
                 args.out.write_text(json.dumps(text, indent=1) + "\n")
+    tables = {limits: summary(cases) for limits, cases in by_limits(found).items()}
+    if args.summary:
+        args.summary.write_text(json.dumps({"torch": torch.__version__, **tables}, indent=1) + "\n")
     head = ("worst", "best", "mean", "longer", "shorter", "noisy", "peak", "launches", "seconds")
-    print(f"{'variant':<24}{'cases':>6}" + "".join(f"{what:>9}" for what in head))
-    for row in summary(found):
-        print(f"{row['variant']:<24}{row['cases']:>6}" + "".join(
-            f"{row[what]:>9}" if isinstance(row[what], int) else f"{row[what]:>9.4f}" for what in head
-        ))  # fmt: skip
+    for limits, rows in tables.items():
+        print(f"{limits:<24}{'cases':>6}" + "".join(f"{what:>9}" for what in head))
+        for row in rows:
+            print(f"{row['variant']:<24}{row['cases']:>6}" + "".join(
+                f"{row[what]:>9}" if isinstance(row[what], int) else f"{row[what]:>9.4f}" for what in head
+            ))  # fmt: skip
 
 
 if __name__ == "__main__":
