@@ -115,8 +115,8 @@ RULES = schedule_file._RULES
 SEARCH: dict[str, Variant] = {
     **{f"without rule {n}": constants(schedule_file, _RULES=(*RULES[:n], *RULES[n + 1 :])) for n in range(4)},
     **{f"without first {n}": without("_first", n) for n in range(4)},
-    **{f"without plain {n}": without("_plain", n) for n in range(4)},
-    **{f"without near {n}": without("_near", n) for n in range(3)},
+    **{f"without plain {n}": without("_plain", n) for n in range(6)},
+    **{f"without near {n}": without("_near", n) for n in range(4)},
     "without plain": without_all("_plain"),
     "without near": without_all("_near"),
     "_SHORT_QUEUE 1/32": constants(schedule_file, _SHORT_QUEUE=schedule_file._EAGER),
