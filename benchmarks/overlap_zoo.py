@@ -283,7 +283,7 @@ def main() -> None:
         found.append(case)
         print(show(case), flush=True)
         if args.out:
-            text: dict[str, Any] = {"torch": torch.__version__, "summary": losses(found)}
+            text: dict[str, Any] = {"torch": torch.__version__, "summary": losses(found), "times": list(times(found))}
             text["cases"] = [dataclasses.asdict(case) for case in found]
             args.out.write_text(json.dumps(text, indent=1) + "\n")
     print(summary(found))

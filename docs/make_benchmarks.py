@@ -168,7 +168,7 @@ def zoo() -> str:
         [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
         for pair, found in load("overlap-zoo")["summary"].items()
     ]
-    return table(header, body)
+    return f"{table(header, body)}\n\nCPU time of the passes: {'; '.join(load('overlap-zoo')['times'])}."
 
 
 def noise() -> str:
