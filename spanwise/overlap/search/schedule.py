@@ -49,7 +49,7 @@ _NEAR, _EAGER, _, _EAGER_DEEP = _RULES
 # Tried where these do not help: with a short queue, a collective that compute waits for goes before the gathers on its
 # stream. Without, experts and parameters on one slow stream take 6.1 % longer.
 _SHORT_QUEUE = ListOptions(math.inf, 1 / 128)
-# Where an order takes this share of the budget, memory binds, and three orders near their priorities are tried more.
+# Where an order takes this share of the budget, memory binds, and four orders near their priorities are tried more.
 # Without, the backward of llama-cp on slow links takes 4.6 % longer, and with 5 % more than its own peak that of
 # ResNet-50 8 %.
 _BINDING, _NEARER = 0.97, ListOptions(1 / 4, 1 / 128)
@@ -113,7 +113,7 @@ def schedule(
         in_flight: most collectives of a group that are started and not yet waited for. If the order to start from has
             more, its number is the limit of that group. A collective without a wait is not counted.
         in_flight_bytes: the same limit for the bytes of the storages that these collectives make, read or write.
-        effort: most orders to try, and three more where memory binds; default: `default_effort`. Above `EFFORT`, more
+        effort: most orders to try, and four more where memory binds; default: `default_effort`. Above `EFFORT`, more
             never gives a longer makespan.
         before: timeline of the order to start from; default: of the graph's own. The schedule is no worse than it.
         longest: milliseconds above which the caller has no use for an order: such ones are left early, and the result
