@@ -127,6 +127,20 @@ def test_a_stream_that_nothing_could_have_used_is_saturated() -> None:
     assert why(simulate(b.dag())) == {"second": {Why.STREAM: 4.0, Why.NO_COMPUTE: 3.0}}
 
 
+def test_compute_that_runs_when_the_stream_falls_idle_ends_first() -> None:
+    """The stream is idle from 5 on; a product that began at 2 ends at 6, and only then can anything be issued."""
+    b = Build()
+    b.start("before", 5.0)
+    b.compute("x", 2.0)
+    b.compute("y", 4.0, "before", "x")
+    b.compute("z", 2.0, "y")
+    b.wait("before")
+    b.start("first", 3.0, "wbefore")
+    b.start("s", 4.0, "z")
+    b.wait("s")
+    assert why(simulate(b.dag())) == {"s": {Why.IDLE: 2.0, Why.STREAM: 1.0, Why.NO_COMPUTE: 4.0}}
+
+
 def test_a_collective_that_could_have_gone_first_on_an_idle_stream() -> None:
     """It has no dependencies, and the stream is idle for 6 ms: it fits there, and nothing else would be later."""
     b = Build()

@@ -121,6 +121,7 @@ class _Analysis:
         ready: when each node could be issued with collectives in their places: a wait when its collective has ended,
             others after the longest path of compute to them. Never later than it was issued.
         streams: of each group, the numbers of its starts as they are issued.
+        run, run_ends: compute nodes as they are issued, and when they end.
         gained: for each start, how much of the time before its stream was last idle it could have used; see `reasons`.
         spare: milliseconds of each compute node that do not yet hide a collective in a reason.
     """
@@ -142,6 +143,8 @@ class _Analysis:
         self.ready = np.array(ready)
         starts = [i for i in order if dag.nodes[i].kind == Kind.START]
         self.streams = {group: np.array([i for i in starts if dag.nodes[i].group == group]) for group in dag.groups}
+        self.run = [i for i in order if dag.nodes[i].kind == Kind.COMPUTE]
+        self.run_ends = timeline.end[self.run]
         self.gained: dict[int, float] = {}
         for stream in self.streams.values():
             self.use_idle(stream.tolist())
@@ -218,14 +221,17 @@ class _Analysis:
                 open_ += self.dag.nodes[i].deps
         return sorted(found, key=self.place.__getitem__)
 
-    def ran(self, nodes: Iterable[int], since: float, now: float) -> float:
-        """When `nodes` have run if nothing else does from `now` on; what ran before `since` counts as run."""
+    def ran(self, nodes: list[int], since: float, now: float) -> float:
+        """When `nodes` have run if nothing else does from `now` on; compute begun before `since` ends first."""
+        at = int(np.searchsorted(self.run_ends, since, side="right"))
+        if nodes and at < len(self.run) and self.begin[self.run[at]] < since:
+            now = max(now, float(self.run_ends[at]))
         for i in nodes:
             node = self.dag.nodes[i]
             if node.kind == Kind.WAIT:
                 now = max(now, self.end[node.start])
-            elif node.kind == Kind.COMPUTE:
-                now += self.end[i] - max(since, self.begin[i])
+            elif node.kind == Kind.COMPUTE and self.begin[i] >= since:
+                now += node.ms
         return now
 
     def busy(self, start: int, ms: float) -> float:
