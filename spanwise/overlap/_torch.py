@@ -149,14 +149,15 @@ def copy_module(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def propagate_fake(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Run a graph on fake tensors of flat inputs, real or fake; sets ``meta["val"]`` of all nodes."""
+    """Run a graph on fake tensors of its inputs, real or fake, or trees; sets ``meta["val"]`` of all nodes."""
     from torch._guards import detect_fake_mode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    mode = detect_fake_mode(list(inputs)) or fake_mode()
-    given = [x if is_fake(x) or not isinstance(x, torch.Tensor) else to_fake(mode, x) for x in inputs]
+    leaves, spec = torch.utils._pytree.tree_flatten(list(inputs))
+    mode = detect_fake_mode(leaves) or fake_mode()
+    given = [x if is_fake(x) or not isinstance(x, torch.Tensor) else to_fake(mode, x) for x in leaves]
     with mode:
-        FakeTensorProp(gm, mode).run(*given, enable_io_processing=False)
+        FakeTensorProp(gm, mode).run(*torch.utils._pytree.tree_unflatten(given, spec), enable_io_processing=False)
 
 
 def joint_graph(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,6 +179,19 @@ def test_values_are_made_from_example_inputs(fake: bool, results: list[overlap.R
         assert names(new) == names(expected.graph_module)
         assert results[-1].timeline.peak_bytes == expected.timeline.peak_bytes
     assert all("val" not in node.meta for node in gm.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # of torch's own pickling
+def test_a_loaded_graph_takes_the_inputs_of_its_function(results: list[overlap.Result]) -> None:
+    """Pickled, a graph loses its values, and its flat inputs become lists again."""
+    gm = pickle.loads(pickle.dumps(traced()))
+    assert len(gm.graph.find_nodes(op="placeholder")) == 2
+    new = overlap.graph_pass(cost=costs, on_result=results.append)(gm, inputs())
+    expected = overlap.optimize(traced(), costs)
+    assert results[0].timeline.makespan == expected.timeline.makespan
+    assert results[0].timeline.peak_bytes == expected.timeline.peak_bytes
+    assert [operator_name(node) for node in new.graph.nodes].count("aten.sub_") == 3
+    assert not any("val" in node.meta for node in gm.graph.nodes)
 
 
 def test_values_that_cannot_be_made_are_errors() -> None:

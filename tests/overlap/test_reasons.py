@@ -115,6 +115,115 @@ def test_a_stream_that_was_idle_before_it_was_full() -> None:
     assert why(simulate(b.dag())) == {"second": {Why.IDLE: 2.0, Why.STREAM: 2.0, Why.NO_COMPUTE: 3.0}}
 
 
+def test_a_stream_that_nothing_could_have_used_is_saturated() -> None:
+    """Three products lead to both collectives, on one compute stream: neither could have started before all three."""
+    b = Build()
+    for name in "qkv":
+        b.compute(name, 2.0)
+    b.start("first", 4.0, "q", "k", "v")
+    b.start("second", 3.0, "q", "k", "v")
+    b.wait("second")
+    b.wait("first")
+    assert why(simulate(b.dag())) == {"second": {Why.STREAM: 4.0, Why.NO_COMPUTE: 3.0}}
+
+
+def test_compute_that_runs_when_the_stream_falls_idle_ends_first() -> None:
+    """The stream is idle from 5 on; a product that began at 2 ends at 6, and only then can anything be issued."""
+    b = Build()
+    b.start("before", 5.0)
+    b.compute("x", 2.0)
+    b.compute("y", 4.0, "before", "x")
+    b.compute("z", 2.0, "y")
+    b.wait("before")
+    b.start("first", 3.0, "wbefore")
+    b.start("s", 4.0, "z")
+    b.wait("s")
+    assert why(simulate(b.dag())) == {"s": {Why.IDLE: 2.0, Why.STREAM: 1.0, Why.NO_COMPUTE: 4.0}}
+
+
+def test_a_collective_that_could_have_gone_first_on_an_idle_stream() -> None:
+    """It has no dependencies, and the stream is idle for 6 ms: it fits there, and nothing else would be later."""
+    b = Build()
+    b.compute("x", 6.0)
+    b.start("first", 4.0, "x")
+    b.start("s", 3.0)
+    b.wait("s")
+    b.compute("c", 9.0)
+    b.wait("first")
+    dag = b.dag()
+    assert why(simulate(dag)) == {"s": {Why.IDLE: 4.0, Why.ORDER: 3.0}}
+    assert simulate(dag, [2, 0, 1, 3, 4, 5]).exposed_ms == 0
+
+
+def test_a_stream_that_is_idle_most_of_the_time_is_not_saturated() -> None:
+    """Its stream is busy for 1 ms of the 8 in which it could have been issued."""
+    b = Build()
+    b.compute("x", 5.0)
+    b.start("other", 1.0, "x")
+    b.compute("y", 3.0)
+    b.start("s", 8.0)
+    b.wait("s")
+    b.wait("other")
+    assert why(simulate(b.dag())) == {"s": {Why.ORDER: 7.0, Why.STREAM: 1.0}}
+    b = Build()
+    b.compute("x", 6.0)
+    b.start("other", 1.0, "x")
+    b.wait("other")
+    b.start("s", 3.0)
+    b.wait("s")
+    dag = b.dag()
+    assert why(simulate(dag))["s"] == {Why.ORDER: 3.0}
+    assert simulate(dag, [3, 0, 1, 2, 4]).exposed_ms == 1  # as before, for the other
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> tuple[Dag, list[tuple[int, ...]]]:
+    """Compute and collectives of one stream that depend on it or on each other, then all waits; and all orders."""
+    computes, starts = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    kinds = [C] * computes + [S] * starts
+    nodes = [
+        Node(
+            f"n{i}",
+            kind,
+            float(draw(st.integers(1, 6))),
+            tuple(draw(st.sets(st.integers(0, i - 1)))) if kind == S else (),
+            group="g" if kind == S else "",
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    waits = [Node(f"w{i}", W, deps=(i,), start=i) for i in range(computes, len(kinds))]
+    dag = Dag(tuple(nodes))
+    whole = Dag((*nodes, *waits))
+    return whole, [(*order, *range(len(dag), len(whole))) for order in orders(dag)]
+
+
+@given(queues(), st.data())
+def test_an_idle_stream_could_have_been_used(of: tuple[Dag, list[tuple[int, ...]]], data: st.DataObject) -> None:
+    """Some order ends the collective that much earlier, net of what those before it on the stream lose."""
+    dag, some = of
+    timeline = simulate(dag, data.draw(st.sampled_from(some)))
+    others = [simulate(dag, order) for order in some]
+    for start, reason in reasons(timeline).items():
+        gains = []
+        for other in others:
+            later = other.end - timeline.end
+            lost = max((float(later[i]) for i in dag.starts if timeline.end[i] < timeline.end[start]), default=0.0)
+            gains.append(-float(later[start]) - max(0.0, lost))
+        assert max(gains) >= reason.parts.get(Why.IDLE, 0.0)
+
+
+@given(dags(), st.data())
+def test_a_saturated_stream_is_busy(dag: Dag, data: st.DataObject) -> None:
+    """Its stream is busy at least that long before the collective begins."""
+    timeline = simulate(dag, data.draw(st.sampled_from(list(itertools.islice(orders(dag), 40)))))
+    for start, reason in reasons(timeline).items():
+        ahead = [i for i in dag.starts if dag.nodes[i].group == dag.nodes[start].group]
+        begin = float(timeline.begin[start])
+        could = begin - sum(reason.parts.get(why, 0.0) for why in (Why.IDLE, Why.STREAM, Why.ORDER, Why.MEMORY))
+        busy = sum(max(0.0, float(min(timeline.end[i], begin) - max(timeline.begin[i], could))) for i in ahead)
+        assert busy >= reason.parts.get(Why.STREAM, 0.0)
+
+
 def late() -> Build:
     """A gather is issued after compute that could have hidden it."""
     b = Build()

@@ -24,9 +24,10 @@ from spanwise.overlap.ir.timeline import Intervals
 class Why(enum.Enum):
     """Reasons for exposed milliseconds.
 
-    STREAM: other collectives went first on the stream of its group, which has been busy since they could start; a
-        separate stream would end it earlier, an order of the same stream only at the cost of others.
-    IDLE: the same, but the stream was idle before: had the others started when they were ready, it would end earlier.
+    STREAM: the stream of its group was busy with other collectives; a separate stream would end it earlier, an order
+        of the same stream only at the cost of others.
+    IDLE: the same, but the stream was idle before, and the time could have been used: by the others, had the compute
+        that leads to them gone first, or by this one, had it gone first.
     NO_COMPUTE: the compute independent of it (it neither leads to the start nor depends on the wait) is shorter.
     MEMORY: it could start earlier, or compute after its wait could run before, but the order would exceed the budget.
     ORDER: the same within the budget: another order would hide it, though perhaps expose others.
@@ -82,11 +83,12 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
 
     The exposed milliseconds of a collective are assigned in this order, until none are left:
 
-    1. IDLE and STREAM: from its issue to its begin. IDLE is what it would gain if all collectives since the stream was
-       last idle started as soon as they are ready.
+    1. IDLE and STREAM: from its issue to its begin. IDLE is what it would gain if the compute that leads to the
+       collectives since the stream was last idle had gone first, in their order; or if it had itself gone before them,
+       less the time by which they would end later.
     2. NO_COMPUTE: its time beyond all independent compute.
     3. How much earlier it could be issued if the nodes that lead to it went first, with collectives in their places:
-       STREAM while its stream is busy, else MEMORY or ORDER.
+       MEMORY or ORDER for the time that its stream is idle, then STREAM for the time that it is busy.
     4. MEMORY or ORDER: compute after its wait that could run when the wait is reached.
     5. DEPENDENCY: the rest.
 
@@ -118,9 +120,9 @@ class _Analysis:
         place: place of each node in the order.
         ready: when each node could be issued with collectives in their places: a wait when its collective has ended,
             others after the longest path of compute to them. Never later than it was issued.
-        idle_since: for each start, when the previous collective on its stream ended.
-        gained: for each start, how much earlier it would end if it and all collectives since its stream was last idle
-            started when they are ready.
+        streams: of each group, the numbers of its starts as they are issued.
+        run, run_ends: compute nodes as they are issued, and when they end.
+        gained: for each start, how much of the time before its stream was last idle it could have used; see `reasons`.
         spare: milliseconds of each compute node that do not yet hide a collective in a reason.
     """
 
@@ -139,18 +141,13 @@ class _Analysis:
                 ms = dag.nodes[dep].ms if dag.nodes[dep].kind == Kind.COMPUTE else 0.0
                 ready[i] = max(ready[i], ready[dep] + ms)
         self.ready = np.array(ready)
-        self.idle_since: dict[int, float] = {}
+        starts = [i for i in order if dag.nodes[i].kind == Kind.START]
+        self.streams = {group: np.array([i for i in starts if dag.nodes[i].group == group]) for group in dag.groups}
+        self.run = [i for i in order if dag.nodes[i].kind == Kind.COMPUTE]
+        self.run_ends = timeline.end[self.run]
         self.gained: dict[int, float] = {}
-        last, could = dict.fromkeys(dag.groups, 0.0), dict.fromkeys(dag.groups, 0.0)
-        for i in order:
-            node = dag.nodes[i]
-            if node.kind == Kind.START:
-                self.idle_since[i] = last[node.group]
-                if self.begin[i] > last[node.group] + self.tiny:
-                    could[node.group] = last[node.group]
-                could[node.group] = max(could[node.group], ready[i]) + node.ms
-                last[node.group] = self.end[i]
-                self.gained[i] = self.end[i] - could[node.group]
+        for stream in self.streams.values():
+            self.use_idle(stream.tolist())
         self.allocated = np.array(dag.lifetimes.allocated, np.int64)
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
@@ -169,9 +166,14 @@ class _Analysis:
         account(Why.STREAM, queued - idle)
         account(Why.NO_COMPUTE, self.dag.nodes[start].ms - independent)
         if left:
-            earlier, moved, first = self.earlier(start, left)
+            most, begin = left, self.issued[start]
+            earlier, moved, first = self.earlier(start, most)
+            idle = earlier - self.busy(start, earlier)
+            while idle < left - self.tiny and earlier >= most - self.tiny and earlier < begin - self.tiny:
+                most *= 2  # before the stream was busy, it may have been idle
+                earlier, moved, first = self.earlier(start, most)
+                idle = earlier - self.busy(start, earlier)
             if earlier > self.tiny:
-                idle = max(0.0, min(earlier, self.issued[start] - self.idle_since[start]))
                 if idle > self.tiny:
                     account(self.fits(moved, first), idle)
                     passed = self.order[first : self.place[start]][::-1]
@@ -185,6 +187,58 @@ class _Analysis:
                 self.use(np.array(moved), behind)
         parts[Why.DEPENDENCY] += left
         return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny})
+
+    def use_idle(self, stream: list[int]) -> None:
+        """Fill `gained` for the collectives of one stream."""
+        dag, last, since, opened, could, now = self.dag, 0.0, 0.0, 0.0, 0.0, 0.0
+        led: set[int] = set()
+        own = set(stream)
+        for i in stream:
+            ms = dag.nodes[i].ms
+            if self.begin[i] > last + self.tiny:  # the stream was idle before
+                since = could = now = last
+                opened, led = self.begin[i], set()
+            now = self.ran(self.leading(i, since, led), since, now)
+            could = max(could, now) + ms
+            gained = self.end[i] - could
+            if opened > since and self.begin[i] > opened and self.ready[i] < opened:
+                alone = self.leading(i, since, set())
+                if not any(self.spare[j] or j in own for j in alone):  # no compute of others would be later
+                    begin = self.ran(alone, since, since)
+                    if begin < opened:
+                        gained = max(gained, self.begin[i] - begin - max(0.0, begin + ms - opened))
+            self.gained[i], last = gained, self.end[i]
+
+    def leading(self, start: int, since: float, known: set[int]) -> list[int]:
+        """Nodes that lead to `start`, ran after `since` and are not `known`, as they are issued; adds them there."""
+        found, open_ = [], list(self.dag.nodes[start].deps)
+        while open_:
+            i = open_.pop()
+            done = self.issued[i] if self.dag.nodes[i].kind == Kind.START else self.end[i]
+            if done > since and i not in known:
+                known.add(i)
+                found.append(i)
+                open_ += self.dag.nodes[i].deps
+        return sorted(found, key=self.place.__getitem__)
+
+    def ran(self, nodes: list[int], since: float, now: float) -> float:
+        """When `nodes` have run if nothing else does from `now` on; compute begun before `since` ends first."""
+        at = int(np.searchsorted(self.run_ends, since, side="right"))
+        if nodes and at < len(self.run) and self.begin[self.run[at]] < since:
+            now = max(now, float(self.run_ends[at]))
+        for i in nodes:
+            node = self.dag.nodes[i]
+            if node.kind == Kind.WAIT:
+                now = max(now, self.end[node.start])
+            elif node.kind == Kind.COMPUTE and self.begin[i] >= since:
+                now += node.ms
+        return now
+
+    def busy(self, start: int, ms: float) -> float:
+        """Milliseconds for which its stream is busy in the last `ms` before `start` is issued."""
+        stream, until = self.streams[self.dag.nodes[start].group], self.issued[start]
+        begin, end = self.timeline.begin[stream], self.timeline.end[stream]
+        return float(np.clip(np.minimum(end, until) - np.maximum(begin, until - ms), 0.0, None).sum())
 
     def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
         """How much earlier a start could be issued (at most `most`), nodes that must move, and the place to move to.

@@ -46,11 +46,13 @@ def fill_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     leaves = _torch.tree_leaves(list(inputs))
     if not missing or not leaves:
         return
-    if len(leaves) != len(given):
+    # A loaded graph takes trees, which make_fx had made flat.
+    whole = leaves if len(leaves) == len(given) else list(inputs)
+    if len(whole) != len(given):
         text = f"node {missing[0].name!r} has no value, and none can be made: "
         raise ValueError(f"{text}the graph has {len(given)} inputs, and example_inputs has {len(leaves)}")
     try:
-        _torch.propagate_fake(gm, leaves)
+        _torch.propagate_fake(gm, whole)
     except Exception as error:
         shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
         text = f"the graph does not run on fake tensors of example_inputs {shapes}: {type(error).__name__}: {error}"
