@@ -187,7 +187,8 @@ def summary(found: Figures) -> dict[str, str]:
         count = sum(found.barriers.values())
         facts["barriers"] = f"{count:,}, which nothing crosses; the bound holds given them: {_named(found.barriers)}"
     if found.guesses:
-        facts["guesses"] = f"costs of {sum(found.guesses.values()):,} nodes: {_named(found.guesses)}"
+        count = sum(found.guesses.values())
+        facts["guesses"] = f"cost{'s' * (count > 1)} of {count:,} node{'s' * (count > 1)}: {_named(found.guesses)}"
     if after.why:
         facts["exposed for"] = ", ".join(f"{why} {milliseconds(ms)}" for why, ms in after.why.items())
     return facts
