@@ -73,13 +73,15 @@ def merge(
         >>> merged.members, merged.dag.nodes[0].ms
         (((0, 1), (2,)), 3.0)
     """
+    if order is not None:
+        dag.check_order(order)
     return MergePlan(dag, buckets, ms, order, late=late).merged()
 
 
 class MergePlan:
     """Buckets, and an order with them, before the merged dag is made: most are given up for their makespan.
 
-    Args, errors: as of `merge`.
+    Args, errors: as of `merge`, but a legal order is taken as one.
 
     Attributes:
         order: of each node of the merged dag, its smallest member.
@@ -96,10 +98,6 @@ class MergePlan:
     ) -> None:
         if len(ms) != len(buckets):
             raise ValueError(f"expected milliseconds of {len(buckets)} buckets, got {len(ms)}")
-        if order is None:
-            order = range(len(dag))
-        else:
-            dag.check_order(order)
         self.dag = dag
         self._members, self._unit = _members(dag, buckets)
         self._ms = {min(bucket): cost for bucket, cost in zip(buckets, ms, strict=True)}
@@ -109,7 +107,7 @@ class MergePlan:
             if any(self._unit.get(dep) == u for dep in self._deps[u]):
                 text = f"it depends on a member of its bucket: {_names(dag, of_unit)}"
                 raise GraphError(dag.nodes[of_unit[-1]].name, text)
-        self.order = self._numbering(order, late)
+        self.order = self._numbering(range(len(dag)) if order is None else order, late)
 
     def _numbering(self, order: Sequence[int], late: bool) -> list[int]:
         """Merged nodes in the order of their first members (`late`: the last starts), after their dependencies."""
