@@ -163,12 +163,15 @@ def pieces() -> str:
 
 
 def zoo() -> str:
+    known = load("overlap-zoo")
     header = ["order / compared with", "cases", "longer", "worst", "mean"]
     body = [
         [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
-        for pair, found in load("overlap-zoo")["summary"].items()
+        for pair, found in known["summary"].items()
     ]
-    return f"{table(header, body)}\n\nCPU time of the passes: {'; '.join(load('overlap-zoo')['times'])}."
+    return "\n".join(
+        [table(header, body), "", "CPU time of the passes:", "", *(f"- {line}" for line in known["times"])]
+    )
 
 
 def noise() -> str:
