@@ -63,7 +63,7 @@ class _GreedySchedule:
     """State of one schedule.
 
     Attributes:
-        compute, starts: ready nodes by priority. Compute without time and memory is among the starts.
+        compute, starts: ready nodes by priority. Instant nodes are among the starts, in front.
         waits: ready ones by the end of their collective, or by priority.
     """
 
@@ -137,7 +137,7 @@ class _GreedySchedule:
         stream = self.problem.stream[i]
         if stream < 0:
             heappush(self.waits, (self.priorities[i] if self.by_priority else self.end[self.problem.start_of[i]], i))
-        elif not (stream or self.problem.ms[i] or self.usages[0].allocated[i]):
-            heappush(self.starts, (-math.inf, i))  # collectives may follow it
+        elif self.problem.is_instant[i]:
+            heappush(self.starts, (-math.inf, i))
         else:
             heappush(self.starts if stream else self.compute, (self.priorities[i], i))

@@ -54,7 +54,7 @@ class _ListScheduler:
 
     Attributes:
         ready: of each stream, the nodes that it may run.
-        instant: ready nodes that take neither time nor memory. They run at once: collectives may follow them.
+        instant: ready nodes that run at once; see `SchedulingProblem.is_instant`.
         deferred: ready nodes that take memory and come too early.
         waits: waits of collectives that run, by the time at which these end.
         ended: waits of collectives that have ended.
@@ -165,7 +165,7 @@ class _ListScheduler:
         stream = self.stream[i]
         if stream < 0:
             heappush(self.waits, (self.end[self.start_of[i]], i))
-        elif not (self.memory.allocated[i] or self.ms[i] or stream):
+        elif self.problem.is_instant[i]:
             self.instant.append(i)
         elif self.memory.allocated[i] and self.priorities[i] > self.horizon:
             heappush(self.deferred, self.rank[i])

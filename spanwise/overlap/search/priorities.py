@@ -68,6 +68,7 @@ class SchedulingProblem:
         slack: of each node, `longest` less the longest path through it.
         scarce: bytes alive above which waits are not deferred.
         feeds_stream: of each node, whether a start depends on it.
+        is_instant: of each node, whether it takes neither time nor memory. It runs at once: collectives may follow it.
     """
 
     def __init__(self, dag: Dag, order: Sequence[int], limits: Sequence[ResourceLimit]) -> None:
@@ -84,6 +85,9 @@ class SchedulingProblem:
         self.slack = [self.longest - first - rest for first, rest in zip(self.head, self.tail, strict=True)]
         peak = dag.peak_bytes(order)
         self.scarce = peak + (limits[0].budget - peak) // 2
+        self.is_instant = [
+            not (stream or ms or new) for stream, ms, new in zip(self.stream, self.ms, limits[0].allocated, strict=True)
+        ]
         self.feeds_stream = [any(self.stream[user] > 0 for user in users) for users in self.users]
 
     def work_of(self, ms: NDArray[np.float64]) -> list[float]:

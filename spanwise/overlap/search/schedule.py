@@ -162,6 +162,7 @@ class _ScheduleSearch:
         floor: milliseconds that no order beats.
         scale: milliseconds of the longest path, of which constants are shares.
         most: orders to try.
+        is_short: whether these are few, as for a large graph.
         tried: orders tried so far.
     """
 
@@ -183,6 +184,7 @@ class _ScheduleSearch:
             self.makespan, self.peak = longest, budget + 1  # any order that is no longer is better
         self.bounds = bounds
         self.most = self.tried = 0
+        self.is_short = False
 
     def _score(self, makespan: float, peak: int) -> float:
         """Milliseconds, and a little for memory; smaller is better."""
@@ -192,7 +194,7 @@ class _ScheduleSearch:
         """Try `effort` orders, or fewer if the best is as short as the bound, and polish the best."""
         if effort == 0 or self.floor > self.makespan * (1 + _ROUNDING):
             return
-        self.most = effort
+        self.most, self.is_short = effort, effort <= EFFORT
         if effort > 1 and not self.done:
             self.bounds = self.bounds or lower_bounds(self.dag)  # takes as long as two tries, and often saves more
             self.floor = self.bounds.makespan
@@ -231,7 +233,7 @@ class _ScheduleSearch:
         for greedy in self._first():
             first.append(self._run(*greedy, math.inf))
             yield first[-1]
-        is_tight, is_short = max(found.peak for found in first) > _BINDING * self.budget, self.most <= EFFORT
+        is_tight = max(found.peak for found in first) > _BINDING * self.budget
         plain: list[ListSchedule] = []
         for found in self._plain(self.problem, math.inf):
             plain.append(found)
@@ -244,7 +246,7 @@ class _ScheduleSearch:
             [f for f in sorted(each, key=self._value) if f.makespan < math.inf]
             for each in (first, plain[:-2], plain[-2:])
         )
-        if plain and not is_short:
+        if plain and not self.is_short:
             # A quarter of the orders: without, random-0 takes up to 6 % longer, and llama-step where it takes more.
             yield from self._improved(plain.pop(0), self.tried + self.most // 4)
         for current in (*first, *plain, *last):
@@ -298,7 +300,7 @@ class _ScheduleSearch:
         by = [-tail for tail in problem.tail], positions(problem.order).tolist()
         for priorities, waits in itertools.product(by, WAITS[:-1]):
             yield greedy_schedule(problem, priorities, waits, longest)
-        for priorities in by if self.most > EFFORT else ():
+        for priorities in () if self.is_short else by:
             yield greedy_schedule(problem, priorities, WAITS[-1], longest)
 
     def _near(self) -> Iterator[tuple[list[float], ListOptions]]:
