@@ -110,7 +110,7 @@ def attention(
         key,
         value,
         spanwise_plan.plan,
-        mask_name=kind,
+        mask_name=spanwise_plan.names[kind],
         scale=kwargs.get("scaling"),
         softcap=kwargs.get("softcap"),
         sinks=_sinks(kwargs.get("s_aux"), query),

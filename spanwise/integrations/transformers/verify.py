@@ -77,7 +77,7 @@ def verify(
 
 
 def _logits(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
-    logits = model(**arguments).logits
+    logits = model(**{ARGUMENT: None, **arguments}).logits
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
