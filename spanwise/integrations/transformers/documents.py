@@ -53,6 +53,12 @@ class Documents:
         starts = np.repeat(self.cu_seqlens[:-1], np.diff(self.cu_seqlens))
         return torch.from_numpy(np.arange(self.cu_seqlens[-1]) - starts)[None]
 
+    def paths(self) -> list[np.ndarray]:
+        """The tokens of each document, or of the path to each leaf of the tree; int64."""
+        if self.tree is not None:
+            return self.tree.paths(self.tree.leaves)
+        return np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
+
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, S, …]`` from ``[N, …]``; 0 at padding. Differentiable."""
         x = x[: self.kept]

@@ -312,3 +312,82 @@ def test_places_in_the_outputs_of_a_rank() -> None:
         hidden.sum().backward()
 
     run_ranks(2, on_rank)
+
+
+def _rollouts(lengths: tuple[int, ...], prompt: int) -> tiny.Documents:
+    first = tiny.documents_of((prompt,), seed=5)[0]
+    answers = tiny.documents_of(lengths, seed=9)
+    turns = [torch.cat([first, answers[0][:5], x]) for x in tiny.documents_of((6, 3), seed=11)]
+    return [torch.cat([first, x]) for x in answers] + turns
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("lengths", "ranks"), [((9, 20, 1), 2), ((9, 20, 1), 3)])
+def test_completions_that_share_a_prompt(name: str, lengths: tuple[int, ...], ranks: int) -> None:
+    """Loss and gradients are those of the separate sequences; prompts without labels, one sequence twice."""
+    sequences = _rollouts(lengths, 17)
+    sequences.append(sequences[0])
+    batch = tiny.padded(sequences, "left")
+    for row, sequence in zip(batch["labels"], sequences, strict=True):
+        row[row.shape[0] - len(sequence) :][:17] = -100
+    model = tiny.model_of(name)
+    alone, losses = copy.deepcopy(model), []
+    for sequence in sequences:
+        scores = alone(input_ids=sequence[None], use_cache=False).logits[0, 16:-1].float()
+        losses.append(functional.cross_entropy(scores, sequence[17:], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    models, tree = tiny.copies(model, ranks), hf.share_prefixes(batch)
+    assert tree["input_ids"].shape[1] < sum(len(s) for s in sequences) / 2
+    results = run_ranks(ranks, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), tree))
+    tiny.check(results, (loss.item(), tiny.gradients(alone)))
+
+
+def test_trees_count_each_label_once_and_are_verified() -> None:
+    found = spanwise.tree_from_sequences(_rollouts((9, 4), 12))
+    ids, model = torch.from_numpy(found.ids)[None], tiny.model_of("llama")
+    batch = {"input_ids": ids, "labels": ids, "tree": found.tree}
+    models, alone, done = tiny.copies(model, 2), copy.deepcopy(model), torch.zeros(ids.shape[1], dtype=torch.bool)
+    losses = []
+    for path in found.paths:
+        scores = alone(input_ids=ids[:, path]).logits[0, :-1]
+        fresh = ~done[path[1:]]
+        losses.append(functional.cross_entropy(scores[fresh], ids[0, path[1:]][fresh], reduction="none"))
+        done[path[1:]] = True
+    loss = torch.cat(losses).mean()
+    loss.backward()
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine = hf.context_parallel(models[rank], mesh)
+        plan = hf.make_plan(batch, mine.config, 2)
+        assert hf.verify(mine, batch).ok
+        return tiny.step(mine, hf.prepare(batch, mine, plan))
+
+    tiny.check(run_ranks(2, on_rank), (loss.item(), tiny.gradients(alone)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("llama", {"position_ids": torch.arange(5)[None]}, "the tree alone tells positions"),
+        ("llama", {"tree": spanwise.TokenTree([-1], [4])}, "the tree has 4 tokens, the batch 1 rows of 5"),
+        ("llama", {"tree": [-1, 0, 0]}, "must be a spanwise.TokenTree, got a list"),
+        ("llama", {"shift_labels": torch.zeros(1, 5, dtype=torch.long)}, "labels of a tree follow its edges"),
+        ("llama", {"tree": None, "label_weights": torch.ones(1, 5)}, "label_weights go with a tree"),
+        ("llama4", {}, "chunked attention, which a tree"),
+        ("qwen3_next", {}, "cannot follow the branches of a tree"),
+    ],
+)
+def test_trees_that_are_refused(name: str, changes: dict[str, Any], text: str) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    batch = {"input_ids": ids, "labels": ids, "tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 2])}
+    with pytest.raises(ValueError, match=text):
+        _on_one(tiny.model_of(name), lambda mine: mine(**batch | changes))
+
+
+def test_a_short_tree_on_many_ranks() -> None:
+    ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    model = tiny.model_of("llama")
+    models, batch = tiny.copies(model, 6), hf.share_prefixes({"input_ids": ids, "labels": ids})
+    results = run_ranks(6, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), batch))
+    tiny.check(results, tiny.reference(model, list(ids)))
