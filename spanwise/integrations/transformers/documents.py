@@ -108,45 +108,48 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     >>> find_documents(batch).cu_seqlens
     array([0, 3, 5])
     """
-    _check_tensors(batch)
     rows, length = shape_of(batch)
     if batch.get("tree") is not None:
         return _of_tree(batch, rows, length, num_ranks)
     valid = _valid(batch.get("attention_mask"), rows, length)
     restarts, skips = _steps(batch.get("position_ids"), rows, length)
-    changes = _changes(batch.get("seq_idx"), rows, length)
+    changes = torch.zeros(rows, length, dtype=torch.bool)
+    if batch.get("seq_idx") is not None:
+        changes[:, 1:] = _of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
     starts = torch.zeros(rows, length, dtype=torch.bool)
     starts[:, 0] = True
-    if batch.get("cu_seq_lens_q") is not None or batch.get("cu_seq_lens_k") is not None:
+    offsets = _offsets(batch, rows * length)
+    if offsets is not None:
         if valid is not None and not valid.all():
             raise ValueError("the batch has padding in attention_mask, and cu_seq_lens_q; leave one of them out")
-        starts.view(-1)[_checked_offsets(batch, rows * length)] = True
-        _check_equal_starts(starts, restarts)
-        valid = None
+        starts.view(-1)[offsets] = True
+        if restarts is not None:
+            restarts[:, 0] = True
+            _refuse_at(starts != restarts, "cu_seq_lens_q and position_ids tell different documents; leave one out")
     elif valid is not None and not valid.all():
         inside = valid & torch.nn.functional.pad(valid, (1, -1))
-        _check_one_document(inside, restarts)
         starts = valid & ~inside
+        if restarts is not None:
+            text = "position_ids start anew in a padded row, which is one document; a packed batch has no padding"
+            _refuse_at(restarts & inside, text)
     elif restarts is not None:
         if valid is None:
-            _check_no_skip(batch["position_ids"], skips)
+            text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if "
+            _refuse_at(skips, text + "each row is one document, or cu_seq_lens_q")
         starts |= restarts
-    elif changes is not None:
+    else:
         starts |= changes
-    _check_seq_idx(changes, starts if valid is None else starts | ~valid)
-    keep = None if valid is None or valid.all() else valid.flatten().nonzero().flatten()
-    kept = starts.flatten() if keep is None else starts.flatten()[keep]
-    added = max(0, num_ranks - len(kept))
-    offsets = _offsets(torch.cat([kept, torch.ones(added, dtype=torch.bool)]))
-    return Documents(rows, length, keep, offsets, added)
+    kept = torch.ones_like(starts) if valid is None or offsets is not None else valid
+    _refuse_at(changes & ~starts & kept, "seq_idx changes where no document starts by the rest of the batch")
+    keep = None if kept.all() else kept.flatten().nonzero().flatten()
+    first = starts[kept]
+    added = max(0, num_ranks - len(first))
+    cu_seqlens = np.append(np.flatnonzero(first), np.arange(len(first), len(first) + added + 1))
+    return Documents(rows, length, keep, cu_seqlens, added)
 
 
 def _of_tree(batch: Mapping[str, Any], rows: int, length: int, num_ranks: int) -> Documents:
-    """The documents of a batch with a tree.
-
-    Raises:
-        ValueError: a tree of other tokens, or another description of documents beside it.
-    """
+    """The documents of a batch with a tree."""
     tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
     if not isinstance(tree, spanwise.TokenTree):
         raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
@@ -164,18 +167,28 @@ def _of_tree(batch: Mapping[str, Any], rows: int, length: int, num_ranks: int) -
     return Documents(1, length, None, np.array([0, length + added]), added, tree)
 
 
-def _check_tensors(batch: Mapping[str, Any]) -> None:
-    """Raise ValueError for lists and arrays, which only a collator makes a batch of."""
+def _refuse_at(where: torch.Tensor, text: str) -> None:
+    """Raise ValueError with `text` for the first token for which `where` ``[B, S]`` holds."""
+    for row, token in where.nonzero()[:1].tolist():
+        raise ValueError(f"{text} (token {token} of row {row})")
+
+
+def _of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
+    """`x` in host memory, which must be a tensor of one of these shapes."""
+    if not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{name} must be a tensor [B, S] = {shapes[0]}{meaning}, got {got}")
+    return x.detach().cpu()
+
+
+def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """B and S of a batch, after a check that it was collated."""
     for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
             raise ValueError(
                 f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before, as with "
                 f"tokenizer.pad(…, return_tensors='pt')"
             )
-
-
-def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """B and S of a batch."""
     for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
         x = batch.get(name)
         if x is not None:
@@ -188,122 +201,49 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
+    """bool ``[B, S]``, False at padding."""
     if mask is None:
         return None
-    if not isinstance(mask, torch.Tensor):
-        raise ValueError(
-            f"attention_mask must be a tensor [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got a "
-            f"{type(mask).__name__}; masks of the model's kinds of layers follow from its config"
-        )
-    if tuple(mask.shape) != (rows, length):
-        raise ValueError(
-            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
-            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
-        )
-    mask = mask.detach().cpu()
+    meaning = ", 1 for tokens and 0 for padding (for other masks give hf.prepare a plan of spanwise.make_plan)"
+    mask = _of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
     valid = mask.bool()
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
-    runs = (valid & ~torch.nn.functional.pad(valid, (1, -1))).sum(dim=1)
-    if (runs > 1).any():
-        raise ValueError(
-            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the "
-            f"left and right of a row only"
-        )
-    if not valid.any():
-        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
+    if not (mask == valid).all() or not valid.any():
+        raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
+    begins = valid & ~torch.nn.functional.pad(valid, (1, -1))
+    text = "attention_mask has padding between tokens of a row, which may have it on its left and right only"
+    _refuse_at(begins & (begins.cumsum(1) > 1), text)
     return valid
 
 
-def _checked_offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor:
-    """Starts of documents by ``cu_seq_lens_q``, without empty ones."""
-    offsets, keys = batch.get("cu_seq_lens_q"), batch.get("cu_seq_lens_k")
-    if offsets is None or (keys is not None and torch.as_tensor(keys).tolist() != torch.as_tensor(offsets).tolist()):
+def _offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor | None:
+    """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
+    offsets, keys = (
+        None if batch.get(name) is None else torch.as_tensor(batch[name]).detach().flatten().long().cpu()
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k")
+    )
+    if keys is not None and (offsets is None or not torch.equal(offsets, keys)):
         raise ValueError(
             "cu_seq_lens_k is not cu_seq_lens_q: context parallelism takes documents that attend to themselves; pass "
             "the same offsets, or cu_seq_lens_q alone"
         )
-    offsets = torch.as_tensor(offsets).detach().flatten().long().cpu()
+    if offsets is None:
+        return None
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
         raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
     return offsets[:-1][offsets.diff() > 0]
 
 
-def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """bool ``[B, S]`` each: where positions start anew, and where they skip numbers; None where they do not tell."""
+def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """bool ``[B, S]`` each: where positions start anew, or None where they do not tell, and where they skip numbers."""
     if positions is None:
-        return None, None
-    number = positions.shape[0] if positions.dim() == 3 else 1
-    shapes = (1, length), (rows, length)
-    if positions.dim() not in (2, 3) or number not in (1, 3, 4) or positions.shape[-2:] not in shapes:
-        raise ValueError(
-            f"position_ids must be [B, S] = {(rows, length)}, [3, B, S] or [4, B, S], got shape "
-            f"{tuple(positions.shape)}"
-        )
-    positions = positions.detach().cpu().view(number, *positions.shape[-2:])
+        return None, torch.zeros(rows, length, dtype=torch.bool)
+    shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
+    positions = _of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
     # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
     # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
-    along = positions if number == 3 else positions[:1]
+    along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]
     steps = torch.nn.functional.pad(along.diff(dim=-1), (1, 0), value=1)
     restarts = (steps < 1).all(0)
-    if number == 3:
-        restarts &= (steps[0] < 0) | (positions == 0).all(0)
-        return restarts.expand(rows, -1), None
-    return restarts.expand(rows, -1), (steps[0] > 1).expand(rows, -1)
-
-
-def _check_equal_starts(starts: torch.Tensor, restarts: torch.Tensor | None) -> None:
-    """Raise ValueError where ``position_ids`` and ``cu_seq_lens_q`` tell other documents."""
-    if restarts is None:
-        return
-    wrong = (starts != restarts)[:, 1:].nonzero()
-    if len(wrong):
-        row, token = int(wrong[0, 0]), int(wrong[0, 1]) + 1
-        raise ValueError(
-            f"cu_seq_lens_q and position_ids tell different documents at token {token} of row {row}, where "
-            f"{'a document starts and positions go on' if starts[row, token] else 'only positions start anew'}; leave "
-            f"one of them out"
-        )
-
-
-def _check_one_document(inside: torch.Tensor, restarts: torch.Tensor | None) -> None:
-    """Raise ValueError where ``position_ids`` start anew inside a padded row."""
-    if restarts is not None and (restarts & inside).any():
-        row, token = (restarts & inside).nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids start anew at token {token} of row {row}, and attention_mask has padding, so that each row "
-            f"is one document; leave attention_mask out if the batch is packed"
-        )
-
-
-def _check_no_skip(positions: torch.Tensor, skips: torch.Tensor | None) -> None:
-    """Raise ValueError for positions that skip numbers, as long documents are trained on in some methods."""
-    if skips is not None and skips.any():
-        row, token = skips.nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids skip numbers at token {token} of row {row}, where a document may start or go on; pass an "
-            f"attention_mask of ones if each row is one document, or cu_seq_lens_q"
-        )
-
-
-def _changes(seq_idx: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
-    """bool ``[B, S]``: whether a token's document is not that of its predecessor in the row."""
-    if seq_idx is None:
-        return None
-    if tuple(seq_idx.shape) != (rows, length):
-        raise ValueError(f"seq_idx must be [B, S] = {(rows, length)}, got shape {tuple(seq_idx.shape)}")
-    return torch.nn.functional.pad(seq_idx.detach().cpu().diff(dim=-1) != 0, (1, 0))
-
-
-def _check_seq_idx(changes: torch.Tensor | None, starts: torch.Tensor) -> None:
-    """Raise ValueError where `seq_idx` changes inside a document that another description tells."""
-    if changes is not None and (changes & ~starts).any():
-        row, token = (changes & ~starts).nonzero()[0].tolist()
-        raise ValueError(
-            f"seq_idx changes at token {token} of row {row}, where no document starts by the rest of the batch; leave "
-            f"out what does not describe its documents"
-        )
-
-
-def _offsets(starts: torch.Tensor) -> np.ndarray:
-    return np.concatenate([starts.nonzero().flatten().numpy(), [len(starts)]]).astype(np.int64)
+    if len(along) == 3:
+        restarts &= (steps[0] < 0) | (along == 0).all(0)
+    return restarts.expand(rows, -1).clone(), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)

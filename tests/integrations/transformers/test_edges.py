@@ -123,7 +123,7 @@ def test_three_rows_of_positions_that_start_anew() -> None:
 @pytest.mark.parametrize("positions", [torch.arange(64), torch.cat([torch.arange(30), torch.arange(34)])])
 def test_offsets_that_contradict_positions(positions: torch.Tensor) -> None:
     batch = tiny.packed(DOCUMENTS, "cu_seq_lens_q") | {"position_ids": positions[None]}
-    with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids tell different documents at token 23"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids tell different documents.*token 23 of"):
         hf.make_plan(batch, tiny.config_of("llama"), 2)
 
 
