@@ -46,6 +46,7 @@ class Parameters:
         """int64 without dims; 0 if nothing is left to compare, or no parameter has changed since the last call."""
         own = self.own(model, mesh) if self._left else {}
         version = sum(x._version for x in own.values())
+        self._left = self._left if own else 0
         if not own or version == self._version:
             return torch.zeros((), dtype=torch.int64)
         self._version, self._left = version, self._left - 1

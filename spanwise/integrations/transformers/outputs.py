@@ -35,7 +35,7 @@ class LocalTokens(torch.Tensor):
                     "all of them at once: student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
                 )
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls):
-                _check_index(args[1])
+                _check_index(args[1], args[0].dim())
             result = func(*args, **(kwargs or {}))
             if own and type(result) is torch.Tensor and result.shape[:2] == own[0].shape[:2]:
                 result = of_layout(result, own[0].token_layout)
@@ -56,13 +56,16 @@ def mark_outputs(output: Any, layout: Layout) -> None:
             setattr(output, name, of_layout(x, layout))
 
 
-def _check_index(index: Any) -> None:
+def _check_index(index: Any, dims: int) -> None:
     """Raise ValueError for an index that names tokens by their place: a number, a part, or numbers for each row."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [x for x in parts if not isinstance(x, torch.Tensor)] or len(parts) < 2:
+    given = [x for x in (index if isinstance(index, tuple) else (index,)) if x is not None]
+    masks = [x.dim() - 1 for x in given if isinstance(x, torch.Tensor) and x.dtype is torch.bool]
+    left = dims + 1 - len(given) - sum(masks)  # dims that an Ellipsis stands for
+    whole = [y for x in given for y in ([slice(None)] * left if x is Ellipsis else [x])]
+    if len(whole) < 2 or (masks and isinstance(whole[0], torch.Tensor)):
         return
-    rows, tokens = parts[:2]
-    pairs = all(isinstance(x, torch.Tensor) and x.dtype is not torch.bool for x in (rows, tokens))
+    rows, tokens = whole[:2]
+    pairs = isinstance(rows, torch.Tensor) and isinstance(tokens, torch.Tensor)
     if pairs or isinstance(tokens, int) or (isinstance(tokens, slice) and tokens != slice(None)):
         raise ValueError(
             f"[{rows}, {tokens}] names places in the sequence, and a rank holds tokens from several places of it; "

@@ -302,7 +302,8 @@ def test_places_in_the_outputs_of_a_rank() -> None:
 
     def on_rank(rank: int, mesh: Any) -> None:
         hidden = _prepared(model, mesh)(input_ids=BATCH["input_ids"]).last_hidden_state
-        for index in ((slice(None), -1), (slice(None), slice(-3, None)), (torch.tensor([0]), torch.tensor([5]))):
+        places = (slice(None), -1), (slice(None), slice(-3, None)), (torch.tensor([0]), torch.tensor([5]))
+        for index in (*places, (..., slice(None, -1), slice(None)), (0, 5), (None, slice(None), 0)):
             with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
                 hidden[index]
         assert type(hidden[0, torch.arange(3)]) is torch.Tensor
