@@ -17,8 +17,8 @@ from torch import Tensor
 
 from spanwise.attention.kernels._checks import lse_dtype
 
-# Scores of all heads up to which this is faster than the loop, forward and backward; benchmarks/small_attention.py.
-_MOST_SCORES = 1 << 19
+# Scores of all heads up to which this is faster than the loop, forward and backward; benchmarks/small_steps.py.
+_MOST_SCORES = 1 << 18
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 
 
