@@ -43,17 +43,18 @@ class LocalTokens(torch.Tensor):
 
 
 def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
-    """`x` ``[1, T, …]``, which knows the layout of its tokens."""
-    own = x.as_subclass(LocalTokens)
-    own.token_layout = layout
-    return own
+    """`x` ``[1, T, …]`` itself, which then knows the layout of its tokens. A view of it would make FSDP2 warn."""
+    x.__class__ = LocalTokens
+    assert isinstance(x, LocalTokens)
+    x.token_layout = layout
+    return x
 
 
 def mark_outputs(output: Any, layout: Layout) -> None:
     """Let the outputs of a model know the layout of the batch; DTensors and tuples are left as they are."""
     for name in _FIELDS:
         if type(x := getattr(output, name, None)) is torch.Tensor:
-            setattr(output, name, of_layout(x, layout))
+            of_layout(x, layout)
 
 
 def _check_index(index: Any, dims: int) -> None:

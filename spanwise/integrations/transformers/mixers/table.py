@@ -30,7 +30,10 @@ _SCANS: dict[str, Callable[..., Any]] = {
 }
 _FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), functions.none)
 # Class names of mixers that compute in their own code, and what replaces their forward.
-_WHOLE = {"MiniMaxLightningAttention": forwards.lightning_attention, "RecurrentGemmaRecurrentBlock": forwards.griffin}
+_WHOLE: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": forwards.lightning_attention,
+    "RecurrentGemmaRecurrentBlock": forwards.griffin,
+}
 # Class names of other modules that carry something along the sequence.
 _UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
 _BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments on
