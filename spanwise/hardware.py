@@ -319,6 +319,9 @@ H100 = Hardware(
     source="data sheets of H100 SXM5 and DGX H100; attention from arXiv:2407.08608; efficiencies and latencies assumed",
 )
 
+# Where the caller names no hardware, in every function and command. Plans depend on compute over bandwidth, and hosts.
+DEFAULT = H100
+
 # H200 SXM data sheet: the H100's compute, NVLink and network, with 141 GB at 4.8 TB/s.
 H200 = dataclasses.replace(
     H100,

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import DocumentSource, GlobalBatch
-from spanwise.hardware import H100
+from spanwise.hardware import DEFAULT
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -104,7 +104,7 @@ class GlobalBatches:
         _check_options(options)
         check_hardware(options.get("hardware"))
         if host_size is not None:
-            options |= {"hardware": (options.get("hardware") or H100).with_host_size(host_size)}
+            options |= {"hardware": (options.get("hardware") or DEFAULT).with_host_size(host_size)}
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
         self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
         self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from spanwise import GlobalBatches
 from spanwise import hardware as cost
 from spanwise.attention.exchange.table import EXCHANGES
 from spanwise.cli import plan as plan_command
 from spanwise.cli.app import app
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.cli.hardware import load_hardware
 from spanwise.cli.lengths import read_lengths
+from spanwise.cli.overlap import OverlapOptions
 from spanwise.cli.plan import PlanOptions, build_masks, describe_masks, parse_ranks, parse_window
 from spanwise.cli.report import units
 from spanwise.cli.report.compare import Degree, _recommend, compare
@@ -234,7 +238,7 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
         PlanOptions(layers=6, window="200", window_layers=4), np.array([0, 700, 760, 2048, 2100, 4096])
     )
     plan = make_plan(
-        masks, 4, weights=weights, block_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128, hardware=cost.H100,
+        masks, 4, weights=weights, block_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
         cu_seqlens=[0, 700, 760, 2048, 2100, 4096],
     )  # fmt: skip
     assert figures["fingerprint"] == plan.fingerprint
@@ -259,6 +263,21 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again.json").read_text())["command"] == figures["command"]
 
 
+def test_commands_and_functions_have_one_default_hardware(tmp_path: Path) -> None:
+    offsets = document_offsets(131_072, 1)
+    lengths = write(tmp_path / "d.json", json.dumps(np.diff(offsets).tolist()))
+    result = invoke("--documents", lengths, "--ranks", "64", "--json", str(tmp_path / "o.json"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    figures = json.loads((tmp_path / "o.json").read_text())
+    shape = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    plan = make_plan(SpanMask.documents(offsets), 64, **shape)
+    assert figures["fingerprint"] == plan.fingerprint and figures["exchange"] == plan.exchange == "hierarchical"
+    (batch,) = GlobalBatches(np.diff(offsets), 64, 2048, **shape)
+    assert batch.plan == plan
+    for options in (PlanOptions(), OverlapOptions()):
+        assert load_hardware(options.hardware) is plan.hardware
+
+
 def test_command_without_ranks_takes_the_recommended_degree(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     result = invoke("--seq-len", "8192", "--compare-ranks", "2,4", "--hardware", "CPU", "--json", str(out))
@@ -281,7 +300,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     said, figures = found("--ranks", "8", "--inner", "2", "--exchange", "ring", "--html", str(page))
     plan = make_plan(
         SpanMask.causal(4096), (4, 2), exchange="ring", num_q_heads=32, num_kv_heads=8, head_dim=128,
-        dtype="bfloat16", cu_seqlens=[0, 4096], hardware=cost.H100,
+        dtype="bfloat16", cu_seqlens=[0, 4096],
     )  # fmt: skip
     assert figures["inner"] == 2 and figures["fingerprint"] == plan.fingerprint
     assert figures["masks"][0]["resident_bytes"] == plan.resident_bytes().tolist()
@@ -311,7 +330,6 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     flops = 3 * 6 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 1024)
     grids = compare_grids(
         lengths, 4, linear_flops=flops, weights={"default": 3}, num_q_heads=32, num_kv_heads=8, head_dim=128,
-        hardware=cost.H100,
     )  # fmt: skip
     assert figures["grids"] == [grid.as_dict() for grid in grids] and len(grids) == 5
     one, *others = grids
