@@ -6,10 +6,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from spanwise import _torch
 from spanwise.attention.compare import Compare, compare_sums, compared, plain
 from spanwise.attention.exchange import failure
-from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.loss import check_range
 from spanwise.batch.token_scores import Scoring, Tokens
 
 
@@ -33,18 +32,6 @@ def check_plain(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(f"{name} must be a plain tensor, got a DTensor {tuple(x.placements)}; use to_local()")
-
-
-def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
-    """``ValueError`` for labels outside the vocabulary, on the CPU.
-
-    Elsewhere the host would wait for the device; the log-probability of such a label is -inf there.
-    """
-    if torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
-        return
-    wrong = labels[((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)]
-    if len(wrong):
-        raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
 
 
 def offset_of(
@@ -73,7 +60,7 @@ def offset_of(
     x, labels, weight, bias = tokens
     rows = x.shape[-1] if weight is None else weight.shape[0]
     if mesh is None:
-        check_labels(labels, rows)
+        check_range(labels, rows)
         return labels.new_zeros(()), None
     given = "logits" if weight is None else "hidden states"
     sizes = (labels.numel(), *([] if weight is None else x.shape[-1:]))
@@ -91,5 +78,5 @@ def offset_of(
     counts[rank : rank + 1] = rows
     (counts,) = compared((counts,), compare)
     counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
-    check_labels(labels, counts.sum())
+    check_range(labels, counts.sum())
     return counts[:rank].sum(), compare if grads and weight is not None else None
