@@ -315,7 +315,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     ways = {one["ranks"]: one["inner"] for one in figures["compare_ranks"]["degrees"]}
     assert ways[2] == ways[4] == 2 and "Ranks compared" in said
     result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--ranks", "8", "--inner", "3"])
-    assert result.exit_code == 2 and "--inner must divide the number of ranks, got --inner 3, 8 ranks" in result.stderr
+    assert result.exit_code == 2 and "--inner must divide the ranks and --heads, got 3, 8 ranks" in result.stderr
 
 
 def test_one_plan_and_grids(tmp_path: Path) -> None:
@@ -430,7 +430,19 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         (f"--seq-len 99 --block-size {2**70}", "--block-size must be between 1 and 67,108,864, got 1,180,591,620,"),
         ("--seq-len 99 --heads 2000", "--heads must be between 1 and 1,024, got 2,000"),
         ("--seq-len 99 --kv-heads 2000", "--kv-heads must be between 1 and 1,024, got 2,000"),
-        ("--seq-len 99 --heads 3 --kv-heads 2", "num_q_heads=3 is not a multiple of num_kv_heads=2"),
+        ("--seq-len 99 --heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads, got 3 and 2"),
+        ("--seq-len 99 --heads 7", "--heads must be a multiple of --kv-heads, got 7 and 8"),
+        ("--seq-len 99 --head-dim 0", "--head-dim must be between 1 and 4,096, got 0"),
+        ("--seq-len 99 --memory-budget 0", "--memory-budget must be between 1 and .*, got 0"),
+        ("--seq-len 99 --ranks 6 --inner 3", "--inner must divide the ranks and --heads, got 3, 6 ranks and 32 heads"),
+        (
+            "--seq-len 99 --exchange ulysses --ranks 6",
+            "ulysses needs ranks that divide --heads, .* got 6 ranks, 32 heads",
+        ),
+        (
+            "--seq-len 99 --exchange ulysses --inner 2",
+            "needs ranks that divide --heads, without --inner; .* --inner 2",
+        ),
         ("--seq-len 99 --dtype int8", "dtype must be one of .* got 'int8'"),
         ("--seq-len 99 --ranks 0", "--ranks must be between 1 and 99 for a sequence of 99 tokens .* got 0"),
         ("--seq-len 99 --ranks 200000", "--ranks must be between 1 and 99 .* got 200,000"),
