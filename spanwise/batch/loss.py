@@ -96,15 +96,14 @@ def check_count(num_valid: float | torch.Tensor | None, labels: torch.Tensor) ->
         )
 
 
-def check_labels(labels: torch.Tensor) -> None:
-    """``ValueError`` for labels that are no token ids."""
+def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int | None = None) -> None:
+    """``ValueError`` for labels that are no token ids or, on the CPU, outside a vocabulary.
+
+    Elsewhere the host would wait for the device.
+    """
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
-
-
-def check_range(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
-    """``ValueError`` for labels outside the vocabulary, on the CPU; elsewhere the host would wait for the device."""
-    if torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
+    if vocab is None or torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
         return
     wrong = ((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)
     if wrong.any():
@@ -203,8 +202,7 @@ def cross_entropy(
         raise ValueError(
             f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
         )
-    check_labels(labels)
-    check_range(labels, logits.shape[-1])
+    check_labels(labels, logits.shape[-1])
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)

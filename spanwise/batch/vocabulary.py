@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from spanwise.attention.compare import Compare, compare_sums, compared, plain
 from spanwise.attention.exchange import failure
-from spanwise.batch.loss import check_range
+from spanwise.batch.loss import check_labels
 from spanwise.batch.token_scores import Scoring, Tokens
 
 
@@ -60,7 +60,7 @@ def offset_of(
     x, labels, weight, bias = tokens
     rows = x.shape[-1] if weight is None else weight.shape[0]
     if mesh is None:
-        check_range(labels, rows)
+        check_labels(labels, rows)
         return labels.new_zeros(()), None
     given = "logits" if weight is None else "hidden states"
     sizes = (labels.numel(), *([] if weight is None else x.shape[-1:]))
@@ -78,5 +78,5 @@ def offset_of(
     counts[rank : rank + 1] = rows
     (counts,) = compared((counts,), compare)
     counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
-    check_range(labels, counts.sum())
+    check_labels(labels, counts.sum())
     return counts[:rank].sum(), compare if grads and weight is not None else None

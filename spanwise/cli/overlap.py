@@ -70,7 +70,7 @@ class OverlapOptions:
         graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
         load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured. Needs --trust:
             such a file may run code as it is read.
-        trust: read the file of --load, because it comes from someone you trust.
+        trust: read the file of --load, whose author you trust.
         group: ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8.
         dynamic_size: the value of each size that a loaded graph leaves open.
         hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
@@ -161,8 +161,6 @@ def _check(options: OverlapOptions) -> None:
         raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
     if options.measurements is not None and options.costs != "measured":
         raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
-    if options.trust and options.load is None:
-        raise ValueError("--trust is for the file of --load")
     if options.group and options.load is None:
         flags = " ".join(f"--group {one}" for one in options.group)
         raise ValueError(f"{flags} is for groups of --load: the groups of a captured model are known")
@@ -227,9 +225,7 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
         if not options.trust:
-            raise ValueError(
-                f"--load {options.load} may run code as it is read: add --trust if you trust who made the file"
-            )
+            raise ValueError(f"--load {options.load} may run code as it is read: add --trust if you trust its author")
         with working(f"loading {options.load}"):
             try:
                 return load_graphs(options.load), f"Graphs of {options.load}"

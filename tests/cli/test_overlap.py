@@ -432,7 +432,6 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
         (["--group", "1=0-3"], "--group 1=0-3 is for groups of --load"),
         (["--load", "x", "--dp", 4], "--dp say what model to capture"),
-        (["--trust"], "--trust is for the file of --load"),
         (["--html", "/no/such/folder/o.html"], "cannot write /no/such/folder/o.html"),
     ],
     ids=str,

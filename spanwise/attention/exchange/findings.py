@@ -141,8 +141,7 @@ def describe(found: Findings) -> str:
         timed_out = any(_TIMED_OUT in report.said for report in there.values())
         cut = [r for r in there[first].closed if r in there]
         if cut and not timed_out:  # otherwise the ranks that time out close their connections
-            parts.append(f"no process has ended, but the connection between {names([first, *cut])} is cut: look at "
-                         f"the network")  # fmt: skip
+            parts.append(f"no process has ended: the network has cut the connection of {names([first, *cut])}")
         else:
             parts.append(
                 f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
