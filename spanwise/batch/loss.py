@@ -79,7 +79,7 @@ def global_mean(
     return _GlobalMean.apply(total, count, mesh, num_valid is None, compare)
 
 
-def check_count(num_valid: float | torch.Tensor | None, labels: torch.Tensor) -> None:
+def check_count(num_valid: Any, labels: torch.Tensor) -> None:
     """``ValueError`` for a number that is not a number of tokens, or 0 with valid labels.
 
     A tensor is read on the CPU alone, labels too; elsewhere 0 makes the loss infinite.
