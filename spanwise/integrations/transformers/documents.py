@@ -177,7 +177,7 @@ def _of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -
     """`x` in host memory, which must be a tensor of one of these shapes."""
     if not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes:
         got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} must be a tensor [B, S] = {shapes[0]}{meaning}, got {got}")
+        raise ValueError(f"{name} must be [B, S] = {shapes[0]}{meaning}, got {got}")
     return x.detach().cpu()
 
 
