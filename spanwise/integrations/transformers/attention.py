@@ -65,8 +65,8 @@ def attention(
     if planned is None:
         if kind_of(attention_mask) is not None:
             raise ValueError(
-                f"{type(module).__name__} was called without its plan; take a model that passes keyword arguments on, "
-                f"and do not compile it as a whole"
+                f"{type(module).__name__} was called without the plan of its batch; do not compile a model that passes "
+                f"no keyword arguments on to its attention"
             )
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention

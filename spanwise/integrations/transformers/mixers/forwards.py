@@ -19,8 +19,7 @@ def lightning_attention(
     qkv = module.act_fn(module.qkv_proj(hidden_states))[0]
     q, k, v = qkv.unflatten(-1, (module.num_attention_heads, 3 * module.head_dim)).chunk(3, dim=-1)
     decay = -module.slope_rate.flatten().to(torch.promote_types(v.dtype, torch.float32))
-    out = recurrence.gated_linear(q, k, v, decay, route, scale=1.0)
-    assert isinstance(out, torch.Tensor)
+    out: Any = recurrence.gated_linear(q, k, v, decay, route, scale=1.0)
     out = module.norm(out.flatten(1)[None])
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 
@@ -57,6 +56,5 @@ class _WithScan:
         # A gate may underflow to 0, whose logarithm has no gradient.
         gate = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny)
         x, decay = hidden_states[0].float()[..., None], gate.log()
-        out = recurrence.gated_linear(one, one, x, decay, self._route, scale=1.0)
-        assert isinstance(out, torch.Tensor)
+        out: Any = recurrence.gated_linear(one, one, x, decay, self._route, scale=1.0)
         return out[..., 0][None].to(hidden_states.dtype), None

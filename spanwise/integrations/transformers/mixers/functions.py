@@ -49,8 +49,7 @@ def delta_rule(
     """``[1, T, H, V]`` of the gated delta rule; with decays ``[1, T, H]`` a head, or ``[1, T, H, K]`` a channel."""
     assert initial_state is None and not output_final_state  # there is no cache
     q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
-    out = recurrence.gated_delta(q, k, v, decay, b, route, normalize=use_qk_l2norm_in_kernel)
-    assert isinstance(out, torch.Tensor)
+    out: Any = recurrence.gated_delta(q, k, v, decay, b, route, normalize=use_qk_l2norm_in_kernel)
     return out[None].to(query.dtype), None
 
 
@@ -79,8 +78,7 @@ def mamba2_chunk_scan(
         dt = functional.softplus(dt)
     dt = dt.clamp(*dt_limit)[0].float()
     x = hidden_states[0].float()
-    out = recurrence.gated_linear(C[0].float(), B[0].float(), x * dt[..., None], A.float() * dt, route, scale=1.0)
-    assert isinstance(out, torch.Tensor)
+    out: Any = recurrence.gated_linear(C[0].float(), B[0].float(), x * dt[..., None], A.float() * dt, route, scale=1.0)
     if D is not None:
         out = out + D[..., None] * x
     return out[None]
@@ -109,8 +107,7 @@ def mamba_selective_scan(
     x, step = hidden_states[0].t(), dt[0].t()  # [T, C]
     decay = A * step[..., None]  # [T, C, N]
     q, k = (y[0].t()[:, None].float() for y in (C, B))  # [T, 1, N]
-    out = recurrence.gated_linear(q, k, (step * x.float())[..., None], decay, route, scale=1.0)
-    assert isinstance(out, torch.Tensor)
+    out: Any = recurrence.gated_linear(q, k, (step * x.float())[..., None], decay, route, scale=1.0)
     out = out[..., 0].to(x.dtype)
     if D is not None:
         out = out + x * D
