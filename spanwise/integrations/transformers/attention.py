@@ -61,17 +61,16 @@ def attention(
     Raises:
         ValueError: a call that a plan cannot serve.
     """
-    planned = spanwise_plan or planned_of(attention_mask)
+    planned, name = spanwise_plan or planned_of(attention_mask), type(module).__name__
     if planned is None:
         if kind_of(attention_mask) is not None:
             raise ValueError(
-                f"{type(module).__name__} was called without the plan of its batch; do not compile a model that passes "
-                f"no keyword arguments on to its attention"
+                f"{name} was called without the plan of its batch; its model must pass keyword arguments on"
             )
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
     kwargs |= dict(zip(names, args, strict=True))
-    name = planned.names[_checked_kind(module, query, key, attention_mask, kwargs, planned.blocks)]
+    mask_name = planned.names[_checked_kind(module, query, key, attention_mask, kwargs, planned.blocks)]
     query = corrections.with_global_temperature(module, query, planned.positions)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # rotary embeddings leave q and k in float32
@@ -81,7 +80,7 @@ def attention(
         sinks = sinks.to_local(grad_placements=sinks.placements)
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     out = spanwise.context_parallel_attention(
-        query, key, value, planned.plan, mask_name=name, scale=scale, softcap=softcap, sinks=sinks
+        query, key, value, planned.plan, mask_name=mask_name, scale=scale, softcap=softcap, sinks=sinks
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -119,8 +118,7 @@ def _checked_kind(
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: context parallelism goes without a KV cache "
-            f"and without cross attention; pass use_cache=False"
+            f"{name} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False, and no other sequence"
         )
     strange = sorted(n for n, x in options.items() if n not in _KNOWN and x is not None and x is not False)
     if strange:
@@ -130,8 +128,7 @@ def _checked_kind(
     allowed = (kind, UNKNOWN, OTHER) if blocks else (kind, UNKNOWN)
     if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
         raise ValueError(
-            f"{name} asks for attention of {asked} with sliding_window={window}, and its config says {kind}; train "
-            f"with data parallelism, because plans have no masks that a config does not tell"
+            f"{name} asks for attention of {asked}, {window=}, and its config says {kind}; train with data parallelism"
         )
     return kind
 

@@ -113,8 +113,7 @@ def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> 
     if given is None:
         if rule.needed:
             raise ValueError(
-                f"a model with {name} trains on batches with {rule.argument} [B, S], which tell the tokens that read "
-                f"each other ({' or '.join(map(str, rule.marks))}) from causal ones; its processor makes them"
+                f"a model with {name} trains on batches with {rule.argument} [B, S], as its processor makes them"
             )
         return None
     if tuple(given.shape) != (documents.rows, documents.length):
@@ -136,6 +135,5 @@ def _check_no_images(marks: Any, config: Any) -> None:
         return
     if bool(((marks == 1) | (marks == 2)).any()):
         raise ValueError(
-            f"tokens of an image or video read each other in some layers of a model with {type(config).__name__}, and "
-            f"how is not known here: models whose config is of type {', '.join(_RULES)} are taken"
+            f"tokens of an image or video read each other by this config; known are those of {', '.join(_RULES)}"
         )

@@ -47,8 +47,7 @@ def padding_before_positions(decoder: nn.Module) -> int | None:
     strange = [name for m in own if (name := type(m).__name__) not in _AFTER_PADDING]
     if strange:
         raise ValueError(
-            f"{strange[0]} of {type(decoder).__name__} counts positions by a rule of its own, from padding; context "
-            f"parallelism counts from 0, and by the rule of {', '.join(_AFTER_PADDING)}"
+            f"{strange[0]} counts positions by a rule of its own; take a model with one of {', '.join(_AFTER_PADDING)}"
         )
     return int(own[0].padding_idx) if own else None  # type: ignore[arg-type]  # an attribute of a module
 
@@ -64,8 +63,7 @@ def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padd
     if given is not None:
         if bool((documents.flat(given).cpu()[counts] <= padding).any()):
             raise ValueError(
-                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}, and the batch has "
-                f"smaller ones; leave them out and tell documents by cu_seq_lens_q, or add {padding + 1}"
+                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}; leave them out or add it"
             )
         return given
     total = torch.nn.functional.pad(counts[0].long().cumsum(0), (1, 0))

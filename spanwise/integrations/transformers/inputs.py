@@ -158,8 +158,7 @@ def _check_options(batch: Mapping[str, Any], model: Any) -> None:
     implementation = config.get_text_config()._attn_implementation
     if NO_ATTENTION not in mask_weights(config) and not implementation.startswith(PREFIX):
         raise ValueError(
-            f"the attention of {name} was set to {implementation!r} after hf.context_parallel, and would read one "
-            f"rank's tokens only; set it to {PREFIX + implementation!r}, or before hf.context_parallel"
+            f"the attention of {name} was set to {implementation!r} after hf.context_parallel; set it before that"
         )
     given = {name: x for name, x in batch.items() if x is not None}
     for argument, reason in _REFUSED.items():
@@ -225,8 +224,7 @@ def _keep_whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> boo
             given["position_ids"] = documents.restored(documents.positions[0]).to(planned.positions.device)
         elif len(documents.cu_seqlens) - 1 > documents.rows:
             raise ValueError(
-                f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "
-                f"documents a row; pass their position_ids, [3, B, S]"
+                f"{type(model).__name__} counts positions by row, and rows are packed; pass position_ids, [3, B, S]"
             )
     return not counts
 
@@ -235,8 +233,7 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
     tokens, want = int(documents.cu_seqlens[-1]), documents.cu_seqlens.tolist()
     if plan.seq_len != tokens or plan.num_ranks != mesh.size():
         raise ValueError(
-            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {tokens} tokens without "
-            f"padding, the mesh {mesh.size()} ranks"
+            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {tokens} on {mesh.size()}"
         )
     if documents.tree is None:
         offsets = [packing.q_offsets.tolist() for packing in packings(plan)]
@@ -245,8 +242,7 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
     shards = plan.layout.tokens_per_rank.tolist()
     if min(shards) == 0:
         raise ValueError(
-            f"models need a token on every rank, and the plan's shards have {shards}; give hf.context_parallel a "
-            f"smaller block_size"
+            f"models need a token on every rank, and shards have {shards} tokens; give a smaller block_size"
         )
 
 
@@ -273,8 +269,7 @@ def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: 
     if site.reduce_loss and not isinstance(model.loss_function, GlobalLoss):
         raise ValueError(
             f"the loss function of {name} is neither that of causal language models nor that of token classification, "
-            f"or was replaced after hf.context_parallel; leave labels out of the batch and compute the loss from the "
-            f"logits, or pass reduce_loss=False to hf.context_parallel to keep it"
+            f"or was replaced after hf.context_parallel; leave labels out, or keep it by reduce_loss=False"
         )
     shape = documents.rows, documents.length
     if tuple(labels.shape) != shape or labels.is_floating_point():
@@ -287,8 +282,7 @@ def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: 
     if planned.edges is not None:
         if not follows or not site.reduce_loss:
             raise ValueError(
-                "labels of a tree follow its edges, for the loss of causal language models and labels that are not "
-                "shifted; otherwise leave them out, and see spanwise.shard_edges"
+                "labels of a tree follow its edges: give unshifted ones, and a model whose loss predicts next tokens"
             )
         own = flat[:, planned.edges.targets]
     else:

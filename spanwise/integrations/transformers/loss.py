@@ -14,10 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForToken
 import spanwise
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 
-_SHIFTED = {
-    ForCausalLMLoss: True,
-    ForTokenClassification: False,
-}  # losses, and whether they take the next token's label
+_SHIFTED = {ForCausalLMLoss: True, ForTokenClassification: False}  # whether they take the next token's label
 
 
 def is_known(loss_function: Any) -> bool:
@@ -42,10 +39,7 @@ class GlobalLoss:
         planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(labels)
         if planned is None:
             if torch.compiler.is_compiling() and not _SHIFTED[self.before]:
-                raise ValueError(
-                    "the loss of token classification does not compile under context parallelism; call "
-                    "the model without labels, and compute the loss from the logits"
-                )
+                raise ValueError("the loss of token classification does not compile; compute it from the logits")
             return self.before(*args, **{name: x for name, x in kwargs.items() if name != ARGUMENT})
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()

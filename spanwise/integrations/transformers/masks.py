@@ -37,25 +37,22 @@ def layer_types(config: Any) -> tuple[str, ...]:
             raise ValueError(f"{type(config).__name__} tells neither layer_types nor num_hidden_layers, so no masks")
         chunked = _of_all_layers(config, "attention_chunk_size")
         kinds = [SLIDING if windowed is not None else CHUNKED if chunked is not None else FULL] * number
-    known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
+    known, name = [*KINDS, *MIXED, *_WITHIN_TOKENS], type(config).__name__
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
-            f"all among {known}"
+            f"{name} has layers of type {unknown}; context parallelism takes layers that are among {known}"
         )
     bidirectional = None if rule is not None else getattr(config, BIDIRECTIONAL, None)
     if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != OF_IMAGES):
         raise ValueError(
-            f"{type(config).__name__} says that attention is not causal, and plans hold causal masks; set "
-            f"is_decoder=True where the model has that, or train it with data parallelism"
+            f"{name} says that attention is not causal; set is_decoder=True, or train with data parallelism"
         )
     kinds = tuple(kinds[: config.num_hidden_layers])
-    for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
-        if kind in kinds and not (_of_all_layers(config, name) or 0) > 0:
+    for kind, length in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if kind in kinds and not ((tokens := _of_all_layers(config, length)) or 0) > 0:
             raise ValueError(
-                f"{type(config).__name__} has layers of type {kind!r} and {name}={getattr(config, name, None)}; set "
-                f"{name} to a number of tokens, or other layer_types"
+                f"{name} has layers of type {kind!r} and {length}={tokens}; set {length}, or other layer_types"
             )
     return kinds
 
@@ -94,18 +91,17 @@ def mask_weights(config: Any) -> dict[str, int]:
 def span_masks(config: Any, documents: Documents, blocks: Blocks | None) -> dict[str, spanwise.SpanMask]:
     """The mask of each kind of a model's layers, for the documents of a batch."""
     kinds, text = mask_weights(config), config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    masks = {}
+    window, masks = getattr(text, "sliding_window", None), {}
     for kind in kinds:
         left = {SLIDING: (window or 0) - 1, NO_ATTENTION: 0}.get(kind)
-        if kind == CHUNKED and documents.tree is not None:
-            raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
-        if documents.tree is not None:
-            masks[kind] = documents.tree.mask(window=left)
+        if documents.tree is None:
+            chunk = text.attention_chunk_size if kind == CHUNKED else None
+            limits = None if left is None else (left, 0)
+            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, window=limits, chunk=chunk)
         elif kind == CHUNKED:
-            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, chunk=text.attention_chunk_size)
+            raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
         else:
-            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, window=None if left is None else (left, 0))
+            masks[kind] = documents.tree.mask(window=left)
         if blocks is not None:
             masks[kind] = blocks.added_to(masks[kind], window if kind == SLIDING else None)
     return masks
@@ -145,10 +141,7 @@ def plan_documents(
         states = recurrences(config, sum(kind in MIXED for kind in layer_types(config))) or {}
         carried |= {f"{name} of model {number}" if number else name: x for name, x in states.items()}
     if carried and documents.tree is not None:
-        raise ValueError(
-            "layers that carry a state along the sequence cannot follow the branches of a tree; give each path as a "
-            "document"
-        )
+        raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
     offsets = None if documents.tree is not None else documents.cu_seqlens
     given = {"recurrences": carried or None, "cu_seqlens": offsets} | options
     return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **given)
@@ -162,22 +155,18 @@ def mask_names(plan: spanwise.Plan, documents: Documents, expected: Mapping[str,
     """
     names = {}
     for kind, mask in expected.items():
-        if kind not in plan.masks:
-            raise ValueError(
-                f"the model's layers need masks named {sorted(expected)}, the plan has {sorted(plan.masks)}"
-            )
+        given = plan.masks.get(kind)
+        if given is None:
+            raise ValueError(f"the model's layers need masks {sorted(expected)}, the plan has {sorted(plan.masks)}")
         equal = [name for name in plan.masks if name.startswith(kind) and plan.masks[name] == mask]
         names[kind] = equal[0] if equal else kind
-        given = plan.masks[kind]
-        reach = np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0)
-        most = int(reach.max())  # tokens back, with the row's own
-        others = {
-            SLIDING: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, window=(n - 1, 0)),
-            CHUNKED: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, chunk=n),
-        }
-        if not equal and (documents.tree is not None or (kind in others and given == others[kind]())):
+        if equal:
+            continue
+        most = int(np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0).max())
+        limits: dict[str, Any] = {SLIDING: {"window": (most - 1, 0)}, CHUNKED: {"chunk": most}}
+        other = kind in limits and given == spanwise.SpanMask.documents(documents.cu_seqlens, **limits[kind])
+        if documents.tree is not None or other:
             raise ValueError(
-                f"layers of type {kind!r} read up to {most} tokens in the plan, and others by the model's config; make "
-                f"the plan with hf.make_plan from the batch and the config of the model"
+                f"layers of type {kind!r} read up to {most} tokens in the plan, unlike the config; use hf.make_plan"
             )
     return names

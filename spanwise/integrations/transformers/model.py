@@ -126,8 +126,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
     if any(re.search(_POOLED, cls.__name__) for cls in type(model).__mro__):
         raise ValueError(
-            f"{name} computes its output from certain tokens of a sequence, which other ranks may hold; take the base "
-            f"model (AutoModel), restore its hidden states with spanwise.unshard, and compute the output from them"
+            f"{name} computes its output from certain tokens; take AutoModel, and compute it after spanwise.unshard"
         )
     random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
     if random:
@@ -135,24 +134,18 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     check_known(decoder)
     if getattr(decoder, "pooler", None) is not None:
         raise ValueError(
-            f"the pooler of {type(decoder).__name__} reads the first token of a sequence, which another rank may hold; "
-            f"load the model with add_pooling_layer=False, or take one with a head for causal language models"
+            f"the pooler of {type(decoder).__name__} reads the first token; load the model with add_pooling_layer=False"
         )
     masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
     if masked:
         raise ValueError(f"{masked[0]} makes a mask or a bias of its own, which no plan has; use data parallelism")
     for module in (model, decoder):
+        name = type(module).__name__
         parameters = inspect.signature(type(module).forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise ValueError(
-                f"{type(module).__name__}.forward takes no further keyword arguments, so that no plan reaches its "
-                f"attention; context parallelism needs a model that passes them on"
-            )
+            raise ValueError(f"{name}.forward takes no further keyword arguments, and so no plan; use data parallelism")
     if attends and "position_ids" not in parameters:
-        raise ValueError(
-            f"{type(decoder).__name__}.forward takes no position_ids, and would count from the start of each rank's "
-            f"tokens; take a model that does"
-        )
+        raise ValueError(f"{name}.forward takes no position_ids, which tokens of a shard need; use data parallelism")
 
 
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
@@ -164,8 +157,7 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     function = None if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
     if function is not None and not getattr(function, "func", function).__module__.startswith("transformers."):
         raise ValueError(
-            f"the attention {before!r} of {name} is not transformers' own, and would be replaced; load the model with "
-            f"attn_implementation='sdpa', or call spanwise.context_parallel_attention in your function"
+            f"the attention {before!r} of {name} is not transformers' own, and would be replaced; set 'sdpa' before"
         )
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
     registered = register(before)
@@ -192,16 +184,14 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if _is_cached(kwargs):
         if trains:
             raise ValueError(
-                f"{name} trains with past_key_values, as with prefix tuning, and a batch behind a KV cache cannot be "
-                f"cut; train with another method, such as LoRA or prompt tuning"
+                f"{name} trains behind a KV cache, as with prefix tuning, and cannot cut its batch; use LoRA"
             )
         return None  # it generates
     if model.training:
         return (), _planned_arguments(model, args, kwargs)
     if torch.is_grad_enabled():
         raise ValueError(
-            f"{name} is in evaluation mode, where batches are not cut, and gradients are enabled. Call model.train(), "
-            f"as after from_pretrained; or pass hf.prepare(batch, model); or evaluate under torch.no_grad()"
+            f"{name} is in evaluation mode, which cuts no batch. Call model.train(), or pass hf.prepare(batch, model)"
         )
     return None
 
@@ -227,13 +217,11 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             return None
         if decoder.training and torch.is_grad_enabled():
             raise ValueError(
-                f"{name} trains on a batch that was not cut: it was called without the model around it, or by its "
-                f"forward; call the model, or pass hf.prepare(batch, model)"
+                f"{name} trains on a whole batch: it was called without the model around it; call that instead"
             )
         if not compiling and is_packed(by_name(decoder, args) | kwargs):
             raise ValueError(
-                f"the batch packs several documents into a row, which {name} does not tell apart in evaluation mode; "
-                f"pass hf.prepare(batch, model)"
+                f"the batch packs several documents a row, which {name} does not cut; pass hf.prepare(batch, model)"
             )
         return None
     if not compiling:
@@ -262,8 +250,7 @@ def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: An
         return
     if not planned.losses:
         raise ValueError(
-            f"{name} computes its loss itself, of one rank's tokens; leave labels out of the batch and call "
-            f"spanwise.cross_entropy on the logits with the labels of hf.prepare"
+            f"{name} computes its loss itself, of one rank's tokens; leave labels out, and call spanwise.cross_entropy"
         )
     known, version = planned.losses.pop()
     # Auxiliary losses of experts are computed from the router logits of all ranks.
@@ -271,6 +258,5 @@ def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
     if (loss is not known or version_of(loss) != version) and not experts:
         raise ValueError(
-            f"{name} adds a term to its loss, which would be of one rank's tokens; leave labels out of the batch, and "
-            f"add the term to spanwise.cross_entropy after spanwise.unshard of what it is made of"
+            f"{name} adds a term to its loss, of one rank's tokens; leave labels out, and add it after spanwise.unshard"
         )

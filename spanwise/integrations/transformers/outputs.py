@@ -31,8 +31,7 @@ class LocalTokens(torch.Tensor):
             own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
                 raise ValueError(
-                    "outputs of models that cut the batch differently hold other tokens on each rank; prepare it for "
-                    "all of them at once: student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
+                    "outputs of other plans hold other tokens on each rank; call hf.prepare(batch, [student, teacher])"
                 )
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls):
                 _check_index(args[1])
@@ -65,6 +64,5 @@ def _check_index(index: Any) -> None:
     pairs = all(isinstance(x, torch.Tensor) and x.dtype is not torch.bool for x in (rows, tokens))
     if pairs or isinstance(tokens, int) or (isinstance(tokens, slice) and tokens != slice(None)):
         raise ValueError(
-            f"[{rows}, {tokens}] names places in the sequence, and a rank holds tokens from several places of it; "
-            f"restore the whole with spanwise.unshard(plan, mesh, x) first, or index x.as_subclass(torch.Tensor)"
+            f"[{rows}, {tokens}] names places in the sequence, of which a rank has some; call spanwise.unshard before"
         )

@@ -46,9 +46,9 @@ class PlannedForward:
         planned = mask if isinstance(mask, PlannedBatch) else kwargs.pop(ARGUMENT, None) or planned_of(mask)
         if planned is None:
             if self.expected:
+                name = type(self.module).__name__
                 raise ValueError(
-                    f"{type(self.module).__name__} was called without the plan of its batch; do not compile a model "
-                    f"that passes no keyword arguments on to it"
+                    f"{name} was called without the plan of its batch; its model must pass keyword arguments on"
                 )
             return type(self.module).forward(self.module, *args, **kwargs)
         kwargs["attention_mask"] = None  # there is no padding

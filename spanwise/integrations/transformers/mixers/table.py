@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from spanwise.integrations.transformers.masks import MIXED, layer_types
-from spanwise.integrations.transformers.mixers import forwards, functions
+from spanwise.integrations.transformers.mixers import functions
 from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward, plan_for_mask
 
 # Class names of mixers whose forward calls functions of its file for all that crosses tokens.
@@ -31,8 +31,8 @@ _SCANS: dict[str, Callable[..., Any]] = {
 _FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), functions.none)
 # Class names of mixers that compute in their own code, and what replaces their forward.
 _WHOLE: dict[str, Callable[..., Any]] = {
-    "MiniMaxLightningAttention": forwards.lightning_attention,
-    "RecurrentGemmaRecurrentBlock": forwards.griffin,
+    "MiniMaxLightningAttention": functions.lightning_attention,
+    "RecurrentGemmaRecurrentBlock": functions.griffin,
 }
 # Class names of other modules that carry something along the sequence.
 _UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
@@ -61,8 +61,7 @@ def check_known(decoder: nn.Module) -> None:
     unknown = [name for name in _UNKNOWN if name in names]
     if unknown:
         raise ValueError(
-            f"{type(decoder).__name__} carries a state along the sequence in {unknown[0]}, which context parallelism "
-            f"does not take; take a model with one of {', '.join(sorted(_CALLERS))}, or train with data parallelism"
+            f"{type(decoder).__name__} carries a state along the sequence in {unknown[0]}; known are {sorted(_CALLERS)}"
         )
 
 
@@ -90,8 +89,7 @@ def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]
     replaced = [type(mixer.module).__name__ for mixer in mixers.values() if "forward" in vars(mixer.module)]
     if replaced:
         raise ValueError(
-            f"the forward of a {replaced[0]} was replaced, as accelerate does for device_map; call hf.context_parallel "
-            f"on a model whose modules are as they were loaded"
+            f"the forward of a {replaced[0]} was replaced, as by device_map; call hf.context_parallel before that"
         )
     layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
     unknown = {kind for n, kind in enumerate(layer_types(config)) if kind in MIXED and n not in layers}
@@ -101,6 +99,6 @@ def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]
     if unknown or strange:
         what = f"layers of type {sorted(unknown)}" if unknown else f"a convolution, {strange[0]}"
         raise ValueError(
-            f"{type(decoder).__name__} has {what}, in a module that context parallelism does not know to carry a state "
-            f"along the sequence; it knows those of transformers 5.23: {', '.join(sorted(_CALLERS))}"
+            f"{type(decoder).__name__} has {what}, in a module that is not known to carry a state; known are those of "
+            f"transformers 5.23: {sorted(_CALLERS)}"
         )
