@@ -64,9 +64,7 @@ def attention(
     planned, name = spanwise_plan or planned_of(attention_mask), type(module).__name__
     if planned is None:
         if kind_of(attention_mask) is not None:
-            raise ValueError(
-                f"{name} was called without the plan of its batch; its model must pass keyword arguments on"
-            )
+            raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
     kwargs |= dict(zip(names, args, strict=True))
@@ -113,9 +111,7 @@ def _checked_kind(
     if options.get("dropout"):
         raise ValueError(f"context parallelism has no attention dropout; set it to 0 in the config of {name}")
     if options.get("is_causal") is False or not (blocks or getattr(module, "is_causal", True)):
-        raise ValueError(
-            f"{name} is not causal, and plans hold causal masks; set is_decoder=True, or train with data parallelism"
-        )
+        raise ValueError(f"{name} is not causal, as plans are; set is_decoder=True, or train with data parallelism")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{name} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False, and no other sequence"

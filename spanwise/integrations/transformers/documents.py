@@ -117,7 +117,7 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     restarts, skips = _steps(batch.get("position_ids"), rows, length)
     changes, starts = torch.zeros(2, rows, length, dtype=torch.bool)
     if batch.get("seq_idx") is not None:
-        changes[:, 1:] = _of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
+        changes[:, 1:] = of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
     starts[:, 0] = True
     if offsets is not None:
         if padded is not None:
@@ -170,7 +170,7 @@ def _refuse_at(where: torch.Tensor, text: str) -> None:
         raise ValueError(f"{text} (token {token} of row {row})")
 
 
-def _of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
+def of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
     """`x` in host memory, which must be a tensor of one of these shapes."""
     if not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes:
         got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
@@ -198,7 +198,7 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     if mask is None:
         return None
     meaning = ", 1 for tokens and 0 for padding (for other masks give hf.prepare a plan of spanwise.make_plan)"
-    mask = _of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
+    mask = of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
     valid = mask.bool()
     if not (mask == valid).all() or not valid.any():
         raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
@@ -226,7 +226,7 @@ def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torc
     if positions is None:
         return None, torch.zeros(rows, length, dtype=torch.bool)
     shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
-    positions = _of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
+    positions = of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
     # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
     # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
     along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]

@@ -20,8 +20,8 @@ from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.blocks import find_blocks
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
-from spanwise.integrations.transformers.loss import GlobalLoss, predicts_next
 from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_names, mask_weights, plan_documents, span_masks
+from spanwise.integrations.transformers.outputs import GlobalLoss, predicts_next
 from spanwise.integrations.transformers.planned import ARGUMENT, UNMADE, PlannedBatch, empty_mask, marked, shard
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
@@ -134,19 +134,23 @@ def _arguments(
         **_edges(batch, documents, plan, site, device),
         **_routes(plan, documents, site, device),
     )
-    dropped = {*DESCRIPTIONS, *_LABELS, *_REFUSED}
+    dropped = {*DESCRIPTIONS, *_LABELS, *_REFUSED} - {"output_attentions"}
     arguments = {name: x for name, x in batch.items() if x is not None and name not in dropped}
     labels = _labels(batch, planned, site, model)
     if site.padding is not None:
         arguments["position_ids"] = corrections.positions_after_padding(arguments, documents, site.padding)
-    # Models without attention pass the mask on to their decoder, and not the plan; those with router logits do both.
     requested = NO_ATTENTION in planned.names
-    if requested:
+    if requested:  # such models pass the mask on to their decoder, and not the plan; those with router logits do both
         requested = "output_router_logits" not in inspect.signature(type(model).forward).parameters
-    if config.get_text_config() is not config:  # images are merged into whole sequences, and the decoder's inputs cut
-        requested |= _keep_whole(arguments, planned, model)
-    else:
+    if config.get_text_config() is config:
         arguments = cut(arguments, planned, type(model).__name__)
+    else:  # images are merged into whole sequences, and the decoder's inputs cut
+        counts = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))  # positions of images
+        requested |= not counts
+        if "position_ids" not in arguments and not counts:
+            arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
+        elif "position_ids" not in arguments and len(documents.cu_seqlens) - 1 > documents.rows:
+            raise ValueError(f"{type(model).__name__} counts positions by row; pass position_ids, [3, B, S]")
     if requested:
         arguments["attention_mask"] = empty_mask(UNMADE, device, planned)
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
@@ -158,7 +162,7 @@ def _check_options(batch: Mapping[str, Any], model: Any) -> None:
     implementation = config.get_text_config()._attn_implementation
     if NO_ATTENTION not in mask_weights(config) and not implementation.startswith(PREFIX):
         raise ValueError(
-            f"the attention of {name} was set to {implementation!r} after hf.context_parallel; set it before that"
+            f"the attention of {name} was set to {implementation!r} after hf.context_parallel; set it before"
         )
     given = {name: x for name, x in batch.items() if x is not None}
     for argument, reason in _REFUSED.items():
@@ -171,14 +175,12 @@ def _routes(plan: spanwise.Plan, documents: Documents, site: Site, device: torch
     """How layers that carry a state pass it on, and how tokens get to their layout; empty without such layers."""
     if site.conv_width is None:
         return {}
-    own, mesh, offsets = plan.recurrent(), site.mesh, documents.cu_seqlens
-    routes: dict[str, Any] = {
-        "route": recurrence_route(own, mesh, device, cu_seqlens=offsets, conv_width=site.conv_width)
-    }
-    if plan.relayout:
-        routes["there"] = spanwise.relayout_route(plan, own, mesh, device)
-        routes["back"] = spanwise.relayout_route(own, plan, mesh, device)
-    return routes
+    own, mesh = plan.recurrent(), site.mesh
+    route = recurrence_route(own, mesh, device, cu_seqlens=documents.cu_seqlens, conv_width=site.conv_width)
+    if not plan.relayout:
+        return {"route": route}
+    there, back = (spanwise.relayout_route(*plans, mesh, device) for plans in ((plan, own), (own, plan)))
+    return {"route": route, "there": there, "back": back}
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -215,20 +217,6 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
     return result
 
 
-def _keep_whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> bool:
-    """Complete the arguments of a model whose decoder's inputs are cut; whether it takes an empty mask, too."""
-    documents = planned.documents
-    counts = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))
-    if given.get("position_ids") is None:
-        if not counts:
-            given["position_ids"] = documents.restored(documents.positions[0]).to(planned.positions.device)
-        elif len(documents.cu_seqlens) - 1 > documents.rows:
-            raise ValueError(
-                f"{type(model).__name__} counts positions by row, and rows are packed; pass position_ids, [3, B, S]"
-            )
-    return not counts
-
-
 def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> None:
     tokens, want = int(documents.cu_seqlens[-1]), documents.cu_seqlens.tolist()
     if plan.seq_len != tokens or plan.num_ranks != mesh.size():
@@ -241,9 +229,7 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
             raise ValueError(f"the plan's documents start at {offsets[0][:16]}, the batch's at {want[:16]}")
     shards = plan.layout.tokens_per_rank.tolist()
     if min(shards) == 0:
-        raise ValueError(
-            f"models need a token on every rank, and shards have {shards} tokens; give a smaller block_size"
-        )
+        raise ValueError(f"models need a token on every rank, and shards have {shards}; give a smaller block_size")
 
 
 def _edges(

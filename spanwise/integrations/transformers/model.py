@@ -24,10 +24,9 @@ from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
 from spanwise.integrations.transformers.documents import is_packed
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
-from spanwise.integrations.transformers.loss import GlobalLoss, is_known, version_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
-from spanwise.integrations.transformers.outputs import mark_outputs
+from spanwise.integrations.transformers.outputs import GlobalLoss, is_known, mark_outputs, version_of
 from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, UNMADE, empty_mask, kind_of, planned_of
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
@@ -125,9 +124,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
     if any(re.search(_POOLED, cls.__name__) for cls in type(model).__mro__):
-        raise ValueError(
-            f"{name} computes its output from certain tokens; take AutoModel, and compute it after spanwise.unshard"
-        )
+        raise ValueError(f"{name} computes its output from certain tokens; take AutoModel and spanwise.unshard")
     random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
     if random:
         raise ValueError(f"{name} skips layers at random, by {random} in its config, and not on all ranks; set it to 0")
@@ -156,9 +153,7 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
     function = None if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
     if function is not None and not getattr(function, "func", function).__module__.startswith("transformers."):
-        raise ValueError(
-            f"the attention {before!r} of {name} is not transformers' own, and would be replaced; set 'sdpa' before"
-        )
+        raise ValueError(f"the attention {before!r} of {name} is not transformers' own; load the model with 'sdpa'")
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
     registered = register(before)
     if type(model)._can_set_attn_implementation():
@@ -183,15 +178,13 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     name, trains = type(model).__name__, model.training and torch.is_grad_enabled()
     if _is_cached(kwargs):
         if trains:
-            raise ValueError(
-                f"{name} trains behind a KV cache, as with prefix tuning, and cannot cut its batch; use LoRA"
-            )
+            raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
         return None  # it generates
     if model.training:
         return (), _planned_arguments(model, args, kwargs)
     if torch.is_grad_enabled():
         raise ValueError(
-            f"{name} is in evaluation mode, which cuts no batch. Call model.train(), or pass hf.prepare(batch, model)"
+            f"{name} is in evaluation mode and cuts no batch. Call model.train() or hf.prepare(batch, model)"
         )
     return None
 
@@ -216,13 +209,9 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if _is_cached(kwargs):
             return None
         if decoder.training and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} trains on a whole batch: it was called without the model around it; call that instead"
-            )
+            raise ValueError(f"{name} trains on a whole batch: it was called without the model around it; call that")
         if not compiling and is_packed(by_name(decoder, args) | kwargs):
-            raise ValueError(
-                f"the batch packs several documents a row, which {name} does not cut; pass hf.prepare(batch, model)"
-            )
+            raise ValueError(f"the batch packs several documents, which {name} does not cut; call hf.prepare on it")
         return None
     if not compiling:
         planned.reached.append(True)

@@ -47,9 +47,7 @@ class PlannedForward:
         if planned is None:
             if self.expected:
                 name = type(self.module).__name__
-                raise ValueError(
-                    f"{name} was called without the plan of its batch; its model must pass keyword arguments on"
-                )
+                raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
             return type(self.module).forward(self.module, *args, **kwargs)
         kwargs["attention_mask"] = None  # there is no padding
         tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]

@@ -89,7 +89,7 @@ def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]
     replaced = [type(mixer.module).__name__ for mixer in mixers.values() if "forward" in vars(mixer.module)]
     if replaced:
         raise ValueError(
-            f"the forward of a {replaced[0]} was replaced, as by device_map; call hf.context_parallel before that"
+            f"the forward of a {replaced[0]} was replaced, as by device_map; call hf.context_parallel before"
         )
     layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
     unknown = {kind for n, kind in enumerate(layer_types(config)) if kind in MIXED and n not in layers}
