@@ -109,13 +109,11 @@ def _checked_kind(
     """The kind of mask of a call with a plan, after its arguments were checked."""
     name = type(module).__name__
     if options.get("dropout"):
-        raise ValueError(f"context parallelism has no attention dropout; set it to 0 in the config of {name}")
+        raise ValueError(f"there is no attention dropout; set {options['dropout']} to 0 in the config of {name}")
     if options.get("is_causal") is False or not (blocks or getattr(module, "is_causal", True)):
         raise ValueError(f"{name} is not causal, as plans are; set is_decoder=True, or train with data parallelism")
     if key.shape[2] != query.shape[2]:
-        raise ValueError(
-            f"{name} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False, and no other sequence"
-        )
+        raise ValueError(f"{name} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False")
     strange = sorted(n for n, x in options.items() if n not in _KNOWN and x is not None and x is not False)
     if strange:
         raise ValueError(f"{name} passes {strange} to its attention; leave out of the batch what is not needed")
@@ -123,9 +121,7 @@ def _checked_kind(
     asked = kind_of(mask) or "a mask or a bias of its own"
     allowed = (kind, UNKNOWN, OTHER) if blocks else (kind, UNKNOWN)
     if kind is None or asked not in allowed or (window is not None and kind != SLIDING):
-        raise ValueError(
-            f"{name} asks for attention of {asked}, {window=}, and its config says {kind}; train with data parallelism"
-        )
+        raise ValueError(f"{name} asks for attention of {asked}, {window=}, its config of {kind}; use data parallelism")
     return kind
 
 

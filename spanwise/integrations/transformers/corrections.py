@@ -15,10 +15,8 @@ from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: its rotary embeddings that depend on the largest position
 _LAST = "_spanwise_last"  # attribute of each of these: the largest position of all ranks, or None
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-_AFTER_PADDING = tuple(
-    f"{name}Embeddings"
-    for name in ("Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL")
-)
+# Names of classes without "Embeddings".
+_AFTER_PADDING = {"Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL"}
 
 
 def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -44,11 +42,9 @@ def padding_before_positions(decoder: nn.Module) -> int | None:
         ValueError: embeddings that count positions from padding in another way.
     """
     own = [m for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
-    strange = [name for m in own if (name := type(m).__name__) not in _AFTER_PADDING]
+    strange = [name for m in own if (name := type(m).__name__).removesuffix("Embeddings") not in _AFTER_PADDING]
     if strange:
-        raise ValueError(
-            f"{strange[0]} counts positions by a rule of its own; take a model with one of {', '.join(_AFTER_PADDING)}"
-        )
+        raise ValueError(f"{strange[0]} counts positions by a rule of its own; known are {sorted(_AFTER_PADDING)}")
     return int(own[0].padding_idx) if own else None  # type: ignore[arg-type]  # an attribute of a module
 
 

@@ -130,8 +130,7 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
         inside = padded & torch.nn.functional.pad(padded, (1, -1))
         starts = padded & ~inside
         if restarts is not None:
-            text = "position_ids start anew in a padded row, which is one document; a packed batch has no padding"
-            _refuse_at(restarts & inside, text)
+            _refuse_at(restarts & inside, "position_ids start anew in a padded row; a packed batch has no padding")
     elif restarts is not None:
         if valid is None:
             text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if "
@@ -182,8 +181,7 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """B and S of a batch, after a check that it was collated."""
     for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
-            kind = type(batch[name]).__name__
-            raise ValueError(f"{name} must be a tensor, got a {kind}; collate the batch, as tokenizer.pad does")
+            raise ValueError(f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before")
     for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
         x = batch.get(name)
         if x is not None and (x.dim() != dims or 0 in x.shape[:2]):
@@ -203,8 +201,7 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     if not (mask == valid).all() or not valid.any():
         raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
     begins = valid & ~torch.nn.functional.pad(valid, (1, -1))
-    text = "attention_mask has padding between tokens of a row, which may have it on its left and right only"
-    _refuse_at(begins & (begins.cumsum(1) > 1), text)
+    _refuse_at(begins & (begins.cumsum(1) > 1), "attention_mask has padding between tokens of a row, not at its ends")
     return valid
 
 

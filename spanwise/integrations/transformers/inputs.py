@@ -29,16 +29,16 @@ from spanwise.recurrence import recurrence_route
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels", "label_weights", "tree")
 _NOT_OF_TOKENS = {"position_ids", "attention_mask", "deepstack_visual_embeds", *DESCRIPTIONS, *_LABELS}
-_CROSSED = "the model reads it by cross attention, and only its own tokens are cut; leave it out of the batch"
-_CACHED = "a KV cache holds whole sequences; pass use_cache=False"
+_CROSSED, _CACHES = (
+    ("encoder_hidden_states", "cross_attention_states"),
+    ("use_cache", "past_key_values", "cache_params"),
+)
+# Arguments that do not go with a cut batch, and what would work.
 _REFUSED = {
-    "encoder_hidden_states": _CROSSED,
-    "cross_attention_states": _CROSSED,
+    **dict.fromkeys(_CROSSED, "the model reads it by cross attention, and it is not cut; leave it out of the batch"),
+    **dict.fromkeys(_CACHES, "a KV cache holds whole sequences; pass use_cache=False"),
     "output_attentions": "it makes no attention weights; call the model without cutting, in evaluation mode",
     "logits_to_keep": "the logits of a rank are its shard's; leave it out",
-    "use_cache": _CACHED,
-    "past_key_values": _CACHED,
-    "cache_params": _CACHED,
 }
 
 
@@ -267,9 +267,7 @@ def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: 
     follows = not shifted and predicts_next(model)
     if planned.edges is not None:
         if not follows or not site.reduce_loss:
-            raise ValueError(
-                "labels of a tree follow its edges: give unshifted ones, and a model whose loss predicts next tokens"
-            )
+            raise ValueError("labels of a tree follow its edges; give unshifted ones to a loss of next tokens")
         own = flat[:, planned.edges.targets]
     else:
         if follows:

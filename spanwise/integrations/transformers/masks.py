@@ -70,9 +70,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError as error:
-        raise ValueError(
-            f"layers of {type(config).__name__} differ in {name}; context parallelism takes one value for all of a kind"
-        ) from error
+        raise ValueError(f"layers of {type(config).__name__} differ in {name}; give all of a kind one value") from error
 
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:
@@ -205,7 +203,5 @@ def mask_names(plan: spanwise.Plan, documents: Documents, expected: Mapping[str,
         limits: dict[str, Any] = {SLIDING: {"window": (most - 1, 0)}, CHUNKED: {"chunk": most}}
         other = kind in limits and given == spanwise.SpanMask.documents(documents.cu_seqlens, **limits[kind])
         if documents.tree is not None or other:
-            raise ValueError(
-                f"layers of type {kind!r} read up to {most} tokens in the plan, unlike the config; use hf.make_plan"
-            )
+            raise ValueError(f"{kind!r} read up to {most} tokens in the plan, unlike in the config; use hf.make_plan")
     return names

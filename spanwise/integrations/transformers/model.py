@@ -130,9 +130,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise ValueError(f"{name} skips layers at random, by {random} in its config, and not on all ranks; set it to 0")
     check_known(decoder)
     if getattr(decoder, "pooler", None) is not None:
-        raise ValueError(
-            f"the pooler of {type(decoder).__name__} reads the first token; load the model with add_pooling_layer=False"
-        )
+        raise ValueError(f"the pooler of {type(decoder).__name__} reads the first token; set add_pooling_layer=False")
     masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
     if masked:
         raise ValueError(f"{masked[0]} makes a mask or a bias of its own, which no plan has; use data parallelism")
@@ -175,18 +173,14 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if ARGUMENT in kwargs:
         whole = kwargs[ARGUMENT] is None  # as `verify` asks for
         return (args, {name: x for name, x in kwargs.items() if name != ARGUMENT}) if whole else None
-    name, trains = type(model).__name__, model.training and torch.is_grad_enabled()
-    if _is_cached(kwargs):
-        if trains:
-            raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
-        return None  # it generates
-    if model.training:
+    name, cached, grads = type(model).__name__, _is_cached(kwargs), torch.is_grad_enabled()
+    if model.training and not cached:
         return (), _planned_arguments(model, args, kwargs)
-    if torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} is in evaluation mode and cuts no batch. Call model.train() or hf.prepare(batch, model)"
-        )
-    return None
+    if grads and model.training:
+        raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
+    if grads and not cached:
+        raise ValueError(f"{name} is in evaluation mode and cuts no batch. Call model.train(), or hf.prepare")
+    return None  # it evaluates or generates
 
 
 def _is_cached(kwargs: Mapping[str, Any]) -> bool:
@@ -216,8 +210,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if not compiling:
         planned.reached.append(True)
     kwargs = by_name(decoder, args) | kwargs
-    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    assert tokens is not None
+    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     mask, device = kwargs.get("attention_mask"), planned.positions.device
     if tokens.shape[:2] != planned.positions.shape:
         kwargs = cut(kwargs, planned, "the decoder")
@@ -238,14 +231,10 @@ def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     if kwargs.get("labels") is None or loss is None or not site_of(model).reduce_loss:
         return
     if not planned.losses:
-        raise ValueError(
-            f"{name} computes its loss itself, of one rank's tokens; leave labels out, and call spanwise.cross_entropy"
-        )
+        raise ValueError(f"{name} computes its loss itself, of one rank's tokens; call spanwise.cross_entropy instead")
     known, version = planned.losses.pop()
     # Auxiliary losses of experts are computed from the router logits of all ranks.
     experts = kwargs.get("output_router_logits")
     experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
     if (loss is not known or version_of(loss) != version) and not experts:
-        raise ValueError(
-            f"{name} adds a term to its loss, of one rank's tokens; leave labels out, and add it after spanwise.unshard"
-        )
+        raise ValueError(f"{name} adds a term to its loss, of one rank; without labels, add it after spanwise.unshard")

@@ -38,9 +38,7 @@ class LocalTokens(torch.Tensor):
             lists = [x if isinstance(x, (list, tuple)) else [x] for x in (*args, *(kwargs or {}).values())]
             own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
-                raise ValueError(
-                    "outputs of other plans hold other tokens on each rank; call hf.prepare(batch, [student, teacher])"
-                )
+                raise ValueError("outputs hold other tokens on each rank; call hf.prepare(batch, [student, teacher])")
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls):
                 _check_index(args[1])
             result = func(*args, **(kwargs or {}))

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import spanwise
 from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
@@ -58,18 +57,16 @@ def verify(
     given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels", "label_weights")}
     arguments = prepare(given, model, plan)
     local = arguments[ARGUMENT].plan
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # it would average gradients
     parameters = parameters_of(model)
     with _evaluating(model):
         logits = _alone(model, given, documents)
-        generator = torch.Generator().manual_seed(seed)
-        direction = torch.randn(logits.shape, generator=generator).to(logits)
+        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).to(logits)
         wanted = gradients(model, logits, direction, parameters)
         cut = _logits(model, arguments)
         got = gradients(model, cut, spanwise.shard(local, x=direction), parameters)
         got_logits = spanwise.unshard(local, x=cut.detach())
-        errors = {"logits": _error(got_logits, logits.detach())}
-        errors["parameters"] = _gradient_error(got, wanted, site.mesh)
+        wrong = (got_logits - logits.detach()).abs().max() / logits.detach().abs().max().clamp(min=1e-30)
+        errors = {"logits": wrong.item(), "parameters": _gradient_error(got, wanted, site.mesh)}
         probed, leaks = _leaks(model, given, plan, documents, got_logits)
     limit = _TOLERANCES[logits.dtype] if tolerance is None else tolerance
     return spanwise.VerifyReport(errors, limit, probed, leaks, ())
@@ -124,10 +121,6 @@ def _gradient_error(got: list[torch.Tensor], want: list[torch.Tensor], mesh: Dev
     floor = max(1e-3 * max(norms, default=0.0), 1e-30)
     pairs = zip(got, want, norms, strict=True)
     return max(((summed(x, mesh) - whole(y)).norm().item() / max(norm, floor) for x, y, norm in pairs), default=0.0)
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def _attach(config: Any) -> None:
     [
         ("bloom", dict(hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
         ("gptj", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
-        ("rwkv", dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "RwkvSelfAttention carries a state"),
+        ("rwkv", dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "RwkvSelfAtt.* carries a state"),
         ("inkling_text", SMALL, "layers of type .*hybrid_sliding"),
         ("deepseek_v32", {}, "layers of type .*indexed_attention"),
         ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),

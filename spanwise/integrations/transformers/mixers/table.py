@@ -60,9 +60,7 @@ def check_known(decoder: nn.Module) -> None:
     names = {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}
     unknown = [name for name in _UNKNOWN if name in names]
     if unknown:
-        raise ValueError(
-            f"{type(decoder).__name__} carries a state along the sequence in {unknown[0]}; known are {sorted(_CALLERS)}"
-        )
+        raise ValueError(f"{unknown[0]} carries a state along the sequence; known are {sorted(_CALLERS)}")
 
 
 def conv_width(mixers: list[PlannedForward]) -> int | None:
