@@ -90,7 +90,7 @@ def test_packed_documents_need_positions_of_images() -> None:
     offsets = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
     del batch["position_ids"]
     models = tiny.copies(images.model_of("qwen2_vl"), 2)
-    with pytest.raises(ValueError, match=r"pass their position_ids, \[3, B, S\]"):
+    with pytest.raises(ValueError, match=r"pass position_ids, \[3, B, S\]"):
         run_ranks(2, _train, models, batch | {"cu_seq_lens_q": offsets})
 
 
