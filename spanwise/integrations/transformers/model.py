@@ -179,7 +179,10 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if grads and model.training:
         raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
     if grads and not cached:
-        raise ValueError(f"{name} is in evaluation mode and cuts no batch. Call model.train(), or hf.prepare")
+        raise ValueError(
+            f"{name} is in evaluation mode, where no batch is cut, and gradients are enabled. Call model.train(), as "
+            f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
+        )
     return None  # it evaluates or generates
 
 
@@ -203,9 +206,15 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if _is_cached(kwargs):
             return None
         if decoder.training and torch.is_grad_enabled():
-            raise ValueError(f"{name} trains on a whole batch: it was called without the model around it; call that")
+            raise ValueError(
+                f"{name} trains on a whole batch, because it was called without the model around it; call the model, "
+                f"or pass hf.prepare(batch, model)"
+            )
         if not compiling and is_packed(by_name(decoder, args) | kwargs):
-            raise ValueError(f"the batch packs several documents, which {name} does not cut; call hf.prepare on it")
+            raise ValueError(
+                f"the batch packs several documents into a row, and {name} does not cut it in evaluation mode, so that "
+                f"they might read each other; pass hf.prepare(batch, model)"
+            )
         return None
     if not compiling:
         planned.reached.append(True)

@@ -84,7 +84,10 @@ def _check_index(index: Any, dims: int) -> None:
     rows, tokens = whole[:2]
     pairs = isinstance(rows, torch.Tensor) and isinstance(tokens, torch.Tensor)
     if pairs or isinstance(tokens, int) or (isinstance(tokens, slice) and tokens != slice(None)):
-        raise ValueError(f"[{rows}, {tokens}] names places in the sequence, and a rank has some; use spanwise.unshard")
+        raise ValueError(
+            f"[{rows}, {tokens}] names places in the sequence, and a rank holds tokens from several places of it; "
+            f"restore the whole with spanwise.unshard(plan, mesh, x) first, or index x.as_subclass(torch.Tensor)"
+        )
 
 
 def is_known(loss_function: Any) -> bool:
