@@ -70,11 +70,15 @@ class Site:
 
 def site_of(model: Any) -> Site:
     """What `context_parallel` left on `model`, also inside of wrappers such as PEFT's and DDP's."""
+    return getattr(_inside(model), SITE)
+
+
+def _inside(model: Any) -> Any:
     while not hasattr(model, SITE) and hasattr(model, "module"):
         model = model.module
     if not hasattr(model, SITE):
         raise ValueError(f"{type(model).__name__} is not prepared; call hf.context_parallel(model, mesh) first")
-    return getattr(model, SITE)
+    return model
 
 
 def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = None) -> Any:
@@ -99,7 +103,7 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     Raises:
         ValueError: a batch that cannot be cut, or a plan of another batch; on all ranks alike.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    models = [_inside(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
     sites, configs = [site_of(one) for one in models], [one.config for one in models]
     mesh = sites[0].mesh
     if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
