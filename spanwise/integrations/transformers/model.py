@@ -235,7 +235,7 @@ def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: An
         return
     if not planned.reached:
         raise ValueError(f"{name} does not pass the plan on to its decoder; take one that passes keyword arguments on")
-    mark_outputs(output, planned.layout)
+    mark_outputs(output, planned)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     if kwargs.get("labels") is None or loss is None or not site_of(model).reduce_loss:
         return

@@ -66,11 +66,13 @@ def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
     return x
 
 
-def mark_outputs(output: Any, layout: Layout) -> None:
-    """Let the outputs of a model know the layout of the batch; DTensors and tuples are left as they are."""
+def mark_outputs(output: Any, planned: PlannedBatch) -> None:
+    """Let outputs of one rank's tokens know their layout; DTensors, tuples and whole outputs are left as they are."""
+    own, whole = tuple(planned.positions.shape), (planned.documents.rows, planned.documents.length)
     for name in _FIELDS:
-        if type(x := getattr(output, name, None)) is torch.Tensor:
-            of_layout(x, layout)
+        x = getattr(output, name, None)
+        if type(x) is torch.Tensor and tuple(x.shape[:2]) == own != whole:
+            of_layout(x, planned.layout)
 
 
 def _check_index(index: Any, dims: int) -> None:

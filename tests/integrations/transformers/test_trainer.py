@@ -257,7 +257,7 @@ def test_refuses_before_training(gloo_pool: Any) -> None:
         assert name in text and "does not go with hf.trainer; " in text
     assert "causal language models" in start(gloo_pool, 2, other_losses)[0]
     assert start(gloo_pool, 2, random_batches) == ["raised"] * 2
-    assert "has no attention dropout, got dropout=0.1" in start(gloo_pool, 2, attention_dropout)[1]
+    assert "there is no attention dropout; set 0.1 to 0 in the config" in start(gloo_pool, 2, attention_dropout)[1]
     assert "is prepared for another mesh or loss" in start(gloo_pool, 2, prepared_for_another_loss)[0]
 
 
