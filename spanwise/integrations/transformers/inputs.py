@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import spanwise
+from spanwise._torch import tree_leaves, tree_map
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import check_same_batch
 from spanwise.integrations.transformers.attention import PREFIX
@@ -28,7 +29,9 @@ from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels")
-_NOT_OF_TOKENS = {"position_ids", "attention_mask", "deepstack_visual_embeds", *DESCRIPTIONS, *_LABELS}
+# Features of image tokens for deeper layers, a row for each in order, by the argument [B, S] that marks these tokens.
+_FEATURES = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
+_NOT_OF_TOKENS = {"position_ids", "attention_mask", *_FEATURES.values(), *DESCRIPTIONS, *_LABELS}
 _CROSSED = ("encoder_hidden_states", "cross_attention_states")  # of another sequence
 
 
@@ -183,11 +186,12 @@ def cut_for_decoder(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str
     """
     shape = planned.documents.rows, planned.documents.length
     result = cut(given, planned)
-    visual, features = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
-    if visual is not None and features is not None:  # [B, S], and a row for each image token in order
-        rows = (visual.flatten().cumsum(0) - 1).view(visual.shape)
-        mine = shard(planned, rows)[shard(planned, visual)]
-        result["deepstack_visual_embeds"] = [x.index_select(0, mine) for x in features]
+    for mask, name in _FEATURES.items():
+        if given.get(mask) is not None and given.get(name) is not None:
+            visual = given[mask].view(shape)
+            rows = (visual.flatten().cumsum(0) - 1).view(shape)
+            mine = shard(planned, rows)[shard(planned, visual)]
+            result[name] = tree_map(lambda x, mine=mine: x.index_select(0, mine), given[name])
     _check_tokens(given, shape, "the decoder", "leave it out, or train with data parallelism")
     return result
 
@@ -195,7 +199,7 @@ def cut_for_decoder(given: Mapping[str, Any], planned: PlannedBatch) -> dict[str
 def _check_tokens(given: Mapping[str, Any], shape: tuple[int, int], who: str, remedy: str) -> None:
     """Raise ValueError for tensors that are neither of tokens ``[B, S, …]``, nor numbers, nor known."""
     for name, x in given.items():
-        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor)]
+        tensors = [y for y in tree_leaves(x) if isinstance(y, torch.Tensor)]
         if name not in _NOT_OF_TOKENS and any(y.numel() != 1 and tuple(y.shape[:2]) != shape for y in tensors):
             raise ValueError(
                 f"{who} gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which context parallelism does "

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import torch
 import transformers
 
 from spanwise.integrations import transformers as hf
@@ -30,11 +29,21 @@ def test_padded(name: str, form: str) -> None:
     tiny.check(results, images.reference(name, model, DOCUMENTS))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "qwen2_vl", "shieldgemma2"])
 def test_packed(name: str) -> None:
+    """Qwen2-VL with three rows of positions, as it counts them for each document alone."""
     model = images.model_of(name)
-    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed"))
+    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed", model))
     tiny.check(results, images.reference(name, model, DOCUMENTS))
+
+
+def test_features_for_deeper_layers_are_cut() -> None:
+    name = "granite4_vision"  # it gives them to its decoder by layer
+    model = images.model_of(name)
+    tokens = images.tokens_of(name, model)
+    documents = images.documents_of((29, 31, 25), (True, False, True), tokens)
+    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
+    tiny.check(results, images.reference(name, model, documents))
 
 
 @pytest.mark.parametrize("name", images.MODELS)
@@ -86,23 +95,8 @@ def test_videos(name: str) -> None:
 
 
 def test_packed_documents_need_positions_of_images() -> None:
-    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed")
-    offsets = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
+    model = images.model_of("qwen2_vl")
+    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed", model)
     del batch["position_ids"]
-    models = tiny.copies(images.model_of("qwen2_vl"), 2)
     with pytest.raises(ValueError, match=r"pass their position_ids, \[3, B, S\]"):
-        run_ranks(2, _train, models, batch | {"cu_seq_lens_q": offsets})
-
-
-def test_positions_of_images_are_cut() -> None:
-    """Three rows of positions, as the model counts them for each document alone."""
-    name = "qwen2_vl"
-    model = images.model_of(name)
-    batch = images.batch_of(name, DOCUMENTS, "packed")
-    padded = images.batch_of(name, DOCUMENTS, "right")
-    keys = ("input_ids", "image_grid_thw", "attention_mask", "mm_token_type_ids")
-    positions, _ = model.model.get_rope_index(**{key: padded[key] for key in keys})
-    batch["position_ids"] = positions[:, padded["attention_mask"].bool()][:, None]
-    batch["cu_seq_lens_q"] = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
-    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
-    tiny.check(results, images.reference(name, model, DOCUMENTS))
+        run_ranks(2, _train, tiny.copies(model, 2), batch)
