@@ -211,10 +211,11 @@ def _whole(given: dict[str, Any], planned: PlannedBatch, model: Any) -> dict[str
     """Arguments of a model whose decoder's inputs are cut."""
     documents = planned.documents
     rotary_by_model = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))
+    named = "position_ids" in inspect.signature(type(model).forward).parameters  # or encoders may get them, too
     if given.get("position_ids") is None:
-        if not rotary_by_model:
+        if not rotary_by_model and named:
             given["position_ids"] = documents.restored(documents.positions[0]).to(planned.positions.device)
-        elif len(documents.cu_seqlens) - 1 > documents.rows:
+        elif rotary_by_model and len(documents.cu_seqlens) - 1 > documents.rows:
             raise ValueError(
                 f"{type(model).__name__} counts positions of images and text by row, and the batch packs several "
                 f"documents a row; pass their position_ids, [3, B, S]"

@@ -25,8 +25,8 @@ _PLACES = [[[x, y] for y in range(4) for x in range(4)]]
 _IMAGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"), _CROPS),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STRIP),
-    **dict.fromkeys(("idefics", "idefics2", "idefics3", "smolvlm", "instructblipvideo"), _OF_ROWS),
-    **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), _LARGER | dict(image_sizes=[[56, 56]])),
+    **dict.fromkeys(("idefics", "idefics2", "idefics3", "smolvlm"), _OF_ROWS),
+    **dict.fromkeys(("mistral3", "lighton_ocr"), _LARGER | dict(image_sizes=[[56, 56]])),
     **dict.fromkeys(("paddleocr_vl", "kimi_k25"), dict(pixel_values=(16, 3, 14, 14)) | _GRID),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), dict(pixel_values=(16, 1176)) | _GRID),
     "instructblipvideo": _OF_ROWS | dict(qformer_input_ids=[[3, 4, 5, 6]]),
@@ -197,7 +197,8 @@ def batch_of(
     name: str, documents: tiny.Documents, form: str, model: PreTrainedModel | None = None
 ) -> dict[str, torch.Tensor]:
     """All documents as one batch: padded on the "left" or "right", or "packed", with positions that `model` counts."""
-    batch = tiny.packed(documents) if form == "packed" else tiny.padded(documents, form)
+    by = "position_ids" if "position_ids" in _arguments(name) else "cu_seq_lens_q"
+    batch = tiny.packed(documents, by) if form == "packed" else tiny.padded(documents, form)
     batch |= marks_of(name, batch["input_ids"])
     held = [holds_image(d) for d in documents]
     images = iter(_images(name, sum(held), 3))

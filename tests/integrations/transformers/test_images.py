@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import transformers
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
@@ -29,20 +28,21 @@ def test_padded(name: str, form: str) -> None:
     tiny.check(results, images.reference(name, model, DOCUMENTS))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", "qwen2_vl", "shieldgemma2"])
+OTHERS = {
+    "qwen2_vl": "rows of positions, as the model counts them for each document alone",
+    "shieldgemma2": "the model of another type",
+    "granite4_vision": "features for deeper layers, by layer",
+    "instructblipvideo": "positions that its encoder would take for its own",
+    "got_ocr2": "an encoder without AttentionInterface",
+    "nemotron_h_omni": "a decoder with a head, and layers that carry a state",
+}
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", *OTHERS])
 def test_packed(name: str) -> None:
-    """Qwen2-VL with three rows of positions, as it counts them for each document alone."""
     model = images.model_of(name)
-    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed", model))
-    tiny.check(results, images.reference(name, model, DOCUMENTS))
-
-
-def test_features_for_deeper_layers_are_cut() -> None:
-    name = "granite4_vision"  # it gives them to its decoder by layer
-    model = images.model_of(name)
-    tokens = images.tokens_of(name, model)
-    documents = images.documents_of((29, 31, 25), (True, False, True), tokens)
-    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
+    documents = images.documents_of((29, 31, 25), (True, name in images.ALWAYS, True), images.tokens_of(name, model))
+    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, documents, "packed", model))
     tiny.check(results, images.reference(name, model, documents))
 
 
@@ -52,32 +52,6 @@ def test_text_alone(name: str) -> None:
     model = images.model_of(name)
     results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
     tiny.check(results, images.reference(name, model, documents))
-
-
-def test_an_encoder_of_images_without_attention_interface() -> None:
-    """The decoder has it."""
-    text = {name: x for name, x in tiny.COMMON.items() if name != "head_dim"} | {"model_type": "qwen2"}
-    vision = dict(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_dim=32, image_size=32, output_channels=8
-    )
-    config = transformers.GotOcr2Config(text_config=text, vision_config=vision | {"global_attn_indexes": [0]})
-    model = tiny.randomized(transformers.GotOcr2ForConditionalGeneration(config)).train()
-    documents = tiny.documents_of((23, 41))
-    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
-    tiny.check(results, tiny.reference(model, documents, attention="sdpa"))
-
-
-def test_a_decoder_with_a_head_of_its_own() -> None:
-    """A text model for causal language modeling inside of one for images, with layers that carry a state."""
-    text = tiny.config_of("nemotron_h").to_dict()
-    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, video_temporal_patch_size=2)
-    config = transformers.AutoConfig.for_model(
-        "nemotron_h_omni", text_config=text, vision_config=vision, projector_hidden_size=32, vision_hidden_size=32
-    )
-    model = tiny.randomized(transformers.AutoModelForImageTextToText.from_config(config)).train()
-    documents = tiny.documents_of((23, 41))
-    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
-    tiny.check(results, tiny.reference(model, documents))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
