@@ -119,10 +119,10 @@ FAULTS = [
         on_ranks(ranks.other_order),
     ),
     Fault(
-        "`overlap.backend`: a rank cannot schedule its graph",
+        "`overlap.backend`: `on_result` of a rank raises",
         "It tells the others. Seconds include compiling.",
         NOTHING,
-        on_ranks(ranks.no_schedule),
+        on_ranks(ranks.result_raises),
     ),
     Fault("A plan file has a flipped bit", "`Plan.load` compares the fingerprint.", "the plan", damaged_plan),
     Fault("`spanwise train`: a rank is killed", "The launcher ends the others.", SINCE, train.killed),

@@ -168,7 +168,7 @@ def other_order(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
     compiled_step(mesh, overlap.backend("aot_eager", cost=Cost(48 if rank == LAST else 96), bucket=False))
 
 
-def no_schedule(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
+def result_raises(rank: int, mesh: DeviceMesh, start: Callable[[], None]) -> None:
     def report(result: overlap.Result) -> None:
         if rank == LAST:
             raise OSError("no space left")

@@ -51,7 +51,7 @@ def _listed(found: dict[str, dict[str, Any]], what: str, lead: str) -> str:
     for kind, row in found.items():
         said = _SAY.get(row["status"], row["status"])
         said += "" if said in ("exact", "failed") else f", {_reason(row['text'])}"
-        said += "".join(f", {form}" for form in row if ", " in form)  # the other batches
+        said += "".join(f", {form}" for form in row if " " in form)  # the other batches
         kinds[said].append(kind)
     lines = [f"- **{said} ({len(kinds[said])})**: {', '.join(kinds[said])}" for said in sorted(kinds)]
     rounded = [

@@ -11,7 +11,7 @@ dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 torch.manual_seed(0)  # equal weights and batches on every rank
 config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32)
-model = AutoModelForCausalLM.from_config(config)  # or from_pretrained
+model = AutoModelForCausalLM.from_config(config)  # or from_pretrained(name).train()
 hf.context_parallel(model, mesh["cp"])
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

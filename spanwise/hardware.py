@@ -50,8 +50,8 @@ class Link:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number(self, "bandwidth")
-        _check_number(self, "latency", zero=True)
+        object.__setattr__(self, "bandwidth", _number("Link.bandwidth", self.bandwidth))
+        object.__setattr__(self, "latency", _number("Link.latency", self.latency, zero=True))
         if self.ranks is not None and (type(self.ranks) is not int or self.ranks < 2):
             raise ValueError(f"Link.ranks must be an integer of 2 or more, or None, got {self.ranks!r}")
 
@@ -101,9 +101,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory"):
-            _check_number(self, field)
-        _check_number(self, "kernel_seconds", zero=True)
-        _check_number(self, "edge_pairs", zero=True)
+            object.__setattr__(self, field, _number(f"Hardware.{field}", getattr(self, field)))
+        for field in ("kernel_seconds", "edge_pairs"):
+            object.__setattr__(self, field, _number(f"Hardware.{field}", getattr(self, field), zero=True))
         object.__setattr__(self, "memory", int(self.memory))
         object.__setattr__(self, "links", tuple(self.links))
         sizes = [link.ranks for link in self.links]
@@ -120,7 +120,7 @@ class Hardware:
             )
         wire: list[tuple[str, float]] = []
         for name, factor in self.wire:
-            if name not in COLLECTIVES or name in dict(wire) or not (math.isfinite(factor) and factor >= 1):
+            if name not in COLLECTIVES or name in dict(wire) or _number("a factor of Hardware.wire", factor) < 1:
                 raise ValueError(
                     f"Hardware.wire holds a factor of 1 or more for each of {list(COLLECTIVES)} at most once, got "
                     f"{self.wire!r}"
@@ -143,7 +143,7 @@ class Hardware:
         >>> H200.copy_seconds(2.4e12)
         1.0
         """
-        return 2 * num_bytes / self.memory_bandwidth
+        return 2 * _number("num_bytes", num_bytes, zero=True) / self.memory_bandwidth
 
     def all_to_all_seconds(self, num_bytes: np.ndarray) -> float:
         """Seconds of an uneven all-to-all.
@@ -197,6 +197,7 @@ class Hardware:
         return self._ring_seconds(shard_bytes, num_ranks, "reduce_scatter")
 
     def _ring_seconds(self, shard_bytes: float, num_ranks: int, collective: str) -> float:
+        shard_bytes = _number("shard_bytes", shard_bytes, zero=True)
         seconds, inside = 0.0, 1
         for link in self.links:
             size = min(link.ranks or num_ranks, num_ranks)
@@ -284,14 +285,12 @@ def _within(traffic: np.ndarray, size: int) -> np.ndarray:
     return np.stack([received, np.add.reduceat(traffic, first, axis=0)[ranks // size, ranks]])
 
 
-def _check_number(owner: Any, field: str, *, zero: bool = False) -> None:
-    """Makes the field a float, so that equal figures have equal files; ``ValueError`` unless it is positive."""
-    value = getattr(owner, field)
+def _number(name: str, value: Any, *, zero: bool = False) -> float:
+    """`value` as a float, so that equal figures have equal files; ``ValueError`` unless it is positive."""
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
-        kind = "a number of at least 0" if zero else "a positive number"
-        raise ValueError(f"{type(owner).__name__}.{field} must be {kind}, got {value!r}")
-    object.__setattr__(owner, field, float(value))
+        raise ValueError(f"{name} must be {'a number of at least 0' if zero else 'a positive number'}, got {value!r}")
+    return float(value)
 
 
 # Presets: figures of data sheets, and assumptions where they are silent. `spanwise calibrate` measures a machine.
@@ -318,6 +317,9 @@ H100 = Hardware(
     edge_pairs=64,
     source="data sheets of H100 SXM5 and DGX H100; attention from arXiv:2407.08608; efficiencies and latencies assumed",
 )
+
+# Where the caller names no hardware, in every function and command. Plans depend on compute over bandwidth, and hosts.
+DEFAULT = H100
 
 # H200 SXM data sheet: the H100's compute, NVLink and network, with 141 GB at 4.8 TB/s.
 H200 = dataclasses.replace(

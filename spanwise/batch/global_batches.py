@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import DocumentSource, GlobalBatch
-from spanwise.hardware import H100
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -49,7 +48,6 @@ class GlobalBatches:
         linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter). Needed with
             `max_tokens_per_rank`, unless `pad`; so are ``num_q_heads`` and ``head_dim``. Attention is counted once for
             each layer that `weights` names.
-        host_size: ranks of a host: plans prefer traffic inside hosts. None: as the option `hardware` says.
         seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
         cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
@@ -90,7 +88,6 @@ class GlobalBatches:
         *,
         max_tokens_per_rank: int | None = None,
         linear_flops: float | None = None,
-        host_size: int | None = None,
         seed: int | None = None,
         max_document: int | None = None,
         cut: bool = False,
@@ -103,8 +100,6 @@ class GlobalBatches:
         self.order = DocumentOrder(lengths, seed, max_document)
         _check_options(options)
         check_hardware(options.get("hardware"))
-        if host_size is not None:
-            options |= {"hardware": (options.get("hardware") or H100).with_host_size(host_size)}
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
         self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
         self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")

@@ -59,8 +59,8 @@ def linear_cross_entropy(
         gradient 0.
 
     Raises:
-        ValueError: as `token_logprobs`; a `num_valid` that is not a number of tokens or has no use; a kernel that
-            cannot do what is asked.
+        ValueError: as `token_logprobs`; a `num_valid` that is not a number of tokens, is 0 with valid labels, or has no
+            use; a kernel that cannot do what is asked.
         ImportError: a named kernel is not installed.
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
         spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
     if num_valid is not None and reduction != "mean":
         raise ValueError(f'num_valid divides the sum for reduction="mean"; got {num_valid} for {reduction!r}')
-    check_count(num_valid)
+    check_count(num_valid, labels)
     scoring = Scoring(softcap=softcap, chunk=chunk, mesh=vocab_mesh)
     tokens = checked(hidden, labels, vocab_weight, bias, scoring)
     check_weights(weights, labels)

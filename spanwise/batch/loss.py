@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise import _torch
 from spanwise.attention.compare import Compare, compare_sums, compared, scalar, tells_refusals
 from spanwise.attention.exchange import failure
 
@@ -45,7 +46,7 @@ class _GlobalMean(torch.autograd.Function):
         if count is None:
             ctx.scale = size
             return total
-        count = count.masked_fill(count == 0, 1).to(total.dtype)
+        count = count.masked_fill((count == 0) & (total == 0), 1).to(total.dtype)
         ctx.scale = size / count
         return total / count
 
@@ -78,18 +79,38 @@ def global_mean(
     return _GlobalMean.apply(total, count, mesh, num_valid is None, compare)
 
 
-def check_count(num_valid: float | torch.Tensor | None) -> None:
-    """``ValueError`` for a number that is not a number of tokens; a tensor is not read."""
-    if num_valid is None or isinstance(num_valid, torch.Tensor):
+def check_count(num_valid: Any, labels: torch.Tensor) -> None:
+    """``ValueError`` for a number that is not a number of tokens, or 0 with valid labels.
+
+    A tensor is read on the CPU alone, labels too; elsewhere 0 makes the loss infinite.
+    """
+    if isinstance(num_valid, torch.Tensor):
+        num_valid = num_valid.item() if _torch.is_readable(num_valid) else None
+    if num_valid is None:
         return
-    if not 0 <= num_valid < math.inf:
-        raise ValueError(f"num_valid must be a number of tokens, got {num_valid}")
+    if isinstance(num_valid, str) or not 0 <= num_valid < math.inf:
+        raise ValueError(f"num_valid must be a number of tokens, got {num_valid!r}")
+    if num_valid == 0 and _torch.is_readable(labels) and (valid := int((labels != IGNORE_INDEX).sum())):
+        raise ValueError(
+            f"num_valid is 0, and this rank has {valid} valid labels: give the number of all ranks, or None to count"
+        )
 
 
-def check_labels(labels: torch.Tensor) -> None:
-    """``ValueError`` for labels that are no token ids."""
+def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int | None = None) -> None:
+    """``ValueError`` for labels that are no token ids or, on the CPU, outside a vocabulary.
+
+    Elsewhere the host would wait for the device.
+    """
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if vocab is None or torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
+        return
+    wrong = ((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels must be {IGNORE_INDEX} or in [0, {vocab}), the vocabulary; labels{at} is {labels[tuple(at)]}"
+        )
 
 
 def check_weights(weights: torch.Tensor | None, labels: torch.Tensor) -> None:
@@ -168,8 +189,8 @@ def cross_entropy(
         A scalar, float32 at least; 0 with gradient 0 if no rank has a valid token.
 
     Raises:
-        ValueError: shapes that do not match, labels that are not int64, weights with a gradient, or a `num_valid` that
-            is not a number of tokens.
+        ValueError: shapes that do not match, labels that are not int64 or, on the CPU, outside the vocabulary, weights
+            with a gradient, a `num_valid` that is not a number of tokens, or is 0 with valid labels.
         spanwise.MismatchError: ranks make different calls, or give other numbers of tokens.
         spanwise.ExchangeError: a rank is gone or too late.
 
@@ -181,11 +202,11 @@ def cross_entropy(
         raise ValueError(
             f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
         )
-    check_labels(labels)
+    check_labels(labels, logits.shape[-1])
     scores = logits.flatten(0, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     check_weights(weights, labels)
-    check_count(num_valid)
+    check_count(num_valid, labels)
     compare = compare_loss("cross_entropy", logits, num_valid, weights, mesh)
     losses = torch.nn.functional.cross_entropy(
         scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"

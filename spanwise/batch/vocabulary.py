@@ -6,10 +6,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from spanwise import _torch
 from spanwise.attention.compare import Compare, compare_sums, compared, plain
 from spanwise.attention.exchange import failure
-from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.loss import check_labels
 from spanwise.batch.token_scores import Scoring, Tokens
 
 
@@ -33,18 +32,6 @@ def check_plain(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(f"{name} must be a plain tensor, got a DTensor {tuple(x.placements)}; use to_local()")
-
-
-def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int) -> None:
-    """``ValueError`` for labels outside the vocabulary, on the CPU.
-
-    Elsewhere the host would wait for the device; the log-probability of such a label is -inf there.
-    """
-    if torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
-        return
-    wrong = labels[((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)]
-    if len(wrong):
-        raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}), got {wrong[:4].tolist()}")
 
 
 def offset_of(

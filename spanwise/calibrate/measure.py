@@ -84,10 +84,10 @@ def measure(
     if problems is None:
         longer = 1 if ranks.device.type == "cpu" else _LONGER
         problems = [(longer * tokens, longer * median) for tokens, median in _PROBLEMS]
-    if repeats < 1 or largest < 4 * SMALLEST or not problems:
+    if repeats < 1 or not isinstance(largest, int) or largest < 4 * SMALLEST or not problems:
         raise ValueError(
             f"calibration needs repeats of 1 or more, largest of {4 * SMALLEST} bytes or more, and problems; got "
-            f"repeats={repeats}, largest={largest}, problems={problems}"
+            f"repeats={repeats}, largest={largest!r}, problems={problems}"
         )
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)

@@ -68,7 +68,9 @@ class OverlapOptions:
         exchange: of K/V over cp: needed or all_gather.
         device: whose operators the graph has: cuda or cpu. No such device is needed.
         graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
-        load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured.
+        load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured. Needs --trust:
+            such a file may run code as it is read.
+        trust: read the file of --load, whose author you trust.
         group: ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8.
         dynamic_size: the value of each size that a loaded graph leaves open.
         hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
@@ -102,6 +104,7 @@ class OverlapOptions:
     device: str = "cuda"
     graph: str = "both"
     load: str | None = None
+    trust: bool = False
     group: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "NAME=RANKS"})
     dynamic_size: int = 4096
     hardware: str = "h100"
@@ -221,6 +224,8 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
         if given:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} say what model to capture, and --load {options.load} is captured already")
+        if not options.trust:
+            raise ValueError(f"--load {options.load} may run code as it is read: add --trust if you trust its author")
         with working(f"loading {options.load}"):
             try:
                 return load_graphs(options.load), f"Graphs of {options.load}"

@@ -40,6 +40,7 @@ _LARGEST = {
     "block_size": SEQ_LIMIT,
     "hidden_dim": 2**22,
     "max_tokens": SEQ_LIMIT,
+    "memory_budget": 2**63 - 1,
 }
 
 
@@ -117,6 +118,8 @@ def plan(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= largest:
             raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
+    if options.heads % options.kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
     _check_global(options)
     check_writable(options.html, options.json)
     hardware = load_hardware(options.hardware)
@@ -177,8 +180,12 @@ def _make_plan(
 ) -> Plan:
     """The plan of the options on `num_ranks` ranks. One rank, which others are compared with, trades no heads."""
     inner = options.inner if num_ranks > 1 else 1
-    if inner < 1 or num_ranks % inner:
-        raise ValueError(f"--inner must divide the number of ranks, got --inner {options.inner}, {num_ranks} ranks")
+    if inner < 1 or num_ranks % inner or options.heads % inner:
+        numbers = f"{options.inner}, {num_ranks} ranks and {options.heads} heads"
+        raise ValueError(f"--inner must divide the ranks and --heads, got {numbers}")
+    if options.exchange == "ulysses" and (inner > 1 or options.heads % num_ranks):
+        numbers = f"{num_ranks} ranks, {options.heads} heads and --inner {inner}"
+        raise ValueError(f"--exchange ulysses needs ranks that divide --heads, without --inner; got {numbers}")
     return make_plan(
         masks,
         num_ranks if inner == 1 else (num_ranks // inner, inner),

@@ -87,6 +87,11 @@ class VerifyConfig:
             raise ValueError(f"inner must divide ranks, got {self.inner} and {self.ranks}")
         if self.ranks < 1 or self.seq_len < 1:
             raise ValueError(f"ranks and seq_len must be at least 1, got {self.ranks} and {self.seq_len}")
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+            raise ValueError(
+                f"--head-dim must be at least 1 and --heads a multiple of --kv-heads, got {dim}, {heads} and {kv_heads}"
+            )
         if self.seq_len > LIMIT:
             raise ValueError(
                 f"every rank computes a dense reference: seq_len must be at most {LIMIT}, got {self.seq_len}"

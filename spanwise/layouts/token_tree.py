@@ -85,7 +85,7 @@ class TokenTree:
         return np.flatnonzero(~inner)
 
     def mask(self, *, window: SupportsIndex | None = None, max_spans: SupportsIndex = 64) -> SpanMask:
-        """The mask over storage; see `SpanMask.tree`.
+        """The mask over storage, see `SpanMask.tree`; a window of n reads n tokens before a row and the row itself.
 
         >>> TokenTree([-1, 0, 0], [3, 2, 1]).mask(window=1).area()
         array([[1, 2, 2, 2, 2, 2]])

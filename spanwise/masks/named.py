@@ -200,7 +200,8 @@ class NamedMasks(SpanArrays):
             parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents come before children.
             lengths: integers ``[num_nodes]``: tokens of each node; they lie in storage in this order. Nodes may be
                 empty.
-            window: read only so many tokens before the row on its path; None for no limit.
+            window: read only so many tokens before the row on its path, and the row itself, as the `left` of
+                :meth:`sliding_window`; transformers' ``sliding_window=n`` is ``window=n - 1``. None for no limit.
             max_spans: the most spans that a row may need: one, and one more for each ancestor on its path that the next
                 one does not follow in storage. Depth-first order needs few; all kernels take any number, but the mask
                 takes 8 bytes a token and span. A window may leave fewer.

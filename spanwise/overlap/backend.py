@@ -9,6 +9,7 @@ heavy compute make it keep the schedule; nodes that it fuses stay free.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -45,10 +46,10 @@ def backend(
     """A backend for ``torch.compile`` that hides the collectives of forward and backward graphs behind compute.
 
     Graphs without collectives compile as usual. With collectives, all ranks compare their schedules at the first call
-    of a graph. ``ValueError`` is raised if they differ, or if a rank could not schedule its graph; see `consensus`.
-    Where sizes vary from rank to rank, compile with ``dynamic=True``, so that a rank that recompiles finds the same
-    order. FSDP2's ``fully_shard`` communicates in hooks outside of the graphs; DTensor parameters that the model
-    gathers communicate inside.
+    of a graph. ``ValueError`` is raised if they differ, or if a rank could not schedule its graph or its `on_result`
+    raised; see `consensus`. Where sizes vary from rank to rank, compile with ``dynamic=True``, so that a rank that
+    recompiles finds the same order. FSDP2's ``fully_shard`` communicates in hooks outside of the graphs; DTensor
+    parameters that the model gathers communicate inside.
 
     Args:
         name: "inductor", or "aot_eager", which runs the ATen graphs as they are. ``mode=`` and ``options=`` of
@@ -131,11 +132,13 @@ class Backend:
             is_static = not has_symbols(gm)
             with assumed(gm, self._dynamic_size):
                 result = optimize(gm, self._cost, **{**self._options, "split": cut and is_static})
-                result = result if is_static or not cut else not_split(result)
+                if not is_static:
+                    result = dataclasses.replace(not_split(result) if cut else result, sizes=self._dynamic_size)
                 if result.split is not None and result.split.is_cut:
                     apply(gm.graph, result.split.cuts, result.split.tokens, result.split.pieces)
                 emit(bind(result.given, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
+        with consensus.failure_reported(gm, "raised in on_result"):
             self._on_result(result)
         first = consensus.insert(gm.graph, self._facts, traced(result))
         if hold and first is not None:

@@ -94,8 +94,8 @@ def has_peers(graph: fx.Graph) -> bool:
 
 
 @contextlib.contextmanager
-def failure_reported(gm: fx.GraphModule) -> Iterator[None]:
-    """Tell the groups of `gm` if this rank fails to schedule it; the others would wait for it in the comparison.
+def failure_reported(gm: fx.GraphModule, what: str = "could not schedule its graph") -> Iterator[None]:
+    """Tell the groups of `gm` if this rank fails; the others would wait for it in the comparison.
 
     Errors of the store are ignored; one is already being raised.
     """
@@ -104,7 +104,7 @@ def failure_reported(gm: fx.GraphModule) -> Iterator[None]:
     except Exception as error:
         with contextlib.suppress(Exception):
             for group in filter(_is_real, _groups_of(gm.graph)):
-                why = f"rank {dist.get_rank()} could not schedule its graph: {type(error).__name__}: {error}"
+                why = f"rank {dist.get_rank()} {what}: {type(error).__name__}: {error}"
                 _Comparison(group, "", "").fail(why)
         raise
 

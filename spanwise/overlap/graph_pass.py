@@ -38,7 +38,7 @@ def graph_pass(
     The graph is one of ATen operators with functional collectives: of a forward, a backward, both, or a whole step with
     its optimizer. It does not change; the result is a copy. A graph without collectives is returned as it is. Where
     process groups exist, the copy begins with a comparison of the ranks' schedules, as with `backend`: ``ValueError``
-    at its first run if they differ, or if a rank could not schedule its graph.
+    at its first run if they differ, or if a rank could not schedule its graph or its `on_result` raised.
 
     Compilers that run after the pass may reorder again. Inductor does; `backend` makes it keep the order.
 
@@ -93,6 +93,7 @@ class GraphPass:
             consensus.remove(given.graph)
             fill_values(given, () if example_inputs is None else example_inputs)
             result = optimize(given, self._cost, **self._options)
+        with consensus.failure_reported(gm, "raised in on_result"):
             self._on_result(result)
         made = result.graph_module
         if consensus.has_peers(made.graph):

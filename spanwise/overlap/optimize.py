@@ -110,16 +110,13 @@ def optimize(
     check_options(memory_budget=memory_budget, bucket=bucket, split=split, multiplier=multiplier, sizes=sizes, **limits)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
     gm = _with_merged_waits(gm)
-    if sizes is None:
+    if sizes is None or not has_symbols(gm):
         result = _optimized(gm, cost, memory_budget, bucket, options)
         return _split(gm, cost, result, bucket, options) if split else result
-    is_static = not has_symbols(gm)
     with assumed(gm, sizes) as restore:
         result = _optimized(gm, cost, memory_budget, bucket, options)
-        if split:
-            result = _split(gm, cost, result, bucket, options) if is_static else not_split(result)
         restore(result.graph_module)
-    return dataclasses.replace(result, sizes=sizes)
+    return dataclasses.replace(not_split(result) if split else result, sizes=sizes)
 
 
 def not_split(result: Result) -> Result:

@@ -85,8 +85,8 @@ def make_plan(
             query and 8 K/V heads of 128 (more, where ranks cannot share these); `Plan.reason` mentions it.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
         hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. If it has hosts, as
-            :data:`spanwise.H100` has, the "local" search prefers traffic inside them. Default: H100s that are all
-            joined by NVLink.
+            :data:`spanwise.H100` has, the "local" search prefers traffic inside them. Default: that one, hosts of 8;
+            ``spanwise.H100.with_host_size(4)`` for others.
         memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), plus
             the rest of `Plan.resident_bytes` of one layer. "auto" leaves out plans that exceed it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by

@@ -19,12 +19,6 @@ from spanwise.planning.recurrence import Recurrence
 _QUALITIES = ("best", "fast")
 _LARGEST = 2**31  # of any number given
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Rates that "auto" uses where the caller gives no hardware. Only the ratio of compute to bandwidth matters.
-ASSUMED = dataclasses.replace(
-    rates.H100,
-    name="H100s joined by NVLink, nominal",
-    links=(dataclasses.replace(rates.H100.links[0], ranks=None),),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +113,11 @@ def checked(
         raise ValueError(
             f"exchange {chosen.name!r} brings K/V {chosen.arrival}, got stages={stages}; use exchange='needed'"
         )
-    if chosen is not None and chosen.by_host and len((hardware or ASSUMED).links) == 1:
+    hardware = hardware or rates.DEFAULT
+    if chosen is not None and chosen.by_host and len(hardware.links) == 1:
         raise ValueError(
             f"exchange {chosen.name!r} needs hardware that has hosts, such as spanwise.H100 or "
-            f"spanwise.H100.with_host_size(4); got {(hardware or ASSUMED).name!r} with one level of links"
+            f"spanwise.H100.with_host_size(4); got {hardware.name!r} with one level of links"
         )
     if packing is not None:
         _check_packing(packing, masks, cu_seqlens)
@@ -137,7 +132,7 @@ def checked(
     name, itemsize = _dtype(dtype)
     return Request(
         masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, name,
-        itemsize, hardware or ASSUMED, packing, memory_budget is not None, recurrence.checked(recurrences),
+        itemsize, hardware, packing, memory_budget is not None, recurrence.checked(recurrences),
     )  # fmt: skip
 
 

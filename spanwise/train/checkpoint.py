@@ -175,10 +175,10 @@ def save(out: str | Path, state: RunState, model: Any, optimizer: Any, *, keep: 
             raise
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(
-            f"step {state.step} cannot be saved in {folder}: {cause.strerror or cause}. Earlier checkpoints are "
-            "as they were: make room and go on with --resume"
-        ) from error
+        rest = "There is no earlier one: make room and start the run again"
+        if any(folder.glob("step-*")):
+            rest = "Earlier checkpoints are as they were: make room and go on with --resume"
+        raise RunError(f"step {state.step} cannot be saved in {folder}: {cause.strerror or cause}. {rest}") from error
     return path
 
 

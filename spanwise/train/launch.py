@@ -182,8 +182,8 @@ def _watch(processes: list[Any], folder: Path, timeout: float) -> None:
             print(f"spanwise: no step has ended for {quiet:.0f} s; {_places(folder, len(processes))}", file=sys.stderr)
         if deadline is None and quiet >= timeout:
             raise RankFailure(
-                f"no step has ended for {quiet:.0f} s (--timeout); {_places(folder, len(processes))}. Go on from the "
-                "last checkpoint with --resume"
+                f"no step has ended for {quiet:.0f} s (--timeout); {_places(folder, len(processes))}. If a "
+                "checkpoint was saved, go on from it with --resume"
             )
         wait([process.sentinel for process in alive], timeout=0.5 if deadline is None else 0.1)
 

@@ -72,6 +72,15 @@ def test_without_a_store_only_closed_connections_tell() -> None:
     assert "could not tell each other who is lost: the group's store is gone" in text
 
 
+def test_a_connection_that_ended_before_any_rank_failed_is_cut() -> None:
+    cut = {2: report(closed=(1,)), 1: report(closed=(2,)), 0: report(), 3: report()}
+    text = describe(Findings(0, cut))
+    assert "no process has ended: the network has cut the connection of ranks 2, 1." in text
+    # Here rank 1 closed the connection itself, when it failed or gave up.
+    assert "network" not in describe(Findings(0, {1: report(), 2: report(closed=(1,)), 0: report(), 3: report()}))
+    assert "network" not in describe(Findings(0, cut | {3: report(said="Timed out waiting 2000ms")}))
+
+
 def test_late_ranks_and_other_collectives() -> None:
     early = report("all-gather of K/V", (0, 1), seconds=30.0, said="Timed out waiting 30000ms")
     text = describe(Findings(1, {0: early, 1: report(ranks=(0, 1))}))

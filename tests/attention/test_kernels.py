@@ -164,9 +164,9 @@ def dense(mask: Spans, kv_len: int) -> torch.Tensor:
     return out
 
 
-def oracle(case: Case) -> Result:
-    """Forward and the written-out backward formulas, dense, in float64, row by row softmax."""
-    q, k, v, grad_out = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
+def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Result:
+    """Forward and the written-out backward formulas, dense, row by row softmax."""
+    q, k, v, grad_out = (x.to(dtype) for x in (case.q, case.k, case.v, case.grad_out))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     raw = torch.einsum("bhqd,bhtd->bhqt", q, k) * case.scale
@@ -176,7 +176,7 @@ def oracle(case: Case) -> Result:
     p = exp / total.masked_fill(total == 0, 1)
     out, lse = torch.einsum("bhqt,bhtd->bhqd", p, v), torch.log(total).squeeze(-1)
     dp = torch.einsum("bhqd,bhtd->bhqt", grad_out, v)
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True) + case.grad_lse[..., None]) * case.scale
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True) + case.grad_lse[..., None].to(dtype)) * case.scale
     if case.softcap is not None:
         ds = ds * (1 - torch.tanh(raw / case.softcap) ** 2)
     dq = torch.einsum("bhqt,bhtd->bhqd", ds, k)
@@ -230,10 +230,12 @@ def test_float64_is_exact(kernel: Callable, mask: str, softcap: float | None) ->
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_at_short_lengths(kernel: Callable, mask: str) -> None:
     case = make_case(MASKS[mask], dtype=torch.float32)
-    got, want = run(kernel, case), oracle(case)
+    got, want, plain = run(kernel, case), oracle(case), oracle(case, torch.float32)
     for name, value in want.items():
+        # Processors differ in how their matrix products round: twice the error of plain float32 is enough.
+        rounding = (plain[name].double() - value).nan_to_num(0, 0, 0).abs().max().item()
         torch.testing.assert_close(
-            got[name].double(), value, atol=2e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            got[name].double(), value, atol=max(2e-6, 2 * rounding), rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

@@ -305,7 +305,7 @@ def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
     assert batch.plan.balancer != "Spread"  # nothing is gained
     lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
     with pytest.raises(ValueError, match="hardware must be a spanwise.Hardware, .* got 'h100'"):
-        GlobalBatches([5, 6], 2, 8, hardware="h100", host_size=2)
+        GlobalBatches([5, 6], 2, 8, hardware="h100")
     with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
         GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
     with pytest.raises(ValueError, match="give linear_flops, num_q_heads, head_dim too"):
@@ -331,10 +331,10 @@ def windows(cu_seqlens: np.ndarray) -> dict[str, spanwise.SpanMask]:
 
 
 def test_plans_know_the_hosts() -> None:
-    (batch,) = GlobalBatches([300] * 6, 4, 512, host_size=2)
-    assert [link.ranks for link in batch.plan.hardware.links] == [2, None]
-    (batch,) = GlobalBatches([300] * 6, 4, 512, host_size=4, hardware=spanwise.B200)
-    assert batch.plan.hardware == spanwise.B200.with_host_size(4)
+    (batch,) = GlobalBatches([300] * 6, 4, 512)
+    assert [link.ranks for link in batch.plan.hardware.links] == [8, None]
+    (batch,) = GlobalBatches([300] * 6, 4, 512, hardware=spanwise.B200.with_host_size(2))
+    assert batch.plan.host_traffic().host_size == 2
 
 
 def test_the_end_of_the_documents() -> None:

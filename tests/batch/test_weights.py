@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -64,6 +65,25 @@ def test_labels_that_are_no_token_ids() -> None:
             spanwise.cross_entropy(hidden @ weight.T, labels.to(dtype), None)
 
 
+def test_labels_outside_the_vocabulary() -> None:
+    labels = torch.tensor([[1, -100, 3], [0, 2, 9]])
+    with pytest.raises(ValueError, match=r"labels must be -100 or in \[0, 8\), the vocabulary; labels\[1, 2\] is 9"):
+        spanwise.cross_entropy(torch.zeros(2, 3, 8), labels, None)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0)])
+def test_no_token_is_counted_where_labels_are_valid(zero: Any) -> None:
+    labels, none = torch.tensor([[1, -100, 2]]), torch.full((1, 3), -100)
+    with pytest.raises(ValueError, match="num_valid is 0, and this rank has 2 valid labels"):
+        spanwise.cross_entropy(torch.zeros(1, 3, 8), labels, None, num_valid=zero)
+    assert spanwise.cross_entropy(torch.zeros(1, 3, 8), none, None, num_valid=zero) == 0
+
+
+def test_a_number_of_tokens_in_a_text() -> None:
+    with pytest.raises(ValueError, match="num_valid must be a number of tokens, got '3'"):
+        spanwise.cross_entropy(torch.zeros(1, 1, 8), torch.tensor([[1]]), None, num_valid="3")  # type: ignore[arg-type]
+
+
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, as it traces
 def test_compiled_with_numbers_of_tokens_that_change() -> None:
@@ -73,4 +93,7 @@ def test_compiled_with_numbers_of_tokens_that_change() -> None:
     for num_valid in (6, 9, 7.5, 2.5, torch.tensor(3)):
         whole = spanwise.cross_entropy(x, labels, None, num_valid=num_valid)
         torch.testing.assert_close(compiled(x, labels, None, num_valid=num_valid), whole)
+    for zero in (0, torch.tensor(0)):  # it does not read labels
+        assert compiled(x, labels, None, num_valid=zero) == math.inf
+        assert compiled(x, torch.full_like(labels, -100), None, num_valid=zero) == 0
     torch.compiler.reset()

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import html
 import json
+import os
+import pickle
 import re
 import shlex
 import xml.etree.ElementTree as ET
@@ -124,7 +126,7 @@ def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
 def test_ours_without_buckets_is_what_no_bucket_gives(
     written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path
 ) -> None:
-    given = ["--load", written[0] / "o.save", "--graph", "backward", "--no-bucket", "--torch"]
+    given = ["--trust", "--load", written[0] / "o.save", "--graph", "backward", "--no-bucket", "--torch"]
     result = run("overlap", *given, "--json", tmp_path / "o.json")
     assert result.exit_code == 0, result.output
     plain = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
@@ -282,7 +284,7 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
 
 def test_saved_graphs_are_the_same(written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = written
-    result = run("overlap", "--load", folder / "o.save", "--json", tmp_path / "again.json")
+    result = run("overlap", "--trust", "--load", folder / "o.save", "--json", tmp_path / "again.json")
     assert result.exit_code == 0, result.output
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["groups"] == figures["groups"]
@@ -342,10 +344,12 @@ def test_a_program_of_torch_export(tmp_path: Path) -> None:
     with two_ranks():
         program = torch.export.export(Gathered(), (torch.randn(16, 16),)).run_decompositions()
         torch.export.save(program, tmp_path / "m.pt2")
-    unknown = run("overlap", "--load", tmp_path / "m.pt2")
+    unknown = run("overlap", "--trust", "--load", tmp_path / "m.pt2")
     assert unknown.exit_code == 2
     assert "no process group '0' here" in unknown.stderr and "--group NAME=RANKS" in unknown.stderr
-    known = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0,1", "--torch", "--json", tmp_path / "o.json")
+    known = run(
+        "overlap", "--trust", "--load", tmp_path / "m.pt2", "--group", "0=0,1", "--torch", "--json", tmp_path / "o.json"
+    )
     assert known.exit_code == 0, known.output
     assert ("cannot run here" in known.output) is not COMPILES
     (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
@@ -361,12 +365,33 @@ def test_sizes_that_a_program_leaves_open(tmp_path: Path) -> None:
         torch.export.save(program.run_decompositions(), tmp_path / "m.pt2")
     for size in (64, 128):
         flags = ["--group", "0=0-1", "--dynamic-size", size, "--json", tmp_path / "o.json"]
-        result = run("overlap", "--load", tmp_path / "m.pt2", *flags)
+        result = run("overlap", "--trust", "--load", tmp_path / "m.pt2", *flags)
         assert result.exit_code == 0, result.output
         (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
         assert one["num_bytes"] == 2 * size * 16 * 4
-    none = run("overlap", "--load", tmp_path / "m.pt2", "--group", "0=0-1", "--dynamic-size", 0)
+    none = run("overlap", "--trust", "--load", tmp_path / "m.pt2", "--group", "0=0-1", "--dynamic-size", 0)
     assert none.exit_code == 2 and "--dynamic-size must be at least 1, got 0" in none.stderr
+
+
+class Planted:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
+    planted = pickle.dumps(Planted(tmp_path / "was-run"))
+    head = {"torch": "2", "graphs": [{"name": "g", "bytes": len(planted)}], "ranks": {}, "labels": {}}
+    (tmp_path / "g").write_bytes(b"spanwise graphs 1\n" + json.dumps(head).encode() + b"\n" + planted)
+    result = run("overlap", "--load", tmp_path / "g")
+    assert result.exit_code == 2 and "may run code as it is read: add --trust" in result.stderr
+    assert not (tmp_path / "was-run").exists()
+    run("overlap", "--load", tmp_path / "g", "--trust")
+    assert (tmp_path / "was-run").exists()
+    shown = " ".join(run("overlap", "--help").output.replace("│", " ").split())
+    assert "may run code" in shown
 
 
 def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: Path) -> None:
@@ -382,9 +407,9 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=text):
             load_graphs(tmp_path / name)
-        result = run("overlap", "--load", tmp_path / name)
+        result = run("overlap", "--trust", "--load", tmp_path / name)
         assert result.exit_code == 2 and text in result.stderr
-    assert "cannot read --load" in run("overlap", "--load", tmp_path / "absent").stderr
+    assert "cannot read --load" in run("overlap", "--trust", "--load", tmp_path / "absent").stderr
     with pytest.raises(ValueError, match="no graph to save"):
         save_graphs(tmp_path / "g", {})
 
@@ -433,13 +458,13 @@ def test_options_that_are_none(arguments: list[object], text: str) -> None:
     ids=str,
 )
 def test_options_that_a_graph_does_not_allow(arguments: list[object], text: str, written: tuple[Path, str]) -> None:
-    result = run("overlap", "--load", written[0] / "o.save", *arguments)
+    result = run("overlap", "--trust", "--load", written[0] / "o.save", *arguments)
     assert result.exit_code == 2 and text in result.stderr
 
 
 def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
     peak = figures["graphs"]["backward"]["before"]["peak_bytes"]
-    given = ["--load", written[0] / "o.save", "--graph", "backward", "--budget", peak, "--no-bucket"]
+    given = ["--trust", "--load", written[0] / "o.save", "--graph", "backward", "--budget", peak, "--no-bucket"]
     result = run("overlap", *given, "--json", tmp_path / "o.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
@@ -450,7 +475,17 @@ def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: 
 
 def test_other_ranks_for_a_group(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
     """As many, elsewhere: on another node gathers take longer."""
-    given = ["--load", written[0] / "o.save", "--graph", "forward", "--group", "1=0,8", "--json", tmp_path / "o.json"]
+    given = [
+        "--trust",
+        "--load",
+        written[0] / "o.save",
+        "--graph",
+        "forward",
+        "--group",
+        "1=0,8",
+        "--json",
+        tmp_path / "o.json",
+    ]
     result = run("overlap", *given)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "o.json").read_text())

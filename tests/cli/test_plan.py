@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from spanwise import GlobalBatches
 from spanwise import hardware as cost
 from spanwise.attention.exchange.table import EXCHANGES
 from spanwise.cli import plan as plan_command
 from spanwise.cli.app import app
+from spanwise.cli.bench.plan import document_offsets
+from spanwise.cli.hardware import load_hardware
 from spanwise.cli.lengths import read_lengths
+from spanwise.cli.overlap import OverlapOptions
 from spanwise.cli.plan import PlanOptions, build_masks, describe_masks, parse_ranks, parse_window
 from spanwise.cli.report import units
 from spanwise.cli.report.compare import Degree, _recommend, compare
@@ -234,7 +238,7 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
         PlanOptions(layers=6, window="200", window_layers=4), np.array([0, 700, 760, 2048, 2100, 4096])
     )
     plan = make_plan(
-        masks, 4, weights=weights, block_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128, hardware=cost.H100,
+        masks, 4, weights=weights, block_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
         cu_seqlens=[0, 700, 760, 2048, 2100, 4096],
     )  # fmt: skip
     assert figures["fingerprint"] == plan.fingerprint
@@ -259,6 +263,21 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again.json").read_text())["command"] == figures["command"]
 
 
+def test_commands_and_functions_have_one_default_hardware(tmp_path: Path) -> None:
+    offsets = document_offsets(131_072, 1)
+    lengths = write(tmp_path / "d.json", json.dumps(np.diff(offsets).tolist()))
+    result = invoke("--documents", lengths, "--ranks", "64", "--json", str(tmp_path / "o.json"))
+    assert result.exit_code == 0, (result.output, result.exception)
+    figures = json.loads((tmp_path / "o.json").read_text())
+    shape = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    plan = make_plan(SpanMask.documents(offsets), 64, **shape)
+    assert figures["fingerprint"] == plan.fingerprint and figures["exchange"] == plan.exchange == "hierarchical"
+    (batch,) = GlobalBatches(np.diff(offsets), 64, 2048, **shape)
+    assert batch.plan == plan
+    for options in (PlanOptions(), OverlapOptions()):
+        assert load_hardware(options.hardware) is plan.hardware
+
+
 def test_command_without_ranks_takes_the_recommended_degree(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     result = invoke("--seq-len", "8192", "--compare-ranks", "2,4", "--hardware", "CPU", "--json", str(out))
@@ -281,7 +300,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     said, figures = found("--ranks", "8", "--inner", "2", "--exchange", "ring", "--html", str(page))
     plan = make_plan(
         SpanMask.causal(4096), (4, 2), exchange="ring", num_q_heads=32, num_kv_heads=8, head_dim=128,
-        dtype="bfloat16", cu_seqlens=[0, 4096], hardware=cost.H100,
+        dtype="bfloat16", cu_seqlens=[0, 4096],
     )  # fmt: skip
     assert figures["inner"] == 2 and figures["fingerprint"] == plan.fingerprint
     assert figures["masks"][0]["resident_bytes"] == plan.resident_bytes().tolist()
@@ -296,7 +315,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     ways = {one["ranks"]: one["inner"] for one in figures["compare_ranks"]["degrees"]}
     assert ways[2] == ways[4] == 2 and "Ranks compared" in said
     result = CliRunner().invoke(app, ["plan", "--seq-len", "4096", "--ranks", "8", "--inner", "3"])
-    assert result.exit_code == 2 and "--inner must divide the number of ranks, got --inner 3, 8 ranks" in result.stderr
+    assert result.exit_code == 2 and "--inner must divide the ranks and --heads, got 3, 8 ranks" in result.stderr
 
 
 def test_one_plan_and_grids(tmp_path: Path) -> None:
@@ -311,7 +330,6 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     flops = 3 * 6 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 1024)
     grids = compare_grids(
         lengths, 4, linear_flops=flops, weights={"default": 3}, num_q_heads=32, num_kv_heads=8, head_dim=128,
-        hardware=cost.H100,
     )  # fmt: skip
     assert figures["grids"] == [grid.as_dict() for grid in grids] and len(grids) == 5
     one, *others = grids
@@ -412,7 +430,19 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         (f"--seq-len 99 --block-size {2**70}", "--block-size must be between 1 and 67,108,864, got 1,180,591,620,"),
         ("--seq-len 99 --heads 2000", "--heads must be between 1 and 1,024, got 2,000"),
         ("--seq-len 99 --kv-heads 2000", "--kv-heads must be between 1 and 1,024, got 2,000"),
-        ("--seq-len 99 --heads 3 --kv-heads 2", "num_q_heads=3 is not a multiple of num_kv_heads=2"),
+        ("--seq-len 99 --heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads, got 3 and 2"),
+        ("--seq-len 99 --heads 7", "--heads must be a multiple of --kv-heads, got 7 and 8"),
+        ("--seq-len 99 --head-dim 0", "--head-dim must be between 1 and 4,096, got 0"),
+        ("--seq-len 99 --memory-budget 0", "--memory-budget must be between 1 and .*, got 0"),
+        ("--seq-len 99 --ranks 6 --inner 3", "--inner must divide the ranks and --heads, got 3, 6 ranks and 32 heads"),
+        (
+            "--seq-len 99 --exchange ulysses --ranks 6",
+            "ulysses needs ranks that divide --heads, .* got 6 ranks, 32 heads",
+        ),
+        (
+            "--seq-len 99 --exchange ulysses --inner 2",
+            "needs ranks that divide --heads, without --inner; .* --inner 2",
+        ),
         ("--seq-len 99 --dtype int8", "dtype must be one of .* got 'int8'"),
         ("--seq-len 99 --ranks 0", "--ranks must be between 1 and 99 for a sequence of 99 tokens .* got 0"),
         ("--seq-len 99 --ranks 200000", "--ranks must be between 1 and 99 .* got 200,000"),

@@ -86,7 +86,9 @@ def test_bad_options_name_the_value_and_the_remedy(arguments: str, text: str, tm
         ("--seq-len 5000", "seq_len must be at most 4096, got 5000"),
         ("--dtype int8", "dtype must be float32 or float64, got 'int8'"),
         ("--balancer best", "unknown balancer 'best'"),
-        ("--heads 4 --kv-heads 3", "got 4 and 3"),
+        ("--heads 4 --kv-heads 3", "--heads a multiple of --kv-heads, got 32, 4 and 3"),
+        ("--head-dim 0", "--head-dim must be at least 1 .* got 0, 4 and 2"),
+        ("--kv-heads 0", "--heads a multiple of --kv-heads, got 32, 4 and 0"),
         ("--seed 18446744073709551616", r"seed must be in \[0, 2\*\*64\), got 18446744073709551616"),
     ],
 )

@@ -116,9 +116,9 @@ def test_block_reads_cover_exactly_the_block_table(seed):
 
 
 @functools.cache
-def planned(num_ranks, seed, balancer="local"):
+def planned(num_ranks, seed, balancer=None):
     return make_plan(
-        SpanMask.documents(document_offsets(131_072, seed)), num_ranks, balancer=balancer, exchange="needed"
+        SpanMask.documents(document_offsets(131_072, seed)), num_ranks, balancer=balancer or Local(), exchange="needed"
     )
 
 

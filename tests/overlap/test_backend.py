@@ -424,6 +424,17 @@ def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
         assert view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_result_has_the_numbers_of_symbols_where_there_are_some(group: str, dynamic: bool) -> None:
+    results: list[Result] = []
+    x, shards = inputs()
+    torch._dynamo.reset()
+    use = backend("aot_eager", cost=Cost(), dynamic_size=64, on_result=results.append)
+    torch.compile(layers, backend=use, dynamic=dynamic)(x, shards, group).backward()
+    assert [result.sizes for result in results] == [64 if dynamic else None] * 2
+    assert all(result.report().startswith("makespan") for result in results)
+
+
 @pytest.mark.slow
 def test_a_graph_with_open_sizes_keeps_them_in_generated_code(group: str) -> None:
     results: list[Result] = []

@@ -35,7 +35,7 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_another_process_loads_our_own_operators(saved: Path) -> None:
-    done = python("-m", "spanwise", "overlap", "--load", saved, "--graph", "forward")
+    done = python("-m", "spanwise", "overlap", "--trust", "--load", saved, "--graph", "forward")
     assert done.returncode == 0, done.stderr
     assert "Forward, " in done.stdout
 

@@ -96,6 +96,7 @@ def test_a_pass_returns_a_scheduled_copy(results: list[overlap.Result]) -> None:
     own, found = overlap.simulate(gm, costs), overlap.simulate(new, costs)
     (result,) = results
     assert found.makespan == result.timeline.makespan < 0.8 * own.makespan
+    assert result.sizes is None  # no size is symbolic
     assert apply(new, inputs()).code == new.code  # its own order is as good as any
     assert apply.__name__ == "spanwise_overlap_pass"  # pipelines know passes by name
 
@@ -274,6 +275,7 @@ def test_sizes_may_be_open(results: list[overlap.Result]) -> None:
     assert sorted(names(new)) == sorted(names(gm))
     values = [node.meta["val"] for node in new.graph.nodes if node.op == "placeholder"]
     assert any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
+    assert results[0].sizes == 4096
     with pytest.raises(overlap.GraphError, match="is symbolic; give numbers"):
         overlap.graph_pass(cost=costs, sizes=None)(gm, inputs())
 

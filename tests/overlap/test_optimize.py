@@ -196,7 +196,8 @@ def test_sizes_stand_for_symbols() -> None:
     result = overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 4096))
     numeric = overlap.optimize(made(function, torch.ones(4096, 4096), torch.ones(4096, 4096)), cost)
     assert result.timeline.makespan == numeric.timeline.makespan > 0
-    assert result.report() == numeric.report()
+    assert result.report() == numeric.report() and result.sizes == dict.fromkeys(symbols, 4096)
+    assert overlap.optimize(made(function, *given), cost, sizes=4096, split=True).sizes is None
     assert overlap.optimize(gm, cost, sizes=4096).timeline.makespan == result.timeline.makespan
     for module in (gm, result.graph_module):
         assert {str(node.meta["val"].shape[0]) for node in module.graph.find_nodes(op="placeholder")} <= set(symbols)

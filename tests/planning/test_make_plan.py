@@ -16,10 +16,12 @@ from spanwise.cli.bench.plan import document_offsets
 from spanwise.layouts.local import Local
 from tests.scripts import forked
 
+LLAMA = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
 DOCUMENTS = SpanMask.documents(document_offsets(32_768, 0))
 SLOW = Hardware("slow link", 1e11, 1e11, 1e11, 1e10, 1e9, (Link(25e6, 1e-3),))
 FREE = Hardware("free link", 1e11, 1e11, 1e11, 1e15, 1e9, (Link(1e15, 0.0),))
+FLAT = dataclasses.replace(H100, name="all joined by NVLink", links=(dataclasses.replace(H100.links[0], ranks=None),))
 
 
 def best(plan) -> float:
@@ -55,7 +57,7 @@ def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: H
     ("mask", "balancer"), [(SpanMask.causal(131_072), "head_tail"), (SpanMask.full(131_072), "contiguous")]
 )
 def test_dense_masks_gain_nothing(mask: SpanMask, balancer: str) -> None:
-    plan = make_plan(mask, 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    plan = make_plan(mask, 8, **LLAMA)
     assert (plan.balancer, plan.exchange) == (balancer, "all_gather") and "no gain" in plan.reason
 
 
@@ -68,20 +70,30 @@ def test_packed_documents_over_a_slow_link() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "bound"), [(8, 1.02), (64, 1.03)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_packed_documents_by_default_are_balanced_and_local(num_ranks: int, bound: float, seed: int) -> None:
-    plan = make_plan(SpanMask.documents(document_offsets(131_072, seed)), num_ranks)
+def test_packed_documents_joined_by_nvlink_are_balanced_and_local(num_ranks: int, bound: float, seed: int) -> None:
+    plan = make_plan(SpanMask.documents(document_offsets(131_072, seed)), num_ranks, hardware=FLAT)
     assert (plan.balancer, plan.exchange) == ("local", "needed") and plan.imbalance() <= bound + 1e-9
     most = {8: (7_300, 6_300, 12_500), 64: (9_600, 7_700, 14_000)}[num_ranks][seed]
     assert plan.recv_tokens().mean() <= most and "times as fast as" in plan.reason
     assert plan.recv_tokens().max() <= 2.5 * plan.recv_tokens().mean()
 
 
+def test_hosts_of_8_are_the_default() -> None:
+    """So "auto" may choose the exchange for hosts, here at 64 ranks, where it is the faster one."""
+    mask = SpanMask.documents(document_offsets(131_072, 1))
+    plan = make_plan(mask, 64, exchange="auto", **LLAMA)
+    assert plan.hardware is H100 and plan.exchange == "hierarchical"
+    others = [c.seconds["total"] for c in plan.candidates if c.exchange != "hierarchical"]
+    assert plan.predict()["total"] < min(others) and plan.host_traffic().host_size == 8
+    assert make_plan(mask, 64, hardware=FLAT, **LLAMA).exchange == "needed"
+
+
 def test_as_fast_but_far_more_bytes_is_not_simpler() -> None:
     """Where compute hides everything, an all_gather would still hold and send what nobody reads."""
-    whole = make_plan(SpanMask.documents(np.arange(9) * 65_536), 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    whole = make_plan(SpanMask.documents(np.arange(9) * 65_536), 8, **LLAMA)
     assert whole.exchange == "needed" and not whole.recv_tokens().any()
     long = SpanMask.documents(document_offsets(1 << 20, 0, median=65_536))
-    plan = make_plan(long, 8, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    plan = make_plan(long, 8, **LLAMA)
     assert plan.exchange == "needed" and plan.recv_tokens().mean() < 0.2 * (1 << 20)
 
 
@@ -145,7 +157,7 @@ def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> No
         return int(plan.traffic()[host[:, None] != host].sum())
 
     hosts = dataclasses.replace(H100, links=(dataclasses.replace(H100.links[0], ranks=4), H100.links[1]))
-    flat = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed")
+    flat = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=FLAT)
     inside = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=hosts)
     assert across(inside) < across(flat) and inside.imbalance() <= 1.031
     alike = make_plan(DOCUMENTS, 4, balancer="local", exchange="needed", hardware=hosts)
@@ -172,7 +184,7 @@ def test_the_search_over_groups_knows_how_many_of_them_a_host_holds(ranks, excha
     outer = ranks[0] if isinstance(ranks, tuple) else ranks
     search = Local(host_size=host_groups, host_price=0.2 if len(host) > 1 else 0.05)
     assert (plan.groups if outer == plan.num_groups else plan.layout) == make_plan(
-        DOCUMENTS, outer, balancer=search, exchange="needed"
+        DOCUMENTS, outer, balancer=search, exchange="needed", hardware=FLAT
     ).layout
 
 

@@ -201,6 +201,7 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"repeats": 0}, "repeats=0"),
         ({"largest": 1}, "largest=1"),
+        ({"largest": "64MB"}, "largest='64MB'"),
         ({"problems": ()}, r"problems=\(\)"),
         ({"host_size": 3}, "host_size must divide the 2 ranks, got 3"),
         ({"kernel": "fast"}, "unknown kernel 'fast'"),

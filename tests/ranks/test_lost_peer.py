@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import math
 import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -191,6 +195,23 @@ def waits_and_dies(rank: int, mesh: DeviceMesh) -> None:
     collective(mesh, "all-to-all", "all-to-all of dK/dV")
 
 
+def link_is_cut(rank: int, mesh: DeviceMesh, how: str) -> None:
+    """Rank 0 loses its connections to the other rank, which are closed or silent; that to the store stays."""
+    collective(mesh, "all-to-all")
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a packet filter: accept no byte
+    for link in os.listdir("/proc/self/fd") if rank == 0 else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link))) as connection:
+            if connection.family == socket.AF_INET and connection.getpeername()[1] != store.port:
+                if how == "closed":
+                    connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    connection.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(nothing)))
+    collective(mesh, "all-to-all")
+
+
 def backend_fails(rank: int, mesh: DeviceMesh) -> None:
     def begin(x: torch.Tensor) -> torch.Tensor:
         raise dist.DistBackendError(f"no communicator on {rank}")
@@ -325,6 +346,8 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[dict[Any, World]]:
         started["waiting"] = World(waits_and_dies, timeout=NEVER)
         started["host"] = World(one_is_lost, "all-to-all", "killed", 0, store_in_rank_0=True, timeout=NEVER)
         started["backend"] = World(backend_fails, mesh_shape=(2,))
+        started["closed"] = World(link_is_cut, "closed", mesh_shape=(2,), timeout=NEVER)
+        started["silent"] = World(link_is_cut, "silent", mesh_shape=(2,))
         mesh: Any = {"mesh_shape": (2, 2), "names": ("dp", "cp")}
         started["sub-mesh"] = World(one_is_lost, "all-gather", "killed", 3, **mesh, timeout=NEVER)
         mesh = {"mesh_shape": (2, 2, 2), "names": ("dp", "tp", "cp")}
@@ -409,6 +432,15 @@ def test_a_start_that_fails(worlds: dict[Any, World]) -> None:
         text = check(outcome, "all-to-all of K/V", ())
         assert "all ranks are there" in text
         assert text.endswith(f"torch said: no communicator on {rank}")
+
+
+def test_a_cut_link_between_ranks_that_live(worlds: dict[Any, World]) -> None:
+    for outcome in worlds["closed"].outcomes():
+        text = check(outcome, "all-to-all of K/V", ())
+        assert re.search("the network has cut the connection of ranks (0, 1|1, 0)", text), text
+    for outcome in worlds["silent"].outcomes():
+        text = check(outcome, "all-to-all of K/V", ())
+        assert "Timed out" in text and "if no rank is late, a connection between them is cut or too slow" in text
 
 
 def test_ranks_that_share_no_axis_with_the_lost_one(worlds: dict[Any, World]) -> None:

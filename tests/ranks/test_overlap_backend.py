@@ -192,7 +192,7 @@ def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: Gloo
 
 
 def refuse(rank: int, mesh: DeviceMesh) -> list[tuple[str, float]]:
-    """Errors if rank 1 cannot schedule at first, with the seconds until them; then it can."""
+    """Errors if `on_result` of rank 1 raises at first, with the seconds until them; then it does not."""
     said = []
     for refusing in (True, False):
         torch._dynamo.reset()
@@ -210,10 +210,10 @@ def refuse(rank: int, mesh: DeviceMesh) -> list[tuple[str, float]]:
     return said
 
 
-def test_ranks_hear_of_one_that_cannot_schedule(gloo_pool: GlooPool) -> None:
+def test_ranks_hear_of_one_whose_on_result_raises(gloo_pool: GlooPool) -> None:
     """It never comes to compare, and they would wait for it until their group's timeout."""
     first, second = gloo_pool.run(2, refuse)
-    assert first[0][0] == "ValueError: rank 1 could not schedule its graph: OSError: no space left"
+    assert first[0][0] == "ValueError: rank 1 raised in on_result: OSError: no space left"
     assert second[0][0].startswith("BackendCompilerFailed") and "OSError: no space left" in second[0][0]
     assert first[0][1] < 20
     assert first[1] == second[1] == ("", 0.0)

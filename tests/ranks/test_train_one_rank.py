@@ -307,6 +307,17 @@ def test_a_full_disk_is_one_line_and_loses_no_checkpoint(
     assert run_one_rank(tiny(data, steps=3, out=str(out), resume=True)) == 0
 
 
+def test_a_disk_that_is_full_at_the_first_checkpoint_has_nothing_to_resume(tmp_path: Path, data: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="step 1 cannot be saved .*: File too large. There is no earlier") as caught:
+            run_one_rank(tiny(data, steps=1, out=str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "make room and start the run again" in str(caught.value) and "resume" not in str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     out = tmp_path_factory.mktemp("runs") / "two"

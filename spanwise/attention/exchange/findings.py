@@ -33,6 +33,7 @@ _PROBE_TAG = 0x5BA7  # no rank receives messages with this tag
 # Texts of gloo's TCP transport for a connection closed at the other end (gloo/transport/tcp/pair.cc). Its other texts
 # mean that this end closed it.
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
+_TIMED_OUT = "Timed out"
 
 
 class Report(NamedTuple):
@@ -137,10 +138,16 @@ def describe(found: Findings) -> str:
     if not lost and not found.trouble:
         there = {r: report for r, report in found.reports.items() if r in own.ranks}
         first, last = next(iter(there)), min(there, key=lambda r: there[r].seconds)
-        parts.append(
-            f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
-            f"{names([first])} failed first, after {there[first].seconds:.1f} s: {there[first].said}"
-        )
+        timed_out = any(_TIMED_OUT in report.said for report in there.values())
+        cut = [r for r in there[first].closed if r in there]
+        if cut and not timed_out:  # otherwise the ranks that time out close their connections
+            parts.append(f"no process has ended: the network has cut the connection of {names([first, *cut])}")
+        else:
+            parts.append(
+                f"all ranks are there; {names([last])} came last and had waited {there[last].seconds:.1f} s; "
+                f"{names([first])} failed first, after {there[first].seconds:.1f} s: {there[first].said}"
+                f"{'; if no rank is late, a connection between them is cut or too slow' if timed_out else ''}"
+            )
     return "; ".join(parts) + f". torch said: {own.said}" + _last_calls(found)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spanwise.attention.kernels import _dense
 from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._engine import NO_KEY, Engine, check_cpu
 from spanwise.attention.kernels._flops import count_flops
@@ -92,6 +93,10 @@ def _sdpa(
 
     A float32 lse of 10,000 is wrong by up to 5e-4, and so would be all weights that the backward recomputes from it.
     """
+    if _dense.is_small(q, k, softcap):
+        out, lse = _dense.forward(q, k, v, start, end, scale)
+        if _are_finite(out):
+            return out if wide else out.to(q.dtype), lse
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype if wide else q.dtype)
     totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
@@ -171,6 +176,10 @@ def _sdpa_backward(
     ``out`` None: grad_lse is already less rowsum(grad_out * out).
     The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
+    if _dense.is_small(q, k, softcap):
+        dq, dk, dv = _dense.backward(grad_out, grad_lse, (q, k, v, out, lse), start, end, scale)
+        if _are_finite(dq, dk):
+            return dq, dk.to(k.dtype), dv.to(v.dtype)
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     tensors = grad_out, grad_lse, q, k, v, out, lse
     dq, dk, dv = _gradients(engine, tensors, start, end, careful=False)
@@ -197,7 +206,7 @@ def _gradients(
         delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
         if out is not None:
             delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
-        shift, share = _split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
+        shift, share = _dense.split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
         delta = delta.to(engine.dtype).mul_(share)
         do_tile.mul_(share)
         dq_tile = engine.buffer("dq", *q_tile.shape).zero_()
@@ -219,18 +228,6 @@ def _gradients(
             _add_columns(engine, dk[b], strip, ds, q_tile, reads)
         dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.unflatten(1, (engine.group, -1))
     return dq, dk, dv
-
-
-def _split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A float64 lse as ``shift``, ``share`` of ``dtype``: ``exp(score - lse) = exp2(score * log2 e - shift) * share``.
-
-    Rows of grad_out and delta times `share` make all gradients right, at no cost for each score.
-    """
-    exact = lse * _LOG2_E
-    shift = exact.to(dtype)
-    # Beyond 2^24 scores of one row differ by 1 or more, and float64 knows less and less of the remainder.
-    rest = torch.where(shift.abs() < 2**24, shift.to(lse.dtype) - exact, 0)
-    return shift, rest.exp2_().to(dtype)
 
 
 def _are_finite(*tensors: Tensor) -> bool:

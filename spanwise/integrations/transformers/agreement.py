@@ -1,15 +1,17 @@
-"""check_same_batch: the ranks of a cp mesh got the same batch.
+"""What the ranks of a cp mesh must share: the same batch, and the same parameters.
 
 Plans are compared anyway, but batches of equal document lengths have equal plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure
@@ -17,35 +19,91 @@ from spanwise.attention.exchange.expectation import Call
 from spanwise.attention.rank_plan import mesh_ranks
 
 
-def check_same_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Compare the contents of a batch over `mesh`; one all-reduce of 16 bytes an axis. A compared call itself.
+class Parameters:
+    """Compares the parameters of a model that train: at its first batch, and after each of two optimizer steps.
+
+    Ranks whose gradients nobody averages print equal losses while their weights drift apart. Parameters that are
+    sharded or replicated over ranks of the cp mesh, as by FSDP2, are left out: their owner averages gradients.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._version = 3, -1
+
+    def own(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+        """The parameters that ranks of `mesh` must have equal, by name."""
+        ranks, found = set(mesh.mesh.flatten().tolist()), {}
+        for name, x in model.named_parameters():
+            own: torch.Tensor = x
+            if isinstance(own, DTensor):
+                if len(ranks.intersection(own.device_mesh.mesh.flatten().tolist())) > 1:
+                    continue
+                own = own.to_local()
+            if x.requires_grad:
+                found[name] = own.detach()
+        return found
+
+    def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
+        """int64 without dims; 0 if nothing is left to compare, or no parameter has changed since the last call."""
+        own = self.own(model, mesh) if self._left else {}
+        version = sum(x._version for x in own.values())
+        self._left = self._left if own else 0
+        if not own or version == self._version:
+            return torch.zeros((), dtype=torch.int64)
+        self._version, self._left = version, self._left - 1
+        return _total([_checksum(x) for x in own.values()])
+
+
+def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tuple[nn.Module, Parameters]]) -> None:
+    """Compare a batch, and the parameters of models, over `mesh`; one all-reduce of 32 bytes an axis.
 
     Embeddings are not compared: ranks may have computed them, and kernels need not give the same bits twice.
 
     Raises:
-        ValueError: batches that differ, on all ranks.
+        ValueError: batches or parameters that differ, on all ranks.
         spanwise.MismatchError: a rank makes another call, as after a backward that it left out.
         spanwise.ExchangeError: a rank is gone or too late.
     """
+    if mesh.size() == 1:
+        return
     failure.compare(Call(b"", "a batch", (), ()), *mesh_ranks(mesh))
-    total = torch.zeros((), dtype=torch.int64)
-    for index, name in enumerate(sorted(batch)):
-        x = batch[name]
-        if isinstance(x, torch.Tensor) and name != "inputs_embeds":
-            total = total.to(x.device) * 1000003 + (index + 1) * _checksum(x.detach())
-    extremes = torch.stack([total, -total])
-    extremes = extremes.to(_torch.comparison_device(mesh.get_group(0)))
-    extremes = failure.all_reduce(extremes, "max", mesh, "the checksum of a batch")
-    largest, smallest = extremes.tolist()
-    if largest != -smallest:
+    tensors = [batch[n] for n in sorted(batch) if isinstance(batch[n], torch.Tensor) and n != "inputs_embeds"]
+    weights = _total([parameters.checksum(model, mesh) for model, parameters in models])
+    same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)
+    if not same_batch:
         raise ValueError(
             "the ranks of the cp mesh got different batches of equal lengths; every rank of the mesh takes the same "
             "whole batch: give the loader's sampler the data-parallel rank, and equal seeds on all cp ranks"
         )
+    if not same_weights:
+        own = {name: x for model, parameters in models for name, x in parameters.own(model, mesh).items()}
+        if _are_same([torch.tensor(len(own))], mesh)[0]:
+            same = _are_same([_checksum(x) for x in own.values()], mesh)
+            own = {name: x for (name, x), equal in zip(own.items(), same, strict=True) if not equal}
+        raise ValueError(
+            f"parameters differ between ranks of the cp mesh, such as {next(iter(own), 'the number of them')}. Average "
+            f"gradients over the mesh, with fully_shard or DistributedDataParallel, and start from equal weights; if "
+            f"they differ by design, as local experts do, pass check_parameters=False to hf.context_parallel"
+        )
+
+
+def _are_same(sums: list[torch.Tensor], mesh: DeviceMesh) -> list[bool]:
+    """Whether each of some int64 numbers is the same on all ranks. A collective call."""
+    device = _torch.comparison_device(mesh.get_group(0))
+    extremes = torch.stack([x.to(device) for x in sums])
+    extremes = failure.all_reduce(torch.stack([extremes, -extremes]), "max", mesh, "checksums")
+    return (extremes[0] == -extremes[1]).tolist()
+
+
+def _total(sums: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64 without dims: differs, almost surely, where one of `sums`, or their order, does."""
+    total = torch.zeros((), dtype=torch.int64)
+    for index, x in enumerate(sums):
+        total = total.to(x.device) * 1000003 + (index + 1) * x
+    return total
 
 
 def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """int64: differs, almost surely, where contents or shapes do."""
+    """int64 without dims: differs, almost surely, where contents or shapes do."""
     if x.is_floating_point():  # the bits, summed by row: images are large
         bits = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
         x = bits.flatten(1).sum(1, dtype=torch.int64) if x.dim() > 1 else bits

@@ -35,37 +35,13 @@ PREFIX = "spanwise_"
 KIND = "_spanwise_kind"  # attribute of an attention module: its kind of mask, by its layer in the config
 
 # Arguments of attention calls that say nothing which the plan does not know.
-_IGNORED = frozenset(
-    [
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "past_key_values",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "num_items_in_batch",
-        "return_dict",
-        "is_causal",
-        "is_training",
-        "layer_idx",
-        "position_embeddings_global",
-        "position_embeddings_local",
-        "labels",
-        "shift_labels",
-        "logits_to_keep",
-        "input_ids",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "attention_mask",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "deterministic",
-    ]
-)
+_IGNORED = frozenset([
+    "position_ids", "position_embeddings", "position_embeddings_global", "position_embeddings_local",
+    "cache_position", "past_key_values", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "num_items_in_batch", "return_dict", "is_causal", "is_training", "layer_idx", "labels",
+    "shift_labels", "logits_to_keep", "input_ids", "token_type_ids", "mm_token_type_ids", "attention_mask",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic",
+])  # fmt: skip
 
 
 def register(before: str) -> str:
@@ -110,7 +86,7 @@ def attention(
         key,
         value,
         spanwise_plan.plan,
-        mask_name=kind,
+        mask_name=spanwise_plan.names[kind],
         scale=kwargs.get("scaling"),
         softcap=kwargs.get("softcap"),
         sinks=_sinks(kwargs.get("s_aux"), query),

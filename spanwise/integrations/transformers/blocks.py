@@ -110,6 +110,8 @@ def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> 
         _check_no_images(batch.get("mm_token_type_ids"), config)
         return None
     given = batch.get(rule.argument)
+    if documents.tree is not None:
+        raise ValueError(f"tokens of a model with {name} may read each other, which no tree has a mask for")
     if given is None:
         if rule.needed:
             raise ValueError(

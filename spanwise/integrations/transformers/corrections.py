@@ -126,6 +126,7 @@ def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], 
     if planned is None or logits is None:
         return None
     output.router_logits = tuple(
-        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
+        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0, : planned.documents.kept]
+        for x in logits
     )
     return output

@@ -1,10 +1,10 @@
 """Documents of a Hugging Face batch: which of its ``B * S`` tokens are kept, and where documents start among them.
 
-A batch is padded (`attention_mask`), packed (`cu_seq_lens_q`, `seq_idx`, `position_ids` that start anew), or neither:
-then each row is a document.
+A batch is padded (`attention_mask`), packed (`cu_seq_lens_q`, `seq_idx`, `position_ids` that start anew), a tree of
+prefixes (`tree`), or none of these: then each row is a document.
 """
 
-# B rows, S tokens a row, N tokens that are kept
+# B rows, S tokens a row, N tokens of the plan: those that are kept, and added ones
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import spanwise
 
 # Describe the documents of the whole batch; wrong for a shard.
 DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
@@ -25,45 +27,79 @@ class Documents:
 
     Attributes:
         rows, length: B and S.
-        keep: int64 ``[N]`` in host memory, kept tokens of the flattened batch, ascending; None for all.
-        cu_seqlens: int64 ``[num_docs + 1]``, offsets among the kept tokens.
+        keep: int64 ``[kept tokens]`` in host memory, indices in the flattened batch, ascending; None for all.
+        cu_seqlens: int64 ``[num_docs + 1]``, offsets among the N tokens. Each added token is a document.
+        added: number of tokens behind the kept ones, so that no rank is without a token.
+        tree: of the N tokens; None without one. Then `cu_seqlens` says nothing of them.
     """
 
     rows: int
     length: int
     keep: torch.Tensor | None
     cu_seqlens: np.ndarray
+    added: int = 0
+    tree: spanwise.TokenTree | None = None
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens of the batch without padding."""
+        return int(self.cu_seqlens[-1]) - self.added
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 ``[1, N]``: the position of each kept token in its document."""
+        """int64 ``[1, N]``: the position of each token in its document, or on its path in the tree."""
+        if self.tree is not None:
+            return torch.from_numpy(self.tree.positions())[None]
         starts = np.repeat(self.cu_seqlens[:-1], np.diff(self.cu_seqlens))
         return torch.from_numpy(np.arange(self.cu_seqlens[-1]) - starts)[None]
 
+    def paths(self) -> list[np.ndarray]:
+        """The tokens of each document, or of the path to each leaf of the tree; int64."""
+        if self.tree is not None:
+            return self.tree.paths(self.tree.leaves)
+        return np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
+
     def restored(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, S, …]`` from kept tokens ``[N, …]``; 0 at padding. Differentiable."""
+        """``[B, S, …]`` from ``[N, …]``; 0 at padding. Differentiable."""
+        x = x[: self.kept]
         if self.keep is not None:
             x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.keep.to(x.device), x)
         return x.unflatten(0, (self.rows, self.length))
 
-    def flat(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Kept tokens of `x` ``[…, B, S, …]``, whose rows are dim `dim`, as ``[…, 1, N, …]``."""
+    def flat(self, x: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """`x` ``[…, B, S, …]``, whose rows are dim `dim`, as ``[…, 1, N, …]``; `fill` at added tokens."""
         if x.shape[dim] == 1 and self.rows > 1:  # positions that are the same in every row
             x = x.expand(*x.shape[:dim], self.rows, *x.shape[dim + 1 :])
         x = x.flatten(dim, dim + 1).unsqueeze(dim)
-        return x if self.keep is None else x.index_select(dim + 1, self.keep.to(x.device))
+        if self.keep is not None:
+            x = x.index_select(dim + 1, self.keep.to(x.device))
+        if self.added:
+            more = x.new_full((*x.shape[: dim + 1], self.added, *x.shape[dim + 2 :]), fill)
+            x = torch.cat([x, more], dim + 1)
+        return x
 
 
-def find_documents(batch: Mapping[str, Any]) -> Documents:
+def is_packed(batch: Mapping[str, Any]) -> bool:
+    """Whether a row of `batch` holds several documents; False for a batch that `find_documents` refuses."""
+    try:
+        documents = find_documents(batch)
+    except ValueError:
+        return False
+    return documents.tree is not None or len(documents.cu_seqlens) - 1 > documents.rows
+
+
+def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     """The documents of `batch`; pure.
 
     Args:
-        batch: ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, D]``, and at most one description of documents:
-            ``attention_mask`` ``[B, S]``, 1 for tokens and 0 for padding, on the left or right of each row;
-            ``cu_seq_lens_q``, offsets in the flattened batch; ``position_ids`` ``[B, S]`` or ``[1, S]`` (with four
-            rows in front, ``[4, B, S]``, the first counts), where a document starts wherever they do not grow;
-            ``seq_idx`` ``[B, S]``, the number of each token's document. Position ids that skip numbers need one of
-            the other descriptions, and ``seq_idx`` may stand beside one that agrees with it.
+        batch: ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, D]``, and what describes its documents:
+            ``attention_mask`` ``[B, S]``, 1 for tokens and 0 for padding, on the left or right of each row; of ones, it
+            says nothing; ``cu_seq_lens_q``, offsets in the flattened batch; ``position_ids`` ``[B, S]`` or ``[1, S]``,
+            where a document starts wherever they do not grow (with four rows in front, ``[4, B, S]``, the first counts;
+            with three, ``[3, B, S]``, a document starts where none of them grows); ``seq_idx`` ``[B, S]``, the number
+            of each token's document. Position ids that skip numbers need one of the other descriptions. Or ``tree``, a
+            `spanwise.TokenTree` of the S tokens of one row.
+        num_ranks: of the plan.
 
     Raises:
         ValueError: no tokens, shapes that do not match, padding inside a row, or descriptions that contradict.
@@ -72,59 +108,87 @@ def find_documents(batch: Mapping[str, Any]) -> Documents:
     >>> find_documents(batch).cu_seqlens
     array([0, 3, 5])
     """
-    _check_tensors(batch)
     rows, length = shape_of(batch)
+    if batch.get("tree") is not None:
+        return _of_tree(batch, rows, length, num_ranks)
+    valid = _valid(batch.get("attention_mask"), rows, length)
+    restarts, skips = _steps(batch.get("position_ids"), rows, length)
+    changes = torch.zeros(rows, length, dtype=torch.bool)
+    if batch.get("seq_idx") is not None:
+        changes[:, 1:] = _of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
     starts = torch.zeros(rows, length, dtype=torch.bool)
     starts[:, 0] = True
-    valid = _valid(batch.get("attention_mask"), rows, length)
-    offsets, positions = batch.get("cu_seq_lens_q"), text_positions(batch.get("position_ids"))
-    keys = batch.get("cu_seq_lens_k")
-    if keys is not None and (offsets is None or torch.as_tensor(keys).tolist() != torch.as_tensor(offsets).tolist()):
-        raise ValueError(
-            "cu_seq_lens_k is not cu_seq_lens_q: context parallelism takes documents that attend to themselves; pass "
-            "the same offsets, or cu_seq_lens_q alone"
-        )
+    offsets = _offsets(batch, rows * length)
     if offsets is not None:
-        starts.view(-1)[_checked_offsets(offsets, rows * length)] = True
-    steps, changes = _steps(positions, rows, length), _changes(batch.get("seq_idx"), rows, length)
-    if valid is None:
-        if offsets is None and steps is not None:
-            _check_no_skip(steps)
-            starts |= steps < 1
-        elif offsets is None and changes is not None:
-            starts |= changes
-        _check_seq_idx(changes, starts)
-        return Documents(rows, length, None, _offsets(starts.flatten()))
-    if offsets is not None:
-        raise ValueError(
-            "the batch has both attention_mask and cu_seq_lens_q; leave attention_mask out where it is packed"
-        )
-    _check_seq_idx(changes, ~(valid & torch.nn.functional.pad(valid, (1, -1))))
-    if steps is not None:
-        inside = (steps < 1) & valid & torch.nn.functional.pad(valid, (1, -1))
-        if inside.any():
-            row, token = inside.nonzero()[0].tolist()
-            raise ValueError(
-                f"position_ids start anew at token {token} of row {row}, and attention_mask says that the row is one "
-                f"document; leave attention_mask out if the batch is packed"
-            )
-    starts = valid & ~torch.nn.functional.pad(valid, (1, -1))
-    keep = valid.flatten().nonzero().flatten()
-    return Documents(rows, length, keep if len(keep) < rows * length else None, _offsets(starts.flatten()[keep]))
+        if valid is not None and not valid.all():
+            raise ValueError("the batch has padding in attention_mask, and cu_seq_lens_q; leave one of them out")
+        starts.view(-1)[offsets] = True
+        if restarts is not None:
+            restarts[:, 0] = True
+            _refuse_at(starts != restarts, "cu_seq_lens_q and position_ids tell different documents; leave one out")
+    elif valid is not None and not valid.all():
+        inside = valid & torch.nn.functional.pad(valid, (1, -1))
+        starts = valid & ~inside
+        if restarts is not None:
+            text = "position_ids start anew in a padded row, which is one document; a packed batch has no padding"
+            _refuse_at(restarts & inside, text)
+    elif restarts is not None:
+        if valid is None:
+            text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if "
+            _refuse_at(skips, text + "each row is one document, or cu_seq_lens_q")
+        starts |= restarts
+    else:
+        starts |= changes
+    kept = torch.ones_like(starts) if valid is None or offsets is not None else valid
+    _refuse_at(changes & ~starts & kept, "seq_idx changes where no document starts by the rest of the batch")
+    keep = None if kept.all() else kept.flatten().nonzero().flatten()
+    first = starts[kept]
+    added = max(0, num_ranks - len(first))
+    cu_seqlens = np.append(np.flatnonzero(first), np.arange(len(first), len(first) + added + 1))
+    return Documents(rows, length, keep, cu_seqlens, added)
 
 
-def _check_tensors(batch: Mapping[str, Any]) -> None:
-    """Raise ValueError for lists and arrays, which only a collator makes a batch of."""
+def _of_tree(batch: Mapping[str, Any], rows: int, length: int, num_ranks: int) -> Documents:
+    """The documents of a batch with a tree."""
+    tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
+    if not isinstance(tree, spanwise.TokenTree):
+        raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
+    if rows != 1 or tree.num_tokens != length:
+        raise ValueError(
+            f"the tree has {tree.num_tokens} tokens, the batch {rows} rows of {length}; give the tokens of the tree in "
+            f"one row, [1, {tree.num_tokens}]: TokenTree.pack joins several trees"
+        )
+    mask = _valid(batch.get("attention_mask"), rows, length)
+    if others or (mask is not None and not mask.all()):
+        raise ValueError(f"the batch has a tree and {others or 'padding'}; the tree alone tells positions and masks")
+    added = max(0, num_ranks - length)
+    if added:
+        tree = spanwise.TokenTree.pack([tree, spanwise.TokenTree([-1] * added, [1] * added)])
+    return Documents(1, length, None, np.array([0, length + added]), added, tree)
+
+
+def _refuse_at(where: torch.Tensor, text: str) -> None:
+    """Raise ValueError with `text` for the first token for which `where` ``[B, S]`` holds."""
+    for row, token in where.nonzero()[:1].tolist():
+        raise ValueError(f"{text} (token {token} of row {row})")
+
+
+def _of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
+    """`x` in host memory, which must be a tensor of one of these shapes."""
+    if not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{name} must be a tensor [B, S] = {shapes[0]}{meaning}, got {got}")
+    return x.detach().cpu()
+
+
+def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """B and S of a batch, after a check that it was collated."""
     for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
             raise ValueError(
                 f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before, as with "
                 f"tokenizer.pad(…, return_tensors='pt')"
             )
-
-
-def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """B and S of a batch."""
     for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
         x = batch.get(name)
         if x is not None:
@@ -136,88 +200,50 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     raise ValueError(f"the batch needs input_ids or inputs_embeds; it has {sorted(batch)}")
 
 
-def text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """``[B, S]`` positions along the text, or None where `positions` does not hold them."""
-    if positions is None or positions.dim() == 2:
-        return positions
-    if positions.dim() != 3 or positions.shape[0] not in (3, 4):
-        raise ValueError(f"position_ids must be [B, S], [3, B, S] or [4, B, S], got shape {tuple(positions.shape)}")
-    return positions[0] if positions.shape[0] == 4 else None  # time, height and width do not count tokens
-
-
 def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
+    """bool ``[B, S]``, False at padding."""
     if mask is None:
         return None
-    if not isinstance(mask, torch.Tensor):
-        raise ValueError(
-            f"attention_mask must be a tensor [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got a "
-            f"{type(mask).__name__}; masks of the model's kinds of layers follow from its config"
-        )
-    if tuple(mask.shape) != (rows, length):
-        raise ValueError(
-            f"attention_mask must be [B, S] = {(rows, length)}, 1 for tokens and 0 for padding, got shape "
-            f"{tuple(mask.shape)}; for other masks make a plan with spanwise.make_plan and pass it to prepare"
-        )
-    mask = mask.detach().cpu()
+    meaning = ", 1 for tokens and 0 for padding (for other masks give hf.prepare a plan of spanwise.make_plan)"
+    mask = _of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
     valid = mask.bool()
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"attention_mask must hold 0 and 1, got {mask.unique().tolist()[:8]}")
-    runs = (valid & ~torch.nn.functional.pad(valid, (1, -1))).sum(dim=1)
-    if (runs > 1).any():
-        raise ValueError(
-            f"attention_mask has padding between tokens of row {int((runs > 1).nonzero()[0])}; padding may be on the "
-            f"left and right of a row only"
-        )
-    if not valid.any():
-        raise ValueError("attention_mask is 0 everywhere: the batch has no token")
+    if not (mask == valid).all() or not valid.any():
+        raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
+    begins = valid & ~torch.nn.functional.pad(valid, (1, -1))
+    text = "attention_mask has padding between tokens of a row, which may have it on its left and right only"
+    _refuse_at(begins & (begins.cumsum(1) > 1), text)
     return valid
 
 
-def _checked_offsets(offsets: Any, total: int) -> torch.Tensor:
-    """Starts of documents, without empty ones."""
-    offsets = torch.as_tensor(offsets).detach().flatten().long().cpu()
+def _offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor | None:
+    """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
+    offsets, keys = (
+        None if batch.get(name) is None else torch.as_tensor(batch[name]).detach().flatten().long().cpu()
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k")
+    )
+    if keys is not None and (offsets is None or not torch.equal(offsets, keys)):
+        raise ValueError(
+            "cu_seq_lens_k is not cu_seq_lens_q: context parallelism takes documents that attend to themselves; pass "
+            "the same offsets, or cu_seq_lens_q alone"
+        )
+    if offsets is None:
+        return None
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
         raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
     return offsets[:-1][offsets.diff() > 0]
 
 
-def _steps(positions: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
-    """int64 ``[B, S]``: each position minus its predecessor in the row; 1 at the first token."""
+def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """bool ``[B, S]`` each: where positions start anew, or None where they do not tell, and where they skip numbers."""
     if positions is None:
-        return None
-    if positions.shape[1] != length or positions.shape[0] not in (1, rows):
-        raise ValueError(f"position_ids must be [B, S] = {(rows, length)}, got shape {tuple(positions.shape)}")
-    return torch.nn.functional.pad(positions.detach().cpu().diff(dim=-1), (1, 0), value=1).expand(rows, -1)
-
-
-def _check_no_skip(steps: torch.Tensor) -> None:
-    """Raise ValueError for positions that skip numbers, as long documents are trained on in some methods."""
-    if (steps > 1).any():
-        row, token = (steps > 1).nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids grow by {int(steps[row, token])} at token {token} of row {row}, where a document may start "
-            f"or go on; pass an attention_mask of ones if each row is one document, or cu_seq_lens_q"
-        )
-
-
-def _changes(seq_idx: torch.Tensor | None, rows: int, length: int) -> torch.Tensor | None:
-    """bool ``[B, S]``: whether a token's document is not that of its predecessor in the row."""
-    if seq_idx is None:
-        return None
-    if tuple(seq_idx.shape) != (rows, length):
-        raise ValueError(f"seq_idx must be [B, S] = {(rows, length)}, got shape {tuple(seq_idx.shape)}")
-    return torch.nn.functional.pad(seq_idx.detach().cpu().diff(dim=-1) != 0, (1, 0))
-
-
-def _check_seq_idx(changes: torch.Tensor | None, starts: torch.Tensor) -> None:
-    """Raise ValueError where `seq_idx` changes inside a document that another description tells."""
-    if changes is not None and (changes & ~starts).any():
-        row, token = (changes & ~starts).nonzero()[0].tolist()
-        raise ValueError(
-            f"seq_idx changes at token {token} of row {row}, where no document starts by the rest of the batch; leave "
-            f"out what does not describe its documents"
-        )
-
-
-def _offsets(starts: torch.Tensor) -> np.ndarray:
-    return np.concatenate([starts.nonzero().flatten().numpy(), [len(starts)]]).astype(np.int64)
+        return None, torch.zeros(rows, length, dtype=torch.bool)
+    shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
+    positions = _of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
+    # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
+    # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
+    along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]
+    steps = torch.nn.functional.pad(along.diff(dim=-1), (1, 0), value=1)
+    restarts = (steps < 1).all(0)
+    if len(along) == 3:
+        restarts &= (steps[0] < 0) | (along == 0).all(0)
+    return restarts.expand(rows, -1).clone(), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)

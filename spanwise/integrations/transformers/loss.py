@@ -9,9 +9,25 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForTokenClassification
 
 import spanwise
-from spanwise.integrations.transformers.planned import ARGUMENT
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
+
+_SHIFTED = {
+    ForCausalLMLoss: True,
+    ForTokenClassification: False,
+}  # losses, and whether they take the next token's label
+
+
+def is_known(loss_function: Any) -> bool:
+    """Whether a loss is a mean of cross-entropies over tokens, which `GlobalLoss` computes over all ranks."""
+    return loss_function in _SHIFTED
+
+
+def predicts_next(model: Any) -> bool:
+    """Whether labels are those of next tokens; by the class of `model`, whose loss function may be the user's own."""
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is not ForTokenClassification
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +38,23 @@ class GlobalLoss:
     before: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        planned = kwargs.pop(ARGUMENT, None)
+        logits, labels = [*args, *(kwargs[name] for name in ("logits", "labels")[len(args) :])][:2]
+        planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(labels)
         if planned is None:
-            return self.before(*args, **kwargs)
-        logits = args[0] if args else kwargs["logits"]
+            if torch.compiler.is_compiling() and not _SHIFTED[self.before]:
+                raise ValueError(
+                    "the loss of token classification does not compile under context parallelism; call "
+                    "the model without labels, and compute the loss from the logits"
+                )
+            return self.before(*args, **{name: x for name, x in kwargs.items() if name != ARGUMENT})
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
-        labels = kwargs["shift_labels"]
-        loss = spanwise.cross_entropy(logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"))
+        if planned.edges is not None:
+            logits = logits[:, planned.edges.sources]
+        labels = kwargs.get("shift_labels", labels)
+        loss = spanwise.cross_entropy(
+            logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"), weights=planned.weights
+        )
         planned.losses.append((loss, version_of(loss)))
         return loss
 

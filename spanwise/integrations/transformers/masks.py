@@ -91,16 +91,24 @@ def mask_weights(config: Any) -> dict[str, int]:
     return dict(Counter(kinds)) if kinds else {NO_ATTENTION: 1}
 
 
-def span_mask(config: Any, kind: str, cu_seqlens: np.ndarray) -> spanwise.SpanMask:
-    """The mask of layers of `kind` for documents at `cu_seqlens`."""
-    config = config.get_text_config()
-    if kind == NO_ATTENTION:
-        return spanwise.SpanMask.documents(cu_seqlens, window=(0, 0))
-    if kind == SLIDING:
-        return spanwise.SpanMask.documents(cu_seqlens, window=(config.sliding_window - 1, 0))
-    if kind == CHUNKED:
-        return spanwise.SpanMask.documents(cu_seqlens, chunk=config.attention_chunk_size)
-    return spanwise.SpanMask.documents(cu_seqlens)
+def span_masks(config: Any, documents: Documents, blocks: Blocks | None) -> dict[str, spanwise.SpanMask]:
+    """The mask of each kind of a model's layers, for the documents of a batch."""
+    kinds, text = mask_weights(config), config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    masks = {}
+    for kind in kinds:
+        left = {SLIDING: (window or 0) - 1, NO_ATTENTION: 0}.get(kind)
+        if kind == CHUNKED and documents.tree is not None:
+            raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
+        if documents.tree is not None:
+            masks[kind] = documents.tree.mask(window=left)
+        elif kind == CHUNKED:
+            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, chunk=text.attention_chunk_size)
+        else:
+            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, window=None if left is None else (left, 0))
+        if blocks is not None:
+            masks[kind] = blocks.added_to(masks[kind], window if kind == SLIDING else None)
+    return masks
 
 
 def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
@@ -110,7 +118,7 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
 
     Args:
         batch: as `find_documents` takes it.
-        config: the model's `PreTrainedConfig`.
+        config: the model's `PreTrainedConfig`; or a list of them, for models that share one layout.
         num_ranks: ranks of the cp mesh.
         options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``; ``recurrences``, of
             layers that carry a state, are by default those of the config.
@@ -118,19 +126,58 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
-    documents = find_documents(batch)
-    return plan_documents(documents, find_blocks(batch, config, documents), config, num_ranks, **options)
+    configs = list(config) if isinstance(config, (list, tuple)) else [config]
+    return plan_documents(find_documents(batch, num_ranks), batch, configs, num_ranks, **options)
 
 
 def plan_documents(
-    documents: Documents, blocks: Blocks | None, config: Any, num_ranks: int, **options: Any
+    documents: Documents, batch: Mapping[str, Any], configs: list[Any], num_ranks: int, **options: Any
 ) -> spanwise.Plan:
-    """`make_plan` for documents and blocks that were found before."""
-    offsets, weights = documents.cu_seqlens, mask_weights(config)
-    masks = {kind: span_mask(config, kind, offsets) for kind in weights}
-    if blocks is not None:
-        window = getattr(config.get_text_config(), "sliding_window", None)
-        masks = {kind: blocks.added_to(m, window if kind == SLIDING else None) for kind, m in masks.items()}
-    mixed = sum(kind in MIXED for kind in layer_types(config))
-    options = {"recurrences": recurrences(config, mixed)} | options
-    return spanwise.make_plan(masks, num_ranks, weights=weights, cu_seqlens=offsets, **options)
+    """`make_plan` for documents that were found before."""
+    masks: dict[str, spanwise.SpanMask] = {}
+    weights: Counter[str] = Counter()
+    carried: dict[str, Any] = {}
+    for number, config in enumerate(configs):
+        for kind, mask in span_masks(config, documents, find_blocks(batch, config, documents)).items():
+            name = kind if masks.setdefault(kind, mask) == mask else f"{kind} of model {number}"
+            masks[name] = mask
+            weights[name] += mask_weights(config)[kind]
+        states = recurrences(config, sum(kind in MIXED for kind in layer_types(config))) or {}
+        carried |= {f"{name} of model {number}" if number else name: x for name, x in states.items()}
+    if carried and documents.tree is not None:
+        raise ValueError(
+            "layers that carry a state along the sequence cannot follow the branches of a tree; give each path as a "
+            "document"
+        )
+    offsets = None if documents.tree is not None else documents.cu_seqlens
+    given = {"recurrences": carried or None, "cu_seqlens": offsets} | options
+    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **given)
+
+
+def mask_names(plan: spanwise.Plan, documents: Documents, expected: Mapping[str, spanwise.SpanMask]) -> dict[str, str]:
+    """The name in `plan` of the mask of each kind of a model's layers, which `expected` has by its config.
+
+    Raises:
+        ValueError: a plan without a mask for one of them, or with one for a config of another window.
+    """
+    names = {}
+    for kind, mask in expected.items():
+        if kind not in plan.masks:
+            raise ValueError(
+                f"the model's layers need masks named {sorted(expected)}, the plan has {sorted(plan.masks)}"
+            )
+        equal = [name for name in plan.masks if name.startswith(kind) and plan.masks[name] == mask]
+        names[kind] = equal[0] if equal else kind
+        given = plan.masks[kind]
+        reach = np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0)
+        most = int(reach.max())  # tokens back, with the row's own
+        others = {
+            SLIDING: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, window=(n - 1, 0)),
+            CHUNKED: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, chunk=n),
+        }
+        if not equal and (documents.tree is not None or (kind in others and given == others[kind]())):
+            raise ValueError(
+                f"layers of type {kind!r} read up to {most} tokens in the plan, and others by the model's config; make "
+                f"the plan with hf.make_plan from the batch and the config of the model"
+            )
+    return names

@@ -16,21 +16,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import spanwise
 from spanwise.integrations.transformers import corrections
+from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
-from spanwise.integrations.transformers.inputs import (
-    SITE,
-    Site,
-    by_name,
-    cut_for_decoder,
-    is_causal_loss,
-    prepare,
-    site_of,
-)
-from spanwise.integrations.transformers.loss import GlobalLoss, version_of
+from spanwise.integrations.transformers.documents import is_packed
+from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut_for_decoder, prepare, site_of
+from spanwise.integrations.transformers.loss import GlobalLoss, is_known, version_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
+from spanwise.integrations.transformers.outputs import mark_outputs
 from spanwise.integrations.transformers.planned import (
     ARGUMENT,
     UNKNOWN,
@@ -50,28 +47,41 @@ _ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend o
 
 
 def context_parallel(
-    model: Any, mesh: DeviceMesh, *, loss_mesh: DeviceMesh | None = None, reduce_loss: bool = True, **options: Any
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    loss_mesh: DeviceMesh | None = None,
+    reduce_loss: bool = True,
+    check_parameters: bool = True,
+    **options: Any,
 ) -> Any:
     """Let `model` train with each batch cut over the ranks of `mesh`.
 
     After it, ``model(**batch)`` in training mode takes whole batches, the same on all ranks of `mesh`: packed, padded,
-    or one document a row. It plans from the batch, cuts it, and returns this rank's logits and the loss of all ranks.
-    Evaluation, `generate`, `save_pretrained` and copies work as before; `prepare` cuts a batch for evaluation.
+    one document a row, or a tree of prefixes. It plans from the batch, cuts it, and returns this rank's logits and the
+    loss of all ranks. `from_pretrained` returns models in evaluation mode: call ``model.train()``. In evaluation mode,
+    without gradients, each rank computes the whole batch as before; packed batches are refused there, and `prepare`
+    cuts them. `generate`, `save_pretrained` and copies work as before.
 
     Args:
         model: a model whose attention goes through `AttentionInterface`, such as those of `AutoModelForCausalLM`; also
             wrapped by PEFT. Before or after `fully_shard`.
         mesh: the cp mesh, 1-D.
         loss_mesh: all axes over which gradients are averaged: dp and cp, or cp alone (default).
-        reduce_loss: False to keep the model's loss function; labels then reach it shifted and cut.
+        reduce_loss: False to keep the model's loss function; labels then reach it cut, and shifted unless the model
+            classifies tokens.
+        check_parameters: whether to compare parameters over `mesh` at the first batch and after each of two optimizer
+            steps, which finds a forgotten FSDP or DDP; False where ranks have parameters of their own.
         options: arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: a model that context parallelism cannot serve exactly; the text says why.
+        ValueError: a model that context parallelism cannot serve exactly, or wrong arguments; the text says why.
     """
+    loss_mesh = mesh if loss_mesh is None else loss_mesh
+    _check_arguments(mesh, loss_mesh, options)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise ValueError(
@@ -97,15 +107,30 @@ def context_parallel(
         corrections.see_last_position(module)
     setattr(decoder, _ROTARY, rotary)
     cut_in_decoder = base.config.get_text_config() is not base.config
-    loss_mesh = mesh if loss_mesh is None else loss_mesh
-    setattr(base, SITE, Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers), padding))
-    if reduce_loss and is_causal_loss(base):
+    parameters = Parameters() if check_parameters else None
+    site = Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers), padding, parameters)
+    setattr(base, SITE, site)
+    if reduce_loss and is_known(base.loss_function):
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
-    base.register_forward_hook(_check_loss, with_kwargs=True)
+    base.register_forward_hook(_leave_model, with_kwargs=True)
     decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=base is not decoder)
     decoder.register_forward_hook(corrections.gather_router_logits, with_kwargs=True)
     return model
+
+
+def _check_arguments(mesh: Any, loss_mesh: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what the first batch would stumble over."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f"mesh must be a DeviceMesh of one axis, such as init_device_mesh(…)['cp'], got {mesh!r}")
+    if not isinstance(loss_mesh, DeviceMesh):
+        raise ValueError(f"loss_mesh must be a DeviceMesh, such as mesh['dp', 'cp'], got {loss_mesh!r}")
+    missing = set(mesh.mesh.flatten().tolist()) - set(loss_mesh.mesh.flatten().tolist())
+    if missing:
+        raise ValueError(f"loss_mesh must hold all ranks of mesh, and lacks {sorted(missing)}")
+    balancer = options.get("balancer", "contiguous")
+    short = {"balancer": balancer if isinstance(balancer, str) else "contiguous", "recurrences": None}
+    spanwise.make_plan(spanwise.SpanMask.documents([0, mesh.size()]), mesh.size(), **{**options, **short})
 
 
 def _checked_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -165,6 +190,13 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     if NO_ATTENTION in mask_weights(model.config):
         return
     before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
+    function = None if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
+    if function is not None and not getattr(function, "func", function).__module__.startswith("transformers."):
+        raise ValueError(
+            f"the attention {before!r} of {type(model).__name__} is not transformers' own, and context parallelism "
+            f"would replace it; load the model with attn_implementation='sdpa', or call "
+            f"spanwise.context_parallel_attention in your function"
+        )
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
     name = register(before)
     if type(model)._can_set_attn_implementation():
@@ -180,16 +212,26 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's hook: plan and cut a whole batch."""
-    if kwargs.get(ARGUMENT) is not None or not model.training:
-        return None
-    if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"{type(model).__name__} trains with past_key_values, as with prefix tuning; a batch behind a KV cache "
-                f"cannot be cut. Train with another method, such as LoRA or prompt tuning"
-            )
+    if ARGUMENT in kwargs:
+        whole = kwargs[ARGUMENT] is None  # as `verify` asks for
+        return (args, {name: x for name, x in kwargs.items() if name != ARGUMENT}) if whole else None
+    cached = kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
+    if model.training and cached and torch.is_grad_enabled():
+        raise ValueError(
+            f"{type(model).__name__} trains with past_key_values, as with prefix tuning; a batch behind a KV cache "
+            f"cannot be cut. Train with another method, such as LoRA or prompt tuning"
+        )
+    if cached:
         return None  # it generates
-    return (), _planned_arguments(model, args, kwargs)
+    if model.training:
+        return (), _planned_arguments(model, args, kwargs)
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{type(model).__name__} is in evaluation mode, where batches are not cut, and gradients are enabled. Call "
+            f"model.train() to train, as after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole "
+            f"batches under torch.no_grad()"
+        )
+    return None
 
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
@@ -205,10 +247,17 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
-        if decoder.training and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+        if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
+            return None
+        if decoder.training and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(decoder).__name__} trains on a batch that was not cut: it was called without the model around "
                 f"it, or by a wrapper that calls forward itself; call the model, or pass hf.prepare(batch, model)"
+            )
+        if not torch.compiler.is_compiling() and is_packed(by_name(decoder, args) | kwargs):
+            raise ValueError(
+                f"the batch packs several documents into a row, and {type(decoder).__name__} does not cut it in "
+                f"evaluation mode, so that they might read each other; pass hf.prepare(batch, model)"
             )
         return None
     if not torch.compiler.is_compiling():
@@ -225,24 +274,23 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 
 
-def _check_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After the model: its loss is the one that knows of ranks."""
+def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After the model: its loss is the one that knows of ranks, and its outputs know their layout."""
     planned: PlannedBatch | None = kwargs.get(ARGUMENT)
-    if not torch.compiler.is_compiling() and planned is not None and not planned.reached:
+    if planned is None or torch.compiler.is_compiling():
+        return
+    if not planned.reached:
         raise ValueError(
             f"{type(model).__name__} does not pass the plan on to its decoder, which computed on one rank's tokens "
             f"alone; context parallelism needs a model that passes keyword arguments on"
         )
-    if (
-        planned is None
-        or kwargs.get("labels") is None
-        or torch.compiler.is_compiling()
-        or not site_of(model).reduce_loss
-    ):
-        return
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    if loss is None:
-        return
+    if kwargs.get("labels") is not None and site_of(model).reduce_loss and loss is not None:
+        _check_loss(model, kwargs, loss, planned)
+    mark_outputs(output, planned.layout)
+
+
+def _check_loss(model: nn.Module, kwargs: dict[str, Any], loss: torch.Tensor, planned: PlannedBatch) -> None:
     if not planned.losses:
         raise ValueError(
             f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "

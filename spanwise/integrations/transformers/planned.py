@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import spanwise
 from spanwise.integrations.transformers.documents import Documents
 from spanwise.integrations.transformers.masks import KINDS
+from spanwise.layouts.layout import Layout
 from spanwise.recurrence import RecurrenceRoute
 
 ARGUMENT = "spanwise_plan"  # the keyword of a model's forward
@@ -23,8 +25,12 @@ class PlannedBatch:
 
     Attributes:
         plan: this rank's part of the plan.
+        layout: of the plan.
+        names: the plan's mask for each kind of the model's layers.
         documents: of the whole batch.
+        positions: int64 ``[1, T]``, of this rank's tokens in their documents.
         last: int64 ``[1]``, the largest position of all ranks.
+        edges, weights: of a tree, the labels that this rank's tokens predict, and the weight of each; else None.
         blocks: whether the plan's masks hold tokens that read each other in both directions.
         route: how layers that carry a state pass it on; None where the model has none.
         there, back: between the layout of attention and that of layers that carry a state; None where it is the same.
@@ -33,20 +39,19 @@ class PlannedBatch:
     """
 
     plan: spanwise.RankPlan
+    layout: Layout
+    names: Mapping[str, str]
     documents: Documents
+    positions: torch.Tensor
     last: torch.Tensor
+    edges: spanwise.TreeEdges | None = None
+    weights: torch.Tensor | None = None
     blocks: bool = False
     route: RecurrenceRoute | None = None
     there: spanwise.RelayoutRoute | None = None
     back: spanwise.RelayoutRoute | None = None
     losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
     reached: list[bool] = dataclasses.field(default_factory=list, compare=False)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 ``[1, T]``, of this rank's tokens in their documents."""
-        assert self.plan.positions is not None  # plans of batches know their documents
-        return self.plan.positions
 
     def __deepcopy__(self, memo: Any) -> PlannedBatch:
         return self
@@ -61,12 +66,14 @@ def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 # for: 1 + the index in _KINDS. No other mask is empty, and models that slice the last dims leave it as it is.
 UNKNOWN, OTHER = "an unknown kind", "another kind"  # not looked at; none of KINDS
 _KINDS = (*KINDS, UNKNOWN, OTHER)
-_PLANNED = "_spanwise_planned"  # attribute of such a mask, for models that do not pass keyword arguments on
+_PLANNED = (
+    "_spanwise_planned"  # attribute of such a mask, and of labels, for models that do not pass keyword arguments on
+)
 
 
 def no_mask(kind: str, device: torch.device, planned: PlannedBatch | None) -> torch.Tensor:
     """A mask of four dims, which transformers hands through to attention as it is."""
-    return _marked(torch.ones(1, 1 + _KINDS.index(kind), 0, 0, dtype=torch.bool, device=device), planned)
+    return marked(torch.ones(1, 1 + _KINDS.index(kind), 0, 0, dtype=torch.bool, device=device), planned)
 
 
 def kind_of(mask: Any) -> str | None:
@@ -78,7 +85,7 @@ def kind_of(mask: Any) -> str | None:
 
 def request(planned: PlannedBatch) -> torch.Tensor:
     """An attention mask ``[1, 0]`` for which the registered mask function makes a `no_mask`."""
-    return _marked(torch.ones(1, 0, dtype=torch.bool, device=planned.positions.device), planned)
+    return marked(torch.ones(1, 0, dtype=torch.bool, device=planned.positions.device), planned)
 
 
 def is_request(mask: Any) -> bool:
@@ -87,11 +94,12 @@ def is_request(mask: Any) -> bool:
 
 
 def planned_of(mask: Any) -> PlannedBatch | None:
-    """The batch of a `no_mask`; None for other masks, in compiled code, and where the model made a view."""
+    """The batch of a `marked` tensor; None for others, in compiled code, and where the model made a view."""
     return getattr(mask, _PLANNED, None)
 
 
-def _marked(mask: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
+def marked(mask: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
+    """`mask`, or other inputs of a model, from which `planned_of` gets the batch."""
     if not torch.compiler.is_compiling():
         setattr(mask, _PLANNED, planned)
     return mask

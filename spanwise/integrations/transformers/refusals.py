@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-
-from spanwise.integrations.transformers.inputs import is_causal_loss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 _PARALLELISM = "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place"
@@ -34,7 +33,7 @@ def check_trainer(base: type[Any]) -> None:
 def check_model(model: Any) -> None:
     """Raise ValueError for a model that does not train as a causal language model, or with attention dropout."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if not is_causal_loss(model):
+    if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of {name} is "
             f"{getattr(model, 'loss_type', None)!r}"

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from spanwise.integrations.transformers.planned import ARGUMENT
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
-_TEXT = {*_TOKENS, "attention_mask", "labels", "shift_labels", *DESCRIPTIONS}
+_TEXT = {*_TOKENS, "attention_mask", "tree", "label_weights", "labels", "shift_labels", *DESCRIPTIONS}
 
 
 def verify(
@@ -52,10 +52,11 @@ def verify(
     Raises:
         ValueError: a batch that `prepare` refuses.
     """
-    site, documents = site_of(model), find_documents(batch)
+    site = site_of(model)
+    documents = find_documents(batch, site.mesh.size())
     if plan is not None and plan.num_ranks != site.mesh.size():
         raise ValueError(f"the plan is for {plan.num_ranks} ranks, the mesh has {site.mesh.size()}")
-    given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels")}
+    given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels", "label_weights")}
     arguments = prepare(given, model, plan)
     local = arguments[ARGUMENT].plan
     with _evaluating(model):
@@ -77,7 +78,7 @@ def verify(
 
 
 def _logits(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
-    logits = model(**arguments).logits
+    logits = model(**{ARGUMENT: None, **arguments}).logits
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
@@ -88,11 +89,14 @@ def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.
         return documents.flat(_logits(model, whole))
     tokens = {n: batch[n] for n in _TOKENS if batch.get(n) is not None}
     flat = {n: documents.flat(x, x.dim() - 2 if n == "position_ids" else 0) for n, x in tokens.items()}
-    parts = []
-    for start, end in itertools.pairwise(documents.cu_seqlens.tolist()):
-        one = {n: x[..., start:end] if n != "inputs_embeds" else x[:, start:end] for n, x in flat.items()}
-        parts.append(_logits(model, one | {"use_cache": False}))
-    return torch.cat(parts, dim=1)
+    done, parts, order = np.zeros(documents.cu_seqlens[-1], bool), [], []
+    for path in documents.paths():
+        one = {n: x[..., path] if n != "inputs_embeds" else x[:, path] for n, x in flat.items()}
+        fresh = ~done[path]  # paths of a tree share prefixes
+        parts.append(_logits(model, one | {"use_cache": False})[:, torch.from_numpy(fresh)])
+        order.append(path[fresh])
+        done[path] = True
+    return torch.cat(parts, dim=1)[:, torch.from_numpy(np.argsort(np.concatenate(order)))]
 
 
 def _leaks(
@@ -100,7 +104,7 @@ def _leaks(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Tokens that were changed, and (row, token) pairs where a logit of another document changed."""
     offsets = documents.cu_seqlens.tolist()
-    if batch.get("input_ids") is None or len(offsets) < 3:
+    if batch.get("input_ids") is None or offsets[1] >= documents.kept:  # one document, or a tree
         return (), ()
     probed = (offsets[1] - 1, offsets[1])  # at the border of the first two documents
     leaks = []

@@ -138,7 +138,7 @@ def _load_contents(graphs: Mapping[str, fx.GraphModule], data: bytes) -> None:
 def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
     """Load the graphs of a file by `save_graphs`, or the graph of a program by ``torch.export.save`` (``.pt2``).
 
-    Both contain pickles: load only files that you trust.
+    Both contain pickles, which may run code: load only files that you trust.
 
     Returns:
         `SavedGraphs` with ``graphs``, ``ranks`` and ``labels``; `save_graphs` has an example.

@@ -71,7 +71,7 @@ def _examined(make: Callable[[], Any], describe: Callable[[Any], Any]) -> dict[s
     order = ("differs", "failed", "exact", "refused")
     _, row = min(rows.items(), key=lambda item: (order.index(item[1]["status"]), -item[1].get("gradient_error", 0)))
     others = [(form, other) for form, other in rows.items() if other["status"] != row["status"]]
-    return row | {f"{form}, {other['status']}": other.get("text", "") for form, other in others}
+    return row | {f"{form} {other['status']}": other.get("text", "") for form, other in others}
 
 
 def _failure(error: Exception, status: str) -> dict[str, Any]:

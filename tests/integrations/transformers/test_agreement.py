@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.integrations.transformers.agreement import check_same_batch
+from spanwise.integrations.transformers.agreement import check_same
 from tests.ranks.harness import run_ranks
 
 BATCH = {
@@ -29,7 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def checked(rank: int, mesh: DeviceMesh, other: dict[str, Any]) -> str:
     try:
-        check_same_batch(BATCH | (other if rank == mesh.size() - 1 else {}), mesh)
+        check_same(BATCH | (other if rank == mesh.size() - 1 else {}), mesh, [])
     except ValueError as error:
         return str(error)
     return ""

@@ -74,3 +74,13 @@ def test_packed_documents_need_positions_of_images() -> None:
     del batch["position_ids"]
     with pytest.raises(ValueError, match=r"pass their position_ids, \[3, B, S\]"):
         run_ranks(2, _train, tiny.copies(model, 2), batch)
+
+
+def test_positions_that_start_anew_at_images() -> None:
+    """HunYuan-VL's; an image would begin a document."""
+    model = images.model_of("hunyuan_vl")
+    documents = images.documents_of((29, 31), (True, False), images.tokens_of("hunyuan_vl", model))
+    batch = images.batch_of("hunyuan_vl", documents, "packed", model)
+    for left_out in ("cu_seq_lens_q", "position_ids"):
+        with pytest.raises(ValueError, match="pad the batch"):
+            run_ranks(2, _train, tiny.copies(model, 2), {n: x for n, x in batch.items() if n != left_out})

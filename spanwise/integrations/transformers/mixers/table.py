@@ -13,38 +13,26 @@ from spanwise.integrations.transformers.masks import MIXED, layer_types
 from spanwise.integrations.transformers.mixers import forwards, functions
 from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward, pass_as_mask
 
-_CONV: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": functions.causal_conv1d}
-_DELTA = _CONV | {"torch_chunk_gated_delta_rule": functions.delta_rule}
-_KIMI_DELTA = _CONV | {"chunk_kimi_delta_attention": functions.delta_rule}
-_MAMBA2 = _CONV | {
+# Class names of mixers whose forward calls functions of its file for all that crosses tokens.
+_CALLERS = frozenset([
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MambaMixer", "FalconMambaMixer",
+    "JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv",
+])  # fmt: skip
+# What replaces these functions: convolutions, scans, and fused kernels, which are left out.
+_CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": functions.causal_conv1d}
+_SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": functions.delta_rule,
+    "chunk_kimi_delta_attention": functions.delta_rule,
     "mamba2_chunk_scan": functions.mamba2_chunk_scan,
-    "mamba2_split_conv1d_scan_combined": functions.none,
+    "mamba_selective_scan": functions.mamba_selective_scan,
 }
-_MAMBA = _CONV | {"mamba_selective_scan": functions.mamba_selective_scan, "mamba_inner_fn": functions.none}
-
-# Class names of mixers, and the functions of their files that are replaced in them.
-_MIXERS: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "Qwen3NextGatedDeltaNet": _DELTA,
-    "Qwen3_5GatedDeltaNet": _DELTA,
-    "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "OlmoHybridGatedDeltaNet": _DELTA,
-    "KimiLinearDeltaAttention": _KIMI_DELTA,
-    "BailingHybridDeltaAttention": _KIMI_DELTA,
-    "Mamba2Mixer": _MAMBA2,
-    "BambaMixer": _MAMBA2,
-    "FalconH1Mixer": _MAMBA2,
-    "GraniteMoeHybridMambaLayer": _MAMBA2,
-    "NemotronHMamba2Mixer": _MAMBA2,
-    "Zamba2MambaMixer": _MAMBA2,
-    "MambaMixer": _MAMBA,
-    "FalconMambaMixer": _MAMBA,
-    "JambaMambaMixer": _MAMBA,
-    "ZambaMambaMixer": _MAMBA,
-    "Lfm2ShortConv": _CONV,
-    "Lfm2MoeShortConv": _CONV,
-    "Lfm3ShortConv": _CONV,
-    "MiniMaxLightningAttention": {WHOLE: forwards.lightning_attention},
-    "RecurrentGemmaRecurrentBlock": {WHOLE: forwards.griffin},
+_FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), functions.none)
+# Class names of mixers that compute in their own code, and what replaces their forward.
+_WHOLE: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": forwards.lightning_attention,
+    "RecurrentGemmaRecurrentBlock": forwards.griffin,
 }
 # Class names of other modules that carry something along the sequence.
 _UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
@@ -76,7 +64,7 @@ def check_known(decoder: nn.Module) -> None:
     if unknown:
         raise ValueError(
             f"{type(decoder).__name__} carries a state along the sequence in {unknown[0]}, which context parallelism "
-            f"does not take; train it with data parallelism, or take a model with one of {', '.join(_MIXERS)}"
+            f"does not take; train it with data parallelism, or take a model with one of {', '.join(sorted(_CALLERS))}"
         )
 
 
@@ -88,13 +76,15 @@ def conv_width(mixers: list[PlannedForward]) -> int | None:
 
 def _functions(module: nn.Module) -> Mapping[str, Callable[..., Any]] | None:
     """What replaces functions that the forward of `module` calls; None where it is not a mixer as it is known here."""
-    names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _MIXERS]
+    names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _CALLERS or cls.__name__ in _WHOLE]
     forward = inspect.unwrap(type(module).forward)
     if not names or not forward.__module__.startswith("transformers.models."):
         return None
-    replaced = _MIXERS[names[0]]
-    called = {WHOLE, *forward.__code__.co_names}
-    return replaced if all(name in called or f is functions.none for name, f in replaced.items()) else None
+    if names[0] in _WHOLE:
+        return {WHOLE: _WHOLE[names[0]]}
+    called = _CONVOLUTION.keys() | ({} if names[0].endswith("ShortConv") else _SCANS.keys() & forward.__code__.co_names)
+    known = called <= set(forward.__code__.co_names) and (len(called) > 1 or names[0].endswith("ShortConv"))
+    return _CONVOLUTION | _SCANS | _FUSED if known else None
 
 
 def _check(decoder: nn.Module, config: Any, found: Mapping[str, nn.Module]) -> None:
@@ -118,5 +108,5 @@ def _check(decoder: nn.Module, config: Any, found: Mapping[str, nn.Module]) -> N
         what = f"layers of type {sorted(unknown)}" if unknown else f"a convolution, {convolutions[0]}"
         raise ValueError(
             f"{type(decoder).__name__} has {what}, in a module that context parallelism does not know to carry a state "
-            f"along the sequence; it knows those of transformers 5.23: {', '.join(_MIXERS)}"
+            f"along the sequence; it knows those of transformers 5.23: {', '.join(sorted(_CALLERS))}"
         )
