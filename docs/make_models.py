@@ -1,4 +1,4 @@
-"""Write the table of models in guides/huggingface.md from benchmarks/results/huggingface-models.json.
+"""Write the lists of models in guides/huggingface.md from benchmarks/results/huggingface-models.json.
 
 python docs/make_models.py
 """
@@ -14,7 +14,7 @@ from typing import Any
 from pages import DOCS, filled
 
 RESULTS = DOCS.parent / "benchmarks" / "results" / "huggingface-models.json"
-# Beginnings of what refusals say, after the model's name.
+# Parts of what is said of a model that is refused or was not tried.
 _REASONS = {
     "carries a state along the sequence": "a state that is not known here",
     "layers of type": "layers of another kind",
@@ -27,7 +27,15 @@ _REASONS = {
     "computes its loss itself": "a loss of its own",
     "asks for attention of": "a mask that its config does not tell",
     "logits must be": "logits of another shape",
+    "tells neither layer_types": "no kinds of layers in its config",
+    "gets cross_attention_states": "cross attention to images",
+    "gets pixel_values": "images merged behind the cut",
+    "timm library": "its encoder of images needs timm",
+    "Unrecognized configuration": "its class does not read images",
+    "hidden_size_per_layer_input": "it reads the keys of another model",
+    "producing a cache": "it reads the keys of another model",
 }
+_SAY = {"refused": "refused", "differs": "not exact", "not made": "not tried"}
 
 
 def _reason(text: str) -> str:
@@ -37,33 +45,48 @@ def _reason(text: str) -> str:
     return re.sub(r"^\w+ ", "", text)[:60]
 
 
-def models() -> str:
-    """What became of each model type."""
+def _listed(found: dict[str, dict[str, Any]], what: str, lead: str) -> str:
+    """What became of each model type, after a sentence that says what was run."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for kind, row in found.items():
+        said = _SAY.get(row["status"], row["status"])
+        said += "" if said in ("exact", "failed") else f", {_reason(row['text'])}"
+        said += "".join(f", {form}" for form in row if " " in form)  # the other batches
+        kinds[said].append(kind)
+    lines = [f"- **{said} ({len(kinds[said])})**: {', '.join(kinds[said])}" for said in sorted(kinds)]
+    rounded = [
+        f"{kind} {row['gradient_error']:.0e}"
+        for kind, row in found.items()
+        if row["status"] == "exact" and "rounding" in row
+    ]
+    rest = (
+        f"Gradients of {', '.join(rounded)} differ by more than 1e-5, and by less than twice as much as those of "
+        f"transformers' SDPA and eager attention do."
+    )
+    return "\n".join([f"Of the {len(found)} {what}, {lead}:", "", *lines, "", rest])
+
+
+def lists() -> dict[str, str]:
+    """The lists by the name of their block."""
     found: dict[str, Any] = json.loads(RESULTS.read_text())
-    by_status: dict[str, list[str]] = defaultdict(list)
-    refused: dict[str, list[str]] = defaultdict(list)
-    for kind, row in found["models"].items():
-        by_status[row["status"]].append(kind)
-        if row["status"] == "refused":
-            refused[_reason(row["text"])].append(kind)
-    lines = [
-        f"Of the {len(found['models'])} causal language models of transformers {found['versions']['transformers']}, "
-        f"each made small and random, on two ranks:",
-        f"- **exact ({len(by_status['exact'])})**: {', '.join(by_status['exact'])}",
-    ]
-    lines += [
-        f"- **refused, {reason} ({len(kinds)})**: {', '.join(kinds)}" for reason, kinds in sorted(refused.items())
-    ]
-    others = {"differs": "not exact", "failed": "failed", "not made": "not tried, because no small config was made"}
-    lines += [
-        f"- **{say} ({len(by_status[s])})**: {', '.join(by_status[s])}" for s, say in others.items() if by_status[s]
-    ]
-    return "\n".join([lines[0], "", *lines[1:]])
+    version = f"of transformers {found['versions']['transformers']}"
+    return {
+        "models": _listed(
+            found["models"],
+            f"causal language models {version}",
+            "each made small and random, on two ranks and a packed batch",
+        ),
+        "images": _listed(
+            found["with_images"],
+            f"models of images and text {version}",
+            "each made small and random with its encoder, on two ranks, packed and padded batches and random pixels",
+        ),
+    }
 
 
 def page(text: str) -> str:
-    """guides/huggingface.md with its list made anew."""
-    return filled(text, Path(__file__).name, {"models": models()})
+    """guides/huggingface.md with its lists made anew."""
+    return filled(text, Path(__file__).name, lists())
 
 
 if __name__ == "__main__":

@@ -44,8 +44,10 @@ class Rule:
 
 
 _VISION = (BIDIRECTIONAL, (OF_IMAGES,))
+_GEMMA3 = Rule("token_type_ids", (1,), runs=True, windowed=True)
 _RULES = {
-    "gemma3": Rule("token_type_ids", (1,), runs=True, windowed=True),
+    "gemma3": _GEMMA3,
+    "shieldgemma2": _GEMMA3,
     "gemma4": Rule("mm_token_type_ids", (1, 2), runs=True, windowed=True, sliding_alone=True, when=_VISION),
     "gemma4_unified": Rule("mm_token_type_ids", (1, 2), runs=True, when=_VISION),
     # Without marks its SDPA attention is not causal at all, and its eager attention is.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
+from spanwise._torch import tree_leaves, tree_map
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
@@ -28,7 +29,10 @@ from spanwise.recurrence import recurrence_route
 
 SITE = "_spanwise"  # attribute of a model: its Site
 _LABELS = ("labels", "shift_labels", "label_weights", "tree")
-_NOT_OF_TOKENS = {"position_ids", "attention_mask", "deepstack_visual_embeds", *DESCRIPTIONS, *_LABELS}
+# Features of image tokens for deeper layers, a row for each in order, by the argument [B, S] that marks these tokens.
+_FEATURES = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
+_NOT_OF_TOKENS = {"position_ids", "attention_mask", *_FEATURES.values(), *DESCRIPTIONS, *_LABELS}
+_START_ANEW = ("hunyuan_vl",)  # types of models whose positions start anew at images
 _CROSSED, _CACHES = (
     ("encoder_hidden_states", "cross_attention_states"),
     ("use_cache", "past_key_values", "cache_params"),
@@ -151,10 +155,14 @@ def _arguments(
     else:  # images are merged into whole sequences, and the decoder's inputs cut
         counts = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))  # positions of images
         requested |= not counts
+        name, packed = type(model).__name__, len(documents.cu_seqlens) - 1 > documents.rows
+        if config.model_type in _START_ANEW and (packed or "position_ids" in arguments):
+            raise ValueError(f"positions of {name} start anew at images; pad the batch, and leave position_ids out")
         if "position_ids" not in arguments and not counts:
-            arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
-        elif "position_ids" not in arguments and len(documents.cu_seqlens) - 1 > documents.rows:
-            raise ValueError(f"{type(model).__name__} counts positions by row; pass position_ids, [3, B, S]")
+            if "position_ids" in inspect.signature(type(model).forward).parameters:  # or encoders would get them
+                arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
+        elif "position_ids" not in arguments and packed:
+            raise ValueError(f"{name} counts positions by row; pass position_ids, [3, B, S]")
     if requested:
         arguments["attention_mask"] = empty_mask(UNMADE, device, planned)
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
@@ -204,7 +212,7 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
     for name, x in given.items():
         if name in _NOT_OF_TOKENS:
             continue
-        tensors = [y for y in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(y, torch.Tensor)]
+        tensors = [y for y in tree_leaves(x) if isinstance(y, torch.Tensor)]
         if any(y.numel() != 1 and tuple(y.shape[:2]) != shape for y in tensors):
             raise ValueError(
                 f"{who} gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which cannot be cut over its "
@@ -212,12 +220,14 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
             )
         if isinstance(x, torch.Tensor) and tuple(x.shape[:2]) == shape:
             result[name] = shard(planned, x)
-    positions, visual = given.get("position_ids"), given.get("visual_pos_masks")
+    positions = given.get("position_ids")
     result["position_ids"] = planned.positions if positions is None else shard(planned, positions, positions.dim() - 2)
-    if visual is not None and given.get("deepstack_visual_embeds") is not None:
-        rows = (visual.flatten().cumsum(0) - 1).view(visual.shape)  # of features: one for each image token in order
-        mine = shard(planned, rows)[shard(planned, visual)]
-        result["deepstack_visual_embeds"] = [x.index_select(0, mine) for x in given["deepstack_visual_embeds"]]
+    for mask, name in _FEATURES.items():
+        if given.get(mask) is not None and given.get(name) is not None:
+            visual = given[mask].view(shape)
+            rows = (visual.flatten().cumsum(0) - 1).view(shape)
+            mine = shard(planned, rows)[shard(planned, visual)]
+            result[name] = tree_map(lambda x, mine=mine: x.index_select(0, mine), given[name])
     return result
 
 

@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import torch
-import transformers
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
@@ -30,11 +28,22 @@ def test_padded(name: str, form: str) -> None:
     tiny.check(results, images.reference(name, model, DOCUMENTS))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
+OTHERS = {
+    "qwen2_vl": "rows of positions, as the model counts them for each document alone",
+    "shieldgemma2": "the model of another type",
+    "granite4_vision": "features for deeper layers, by layer",
+    "instructblipvideo": "positions that its encoder would take for its own",
+    "got_ocr2": "an encoder without AttentionInterface",
+    "nemotron_h_omni": "a decoder with a head, and layers that carry a state",
+}
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma", *OTHERS])
 def test_packed(name: str) -> None:
     model = images.model_of(name)
-    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, DOCUMENTS, "packed"))
-    tiny.check(results, images.reference(name, model, DOCUMENTS))
+    documents = images.documents_of((29, 31, 25), (True, name in images.ALWAYS, True), images.tokens_of(name, model))
+    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, documents, "packed", model))
+    tiny.check(results, images.reference(name, model, documents))
 
 
 @pytest.mark.parametrize("name", images.MODELS)
@@ -43,32 +52,6 @@ def test_text_alone(name: str) -> None:
     model = images.model_of(name)
     results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
     tiny.check(results, images.reference(name, model, documents))
-
-
-def test_an_encoder_of_images_without_attention_interface() -> None:
-    """The decoder has it."""
-    text = {name: x for name, x in tiny.COMMON.items() if name != "head_dim"} | {"model_type": "qwen2"}
-    vision = dict(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_dim=32, image_size=32, output_channels=8
-    )
-    config = transformers.GotOcr2Config(text_config=text, vision_config=vision | {"global_attn_indexes": [0]})
-    model = tiny.randomized(transformers.GotOcr2ForConditionalGeneration(config)).train()
-    documents = tiny.documents_of((23, 41))
-    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
-    tiny.check(results, tiny.reference(model, documents, attention="sdpa"))
-
-
-def test_a_decoder_with_a_head_of_its_own() -> None:
-    """A text model for causal language modeling inside of one for images, with layers that carry a state."""
-    text = tiny.config_of("nemotron_h").to_dict()
-    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, video_temporal_patch_size=2)
-    config = transformers.AutoConfig.for_model(
-        "nemotron_h_omni", text_config=text, vision_config=vision, projector_hidden_size=32, vision_hidden_size=32
-    )
-    model = tiny.randomized(transformers.AutoModelForImageTextToText.from_config(config)).train()
-    documents = tiny.documents_of((23, 41))
-    results = run_ranks(2, _train, tiny.copies(model, 2), tiny.packed(documents))
-    tiny.check(results, tiny.reference(model, documents))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
@@ -86,23 +69,18 @@ def test_videos(name: str) -> None:
 
 
 def test_packed_documents_need_positions_of_images() -> None:
-    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed")
-    offsets = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
+    model = images.model_of("qwen2_vl")
+    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed", model)
     del batch["position_ids"]
-    models = tiny.copies(images.model_of("qwen2_vl"), 2)
     with pytest.raises(ValueError, match=r"pass position_ids, \[3, B, S\]"):
-        run_ranks(2, _train, models, batch | {"cu_seq_lens_q": offsets})
+        run_ranks(2, _train, tiny.copies(model, 2), batch)
 
 
-def test_positions_of_images_are_cut() -> None:
-    """Three rows of positions, as the model counts them for each document alone."""
-    name = "qwen2_vl"
-    model = images.model_of(name)
-    batch = images.batch_of(name, DOCUMENTS, "packed")
-    padded = images.batch_of(name, DOCUMENTS, "right")
-    keys = ("input_ids", "image_grid_thw", "attention_mask", "mm_token_type_ids")
-    positions, _ = model.model.get_rope_index(**{key: padded[key] for key in keys})
-    batch["position_ids"] = positions[:, padded["attention_mask"].bool()][:, None]
-    batch["cu_seq_lens_q"] = torch.tensor([0, 23, 64, 94], dtype=torch.int32)
-    results = run_ranks(2, _train, tiny.copies(model, 2), batch)
-    tiny.check(results, images.reference(name, model, DOCUMENTS))
+def test_positions_that_start_anew_at_images() -> None:
+    """HunYuan-VL's; an image would begin a document."""
+    model = images.model_of("hunyuan_vl")
+    documents = images.documents_of((29, 31), (True, False), images.tokens_of("hunyuan_vl", model))
+    batch = images.batch_of("hunyuan_vl", documents, "packed", model)
+    for left_out in ("cu_seq_lens_q", "position_ids"):
+        with pytest.raises(ValueError, match="pad the batch"):
+            run_ranks(2, _train, tiny.copies(model, 2), {n: x for n, x in batch.items() if n != left_out})
