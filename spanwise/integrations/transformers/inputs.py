@@ -22,7 +22,7 @@ from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.blocks import find_blocks
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
 from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_names, mask_weights, plan_documents, span_masks
-from spanwise.integrations.transformers.outputs import GlobalLoss, predicts_next
+from spanwise.integrations.transformers.outputs import GlobalLoss
 from spanwise.integrations.transformers.planned import ARGUMENT, UNMADE, PlannedBatch, empty_mask, marked, shard
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
@@ -278,7 +278,7 @@ def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: 
     lost = int((labels != -100).sum() - (flat != -100).sum()) if documents.keep is not None else 0
     if lost:
         raise ValueError(f"{lost} tokens of padding have labels, and padding is dropped; set their labels to -100")
-    follows = not shifted and predicts_next(model)
+    follows = not shifted and getattr(model, "loss_type", None) != "ForTokenClassification"  # labels of next tokens
     if planned.edges is not None:
         if not follows or not site.reduce_loss:
             raise ValueError("labels of a tree follow its edges; give unshifted ones to a loss of next tokens")

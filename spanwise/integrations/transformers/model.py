@@ -26,12 +26,12 @@ from spanwise.integrations.transformers.documents import is_packed
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
-from spanwise.integrations.transformers.outputs import GlobalLoss, is_known, mark_outputs, version_of
+from spanwise.integrations.transformers.outputs import LOSSES, GlobalLoss, mark_outputs, version_of
 from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, UNMADE, empty_mask, kind_of, planned_of
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
 _OWN_MASKS = ("DogeAttention", "GitModel")  # classes that change masks, and fail on those of planned batches
-_LAYER_DROP = ("layerdrop", "decoder_layerdrop")
+_LAYER_DROP, _CACHES = ("layerdrop", "decoder_layerdrop"), ("past_key_values", "cache_params")
 _MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
 
 
@@ -86,7 +86,7 @@ def context_parallel(
     corrections.follow_length(decoder)
     parameters = Parameters() if check_parameters else None
     setattr(base, SITE, Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), padding, parameters))
-    if reduce_loss and is_known(base.loss_function):
+    if reduce_loss and base.loss_function in LOSSES:
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
     base.register_forward_hook(_leave_model, with_kwargs=True)
@@ -104,9 +104,9 @@ def _check_arguments(mesh: Any, loss_mesh: Any, options: Mapping[str, Any]) -> N
     missing = set(mesh.mesh.flatten().tolist()) - set(loss_mesh.mesh.flatten().tolist())
     if missing:
         raise ValueError(f"loss_mesh must hold all ranks of mesh, and lacks {sorted(missing)}")
-    balancer = options.get("balancer", "contiguous")
-    short = {"balancer": balancer if isinstance(balancer, str) else "contiguous", "recurrences": None}
-    spanwise.make_plan(spanwise.SpanMask.documents([0, mesh.size()]), mesh.size(), **{**options, **short})
+    own = {} if isinstance(options.get("balancer", ""), str) else {"balancer": "contiguous"}  # it may need a real mask
+    short = {"balancer": "contiguous", **options, **own, "recurrences": None}
+    spanwise.make_plan(spanwise.SpanMask.documents([0, mesh.size()]), mesh.size(), **short)
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -173,7 +173,8 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if ARGUMENT in kwargs:
         whole = kwargs[ARGUMENT] is None  # as `verify` asks for
         return (args, {name: x for name, x in kwargs.items() if name != ARGUMENT}) if whole else None
-    name, cached, grads = type(model).__name__, _is_cached(kwargs), torch.is_grad_enabled()
+    name, grads = type(model).__name__, torch.is_grad_enabled()
+    cached = any(kwargs.get(cache) is not None for cache in _CACHES)
     if model.training and not cached:
         return (), _planned_arguments(model, args, kwargs)
     if grads and model.training:
@@ -184,10 +185,6 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
         )
     return None  # it evaluates or generates
-
-
-def _is_cached(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
 
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
@@ -203,7 +200,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
-        if _is_cached(kwargs):
+        if any(kwargs.get(cache) is not None for cache in _CACHES):
             return None
         if decoder.training and torch.is_grad_enabled():
             raise ValueError(

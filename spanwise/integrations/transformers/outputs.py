@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForTokenClassification
+from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 import spanwise
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
 _FIELDS = ("logits", "last_hidden_state")
-_SHIFTED = {ForCausalLMLoss: True, ForTokenClassification: False}  # whether they take the next token's label
+# Losses that `GlobalLoss` computes, means over tokens; and whether they take the next token's label.
+LOSSES = {ForCausalLMLoss: True, ForTokenClassification: False}
 
 
 class LocalTokens(torch.Tensor):
@@ -60,10 +61,8 @@ class LocalTokens(torch.Tensor):
 
 def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
     """`x` ``[1, T, …]`` itself, which then knows the layout of its tokens. A view of it would make FSDP2 warn."""
-    x.__class__ = LocalTokens
-    assert isinstance(x, LocalTokens)
-    x.token_layout = layout
-    return x
+    x.__class__, x.token_layout = LocalTokens, layout  # type: ignore[attr-defined]
+    return x  # type: ignore[return-value]
 
 
 def mark_outputs(output: Any, planned: PlannedBatch) -> None:
@@ -92,16 +91,6 @@ def _check_index(index: Any, dims: int) -> None:
         )
 
 
-def is_known(loss_function: Any) -> bool:
-    """Whether a loss is a mean of cross-entropies over tokens, which `GlobalLoss` computes over all ranks."""
-    return loss_function in _SHIFTED
-
-
-def predicts_next(model: Any) -> bool:
-    """Whether labels are those of next tokens; by the class of `model`, whose loss function may be the user's own."""
-    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is not ForTokenClassification
-
-
 @dataclasses.dataclass(frozen=True)
 class GlobalLoss:
     """A `loss_function` that is `spanwise.cross_entropy` over `mesh` for planned batches, and `before` for others."""
@@ -113,7 +102,7 @@ class GlobalLoss:
         logits, labels = [*args, *(kwargs[name] for name in ("logits", "labels")[len(args) :])][:2]
         planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(labels)
         if planned is None:
-            if torch.compiler.is_compiling() and not _SHIFTED[self.before]:
+            if torch.compiler.is_compiling() and not LOSSES[self.before]:
                 raise ValueError("the loss of token classification does not compile; compute it from the logits")
             return self.before(*args, **{name: x for name, x in kwargs.items() if name != ARGUMENT})
         if isinstance(logits, DTensor):
