@@ -16,7 +16,6 @@ class CpAccelerator(Accelerator):
     Files, barriers and the process that logs stay those of all ranks; gradients are averaged over all ranks.
     """
 
-    cp_mesh: DeviceMesh
     cp_groups: torch.Tensor  # int64 [groups, cp]: the global ranks of each group
 
     @property
@@ -33,42 +32,26 @@ class CpAccelerator(Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What `Accelerator.reduce` returns, where each cp group counts once."""
-        reduced = super().reduce(tensor, reduction, scale)
-        return recursively_apply(self._once, reduced) if reduction == "sum" else reduced
-
-    def _once(self, total: torch.Tensor) -> torch.Tensor:
-        """A sum over all ranks as a sum over cp groups, whose ranks have equal numbers."""
-        size = self.cp_groups.shape[1]
-        return total / size if total.is_floating_point() else total // size
+        reduced, size = super().reduce(tensor, reduction, scale), self.cp_groups.shape[1]
+        if reduction != "sum":
+            return reduced
+        return recursively_apply(lambda total: total / size if total.is_floating_point() else total // size, reduced)
 
     def first_of_groups(self, gathered: Any) -> Any:
         """Rows of the first rank of each cp group, of tensors ``[all ranks * rows, …]``."""
-        world = self.cp_groups.numel()
+        world, first = self.cp_groups.numel(), self.cp_groups[:, 0]
         if world == 1:
             return gathered
-        first = self.cp_groups[:, 0]
-
-        def rows(x: torch.Tensor) -> torch.Tensor:
-            by_rank = x.reshape(world, x.shape[0] // world, *x.shape[1:])
-            return by_rank.index_select(0, first.to(x.device)).flatten(0, 1)
-
-        return recursively_apply(rows, gathered)
+        return recursively_apply(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), gathered)
 
 
 def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
-    """Make `accelerator` a `CpAccelerator` for a mesh with an axis "cp" over all processes.
-
-    Raises:
-        ValueError: a mesh without that axis, with an axis that is not data parallel, or over other processes.
-    """
+    """Make `accelerator` a `CpAccelerator`; raise ValueError for a mesh that is not of "cp" and data-parallel axes."""
     names = mesh.mesh_dim_names or ()
-    if "cp" not in names:
-        raise ValueError(f"hf.trainer needs a mesh with an axis 'cp', got axes {names}")
-    strange = [name for name in names if name != "cp" and not name.startswith("dp")]
-    if strange:
+    if "cp" not in names or any(name != "cp" and not name.startswith("dp") for name in names):
         raise ValueError(
-            f"hf.trainer takes data-parallel axes ('dp', 'dp_shard', 'dp_replicate') and 'cp', got {strange}; for "
-            f"other axes call hf.context_parallel and write the loop"
+            f"hf.trainer takes a mesh of 'cp' and data-parallel axes ('dp', 'dp_shard', 'dp_replicate'), got axes "
+            f"{names}; for other axes call hf.context_parallel and write the loop"
         )
     world = accelerator.state.num_processes
     if sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
@@ -78,5 +61,4 @@ def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
         )
     accelerator.__class__ = CpAccelerator
     assert isinstance(accelerator, CpAccelerator)
-    accelerator.cp_mesh = mesh["cp"]
     accelerator.cp_groups = mesh.mesh.movedim(names.index("cp"), -1).reshape(-1, mesh["cp"].size()).cpu()

@@ -29,22 +29,9 @@ class Parameters:
     def __init__(self) -> None:
         self._left, self._version = 3, -1
 
-    def own(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-        """The parameters that ranks of `mesh` must have equal, by name."""
-        ranks, found = set(mesh.mesh.flatten().tolist()), {}
-        for name, x in model.named_parameters():
-            own: torch.Tensor = x
-            if isinstance(own, DTensor):
-                if len(ranks.intersection(own.device_mesh.mesh.flatten().tolist())) > 1:
-                    continue
-                own = own.to_local()
-            if x.requires_grad:
-                found[name] = own.detach()
-        return found
-
     def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
         """int64 without dims; 0 if nothing is left to compare, or no parameter has changed since the last call."""
-        own = self.own(model, mesh) if self._left else {}
+        own = _own(model, mesh) if self._left else {}
         version = sum(x._version for x in own.values())
         self._left = self._left if own else 0
         if not own or version == self._version:
@@ -70,20 +57,27 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
     weights = _total([parameters.checksum(model, mesh) for model, parameters in models])
     same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)
     if not same_batch:
-        raise ValueError(
-            "the ranks of the cp mesh got different batches of equal lengths; every rank of the mesh takes the same "
-            "whole batch: give the loader's sampler the data-parallel rank, and equal seeds on all cp ranks"
-        )
+        raise ValueError("the ranks of the cp mesh got different batches of equal lengths; give all of them the same")
     if not same_weights:
-        own = {name: x for model, parameters in models for name, x in parameters.own(model, mesh).items()}
+        own = {name: x for model, parameters in models for name, x in _own(model, mesh).items()}
         if _are_same([torch.tensor(len(own))], mesh)[0]:
             same = _are_same([_checksum(x) for x in own.values()], mesh)
             own = {name: x for (name, x), equal in zip(own.items(), same, strict=True) if not equal}
         raise ValueError(
-            f"parameters differ between ranks of the cp mesh, such as {next(iter(own), 'the number of them')}. Average "
-            f"gradients over the mesh, with fully_shard or DistributedDataParallel, and start from equal weights; if "
-            f"they differ by design, as local experts do, pass check_parameters=False to hf.context_parallel"
+            f"parameters differ between ranks of the cp mesh, such as {next(iter(own), 'the number of them')}; average "
+            f"gradients over it, as fully_shard and DistributedDataParallel do, and start from equal weights; if they "
+            f"differ by design, as local experts, pass check_parameters=False to hf.context_parallel"
         )
+
+
+def _own(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The parameters that ranks of `mesh` must have equal, by name."""
+    ranks, found = set(mesh.mesh.flatten().tolist()), {}
+    for name, x in model.named_parameters():
+        shared = isinstance(x, DTensor) and len(ranks.intersection(x.device_mesh.mesh.flatten().tolist())) > 1
+        if x.requires_grad and not shared:
+            found[name] = (x.to_local() if isinstance(x, DTensor) else x).detach()
+    return found
 
 
 def _are_same(sums: list[torch.Tensor], mesh: DeviceMesh) -> list[bool]:

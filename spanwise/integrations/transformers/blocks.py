@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import spanwise
-from spanwise.integrations.transformers.documents import Documents
+from spanwise.integrations.transformers.documents import Documents, of_tokens
 
 BIDIRECTIONAL, OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
 
@@ -59,11 +59,8 @@ _RULES = {
 
 def rule_of(config: Any) -> Rule | None:
     """The rule of a model's config; None where no tokens read each other in both directions."""
-    rule = _RULES.get(config.model_type) if hasattr(config, "model_type") else None
-    if rule is None:
-        return None
-    name, values = rule.when
-    return rule if getattr(config.get_text_config(), name, None) in values else None
+    rule = _RULES.get(getattr(config, "model_type", ""))
+    return rule if rule and getattr(config.get_text_config(), rule.when[0], None) in rule.when[1] else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +103,19 @@ def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> 
         ValueError: a batch without marks that the model needs, or with images of a model that has no rule here.
     """
     rule, name = rule_of(config), type(config).__name__
-    if rule is None:
-        _check_no_images(batch.get("mm_token_type_ids"), config)
+    if rule is None:  # a text model alone may have the config of one that reads images
+        marks, reads = batch.get("mm_token_type_ids"), getattr(config.get_text_config(), BIDIRECTIONAL, None)
+        if marks is not None and reads == OF_IMAGES and bool(((marks == 1) | (marks == 2)).any()):
+            raise ValueError(f"tokens of an image or video read each other by {name}; known are {', '.join(_RULES)}")
         return None
     given = batch.get(rule.argument)
     if documents.tree is not None:
         raise ValueError(f"tokens of a model with {name} may read each other, which no tree has a mask for")
     if given is None:
         if rule.needed:
-            raise ValueError(
-                f"a model with {name} trains on batches with {rule.argument} [B, S], which tell the tokens that read "
-                f"each other ({' or '.join(map(str, rule.marks))}) from causal ones; its processor makes them"
-            )
+            raise ValueError(f"{name} trains on batches with {rule.argument} [B, S], as its processor makes them")
         return None
-    if tuple(given.shape) != (documents.rows, documents.length):
-        shape = documents.rows, documents.length
-        raise ValueError(f"{rule.argument} must be [B, S] = {shape}, got shape {tuple(given.shape)}")
+    of_tokens(rule.argument, given, (documents.rows, documents.length))
     marked = torch.isin(documents.flat(given)[0].cpu(), torch.tensor(rule.marks)).numpy()
     document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
     run = np.where(marked, document, 0)  # a run ends with its document
@@ -130,14 +124,3 @@ def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> 
     starts, ends = edges[:-1][within], edges[1:][within]
     block = np.arange(len(starts)) if rule.runs else np.unique(run[starts], return_inverse=True)[1]
     return Blocks(rule, starts, ends, block)
-
-
-def _check_no_images(marks: Any, config: Any) -> None:
-    """Raise ValueError for marked image tokens, where a text model alone has the config of one that reads them."""
-    if getattr(config.get_text_config(), BIDIRECTIONAL, None) != OF_IMAGES or marks is None:
-        return
-    if bool(((marks == 1) | (marks == 2)).any()):
-        raise ValueError(
-            f"tokens of an image or video read each other in some layers of a model with {type(config).__name__}, and "
-            f"how is not known here: models whose config is of type {', '.join(_RULES)} are taken"
-        )

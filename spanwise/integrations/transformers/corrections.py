@@ -12,12 +12,11 @@ import spanwise
 from spanwise.integrations.transformers.documents import Documents
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
 
-_LAST = "_spanwise_last"  # attribute of a rotary embedding: the largest position of all ranks, or None
+_ROTARY = "_spanwise_rotary"  # attribute of a decoder: its rotary embeddings that depend on the largest position
+_LAST = "_spanwise_last"  # attribute of each of these: the largest position of all ranks, or None
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-_AFTER_PADDING = tuple(
-    f"{name}Embeddings"
-    for name in ("Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL")
-)
+# Names of classes without "Embeddings".
+_AFTER_PADDING = {"Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL"}
 
 
 def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -43,12 +42,9 @@ def padding_before_positions(decoder: nn.Module) -> int | None:
         ValueError: embeddings that count positions from padding in another way.
     """
     own = [m for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
-    strange = [name for m in own if (name := type(m).__name__) not in _AFTER_PADDING]
+    strange = [name for m in own if (name := type(m).__name__).removesuffix("Embeddings") not in _AFTER_PADDING]
     if strange:
-        raise ValueError(
-            f"{strange[0]} of {type(decoder).__name__} counts positions by a rule of its own, from padding; context "
-            f"parallelism counts from 0, and by the rule of {', '.join(_AFTER_PADDING)}"
-        )
+        raise ValueError(f"{strange[0]} counts positions by a rule of its own; known are {sorted(_AFTER_PADDING)}")
     return int(own[0].padding_idx) if own else None  # type: ignore[arg-type]  # an attribute of a module
 
 
@@ -63,8 +59,7 @@ def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padd
     if given is not None:
         if bool((documents.flat(given).cpu()[counts] <= padding).any()):
             raise ValueError(
-                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}, and the batch has "
-                f"smaller ones; leave them out and tell documents by cu_seq_lens_q, or add {padding + 1}"
+                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}; leave them out or add it"
             )
         return given
     total = torch.nn.functional.pad(counts[0].long().cumsum(0), (1, 0))
@@ -74,46 +69,40 @@ def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padd
     return documents.restored(positions).to((batch["inputs_embeds"] if ids is None else ids).device)
 
 
-def length_dependent(decoder: nn.Module) -> list[nn.Module]:
-    """Rotary embeddings of `decoder` whose frequencies depend on the largest position."""
+def follow_length(decoder: nn.Module) -> None:
+    """Let rotary embeddings of `decoder` whose frequencies depend on the largest position see that of all ranks."""
     found = []
     for module in decoder.modules():
         kinds = getattr(module, "rope_type", None)
         if _LENGTH_DEPENDENT & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             found.append(module)
-    return found
+            module.register_forward_pre_hook(_append_last, with_kwargs=True)
+            module.register_forward_hook(_drop_last)
+    setattr(decoder, _ROTARY, found)
+    set_last_position(decoder, None)
 
 
-def see_last_position(rotary: nn.Module) -> None:
-    """Let `rotary` see the largest position of all ranks, as one more token that is dropped again."""
-    setattr(rotary, _LAST, None)
-    rotary.register_forward_pre_hook(_append_last, with_kwargs=True)
-    rotary.register_forward_hook(_drop_last)
-
-
-def set_last_position(rotary: nn.Module, planned: PlannedBatch | None) -> None:
+def set_last_position(decoder: nn.Module, planned: PlannedBatch | None) -> None:
     """Before each forward of the decoder; None for a batch without a plan."""
-    setattr(rotary, _LAST, None if planned is None else planned.last)
+    for rotary in getattr(decoder, _ROTARY):
+        setattr(rotary, _LAST, None if planned is None else planned.last)
 
 
 def _append_last(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One more token, which `_drop_last` drops again."""
     last = getattr(rotary, _LAST)
     if last is None:
         return None
-    by_name = "position_ids" in kwargs
-    positions = kwargs["position_ids"] if by_name else args[1]
+    named = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if named else args[1]
     longer = torch.cat([positions, last.to(positions).expand(*positions.shape[:-1], 1)], dim=-1)
-    if by_name:
-        return args, kwargs | {"position_ids": longer}
-    return (args[0], longer, *args[2:]), kwargs
+    return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
 
 def _drop_last(rotary: nn.Module, args: Any, output: Any) -> Any:
     if getattr(rotary, _LAST) is None:
         return None
-    if isinstance(output, tuple):
-        return tuple(x[..., :-1, :] for x in output)
-    return output[..., :-1, :]
+    return tuple(x[..., :-1, :] for x in output) if isinstance(output, tuple) else output[..., :-1, :]
 
 
 def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -111,27 +112,25 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     rows, length = shape_of(batch)
     if batch.get("tree") is not None:
         return _of_tree(batch, rows, length, num_ranks)
-    valid = _valid(batch.get("attention_mask"), rows, length)
+    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows * length)
+    padded = None if valid is None or valid.all() else valid
     restarts, skips = _steps(batch.get("position_ids"), rows, length)
-    changes = torch.zeros(rows, length, dtype=torch.bool)
+    changes, starts = torch.zeros(2, rows, length, dtype=torch.bool)
     if batch.get("seq_idx") is not None:
-        changes[:, 1:] = _of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
-    starts = torch.zeros(rows, length, dtype=torch.bool)
+        changes[:, 1:] = of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
     starts[:, 0] = True
-    offsets = _offsets(batch, rows * length)
     if offsets is not None:
-        if valid is not None and not valid.all():
+        if padded is not None:
             raise ValueError("the batch has padding in attention_mask, and cu_seq_lens_q; leave one of them out")
         starts.view(-1)[offsets] = True
         if restarts is not None:
             restarts[:, 0] = True
             _refuse_at(starts != restarts, "cu_seq_lens_q and position_ids tell different documents; leave one out")
-    elif valid is not None and not valid.all():
-        inside = valid & torch.nn.functional.pad(valid, (1, -1))
-        starts = valid & ~inside
+    elif padded is not None:
+        inside = padded & torch.nn.functional.pad(padded, (1, -1))
+        starts = padded & ~inside
         if restarts is not None:
-            text = "position_ids start anew in a padded row, which is one document; a packed batch has no padding"
-            _refuse_at(restarts & inside, text)
+            _refuse_at(restarts & inside, "position_ids start anew in a padded row; a packed batch has no padding")
     elif restarts is not None:
         if valid is None:
             text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if "
@@ -139,10 +138,9 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
         starts |= restarts
     else:
         starts |= changes
-    kept = torch.ones_like(starts) if valid is None or offsets is not None else valid
+    kept = torch.ones_like(starts) if padded is None else padded
     _refuse_at(changes & ~starts & kept, "seq_idx changes where no document starts by the rest of the batch")
-    keep = None if kept.all() else kept.flatten().nonzero().flatten()
-    first = starts[kept]
+    first, keep = starts[kept], None if padded is None else padded.flatten().nonzero().flatten()
     added = max(0, num_ranks - len(first))
     cu_seqlens = np.append(np.flatnonzero(first), np.arange(len(first), len(first) + added + 1))
     return Documents(rows, length, keep, cu_seqlens, added)
@@ -154,10 +152,8 @@ def _of_tree(batch: Mapping[str, Any], rows: int, length: int, num_ranks: int) -
     if not isinstance(tree, spanwise.TokenTree):
         raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
     if rows != 1 or tree.num_tokens != length:
-        raise ValueError(
-            f"the tree has {tree.num_tokens} tokens, the batch {rows} rows of {length}; give the tokens of the tree in "
-            f"one row, [1, {tree.num_tokens}]: TokenTree.pack joins several trees"
-        )
+        what = f"the tree has {tree.num_tokens} tokens, the batch {rows} rows of {length}"
+        raise ValueError(f"{what}; give the tree's tokens in one row: TokenTree.pack joins several trees")
     mask = _valid(batch.get("attention_mask"), rows, length)
     if others or (mask is not None and not mask.all()):
         raise ValueError(f"the batch has a tree and {others or 'padding'}; the tree alone tells positions and masks")
@@ -173,11 +169,11 @@ def _refuse_at(where: torch.Tensor, text: str) -> None:
         raise ValueError(f"{text} (token {token} of row {row})")
 
 
-def _of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
+def of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") -> torch.Tensor:
     """`x` in host memory, which must be a tensor of one of these shapes."""
     if not isinstance(x, torch.Tensor) or tuple(x.shape) not in shapes:
         got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} must be a tensor [B, S] = {shapes[0]}{meaning}, got {got}")
+        raise ValueError(f"{name} must be [B, S] = {shapes[0]}{meaning}, got {got}")
     return x.detach().cpu()
 
 
@@ -185,17 +181,12 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """B and S of a batch, after a check that it was collated."""
     for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
-            raise ValueError(
-                f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before, as with "
-                f"tokenizer.pad(…, return_tensors='pt')"
-            )
+            raise ValueError(f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before")
     for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
         x = batch.get(name)
+        if x is not None and (x.dim() != dims or 0 in x.shape[:2]):
+            raise ValueError(f"{name} must be [B, S{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}")
         if x is not None:
-            if x.dim() != dims or 0 in x.shape[:2]:
-                raise ValueError(
-                    f"{name} must be [batch, tokens{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}"
-                )
             return x.shape[0], x.shape[1]
     raise ValueError(f"the batch needs input_ids or inputs_embeds; it has {sorted(batch)}")
 
@@ -205,27 +196,21 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     if mask is None:
         return None
     meaning = ", 1 for tokens and 0 for padding (for other masks give hf.prepare a plan of spanwise.make_plan)"
-    mask = _of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
+    mask = of_tokens("attention_mask", mask, (rows, length), meaning=meaning)
     valid = mask.bool()
     if not (mask == valid).all() or not valid.any():
         raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
     begins = valid & ~torch.nn.functional.pad(valid, (1, -1))
-    text = "attention_mask has padding between tokens of a row, which may have it on its left and right only"
-    _refuse_at(begins & (begins.cumsum(1) > 1), text)
+    _refuse_at(begins & (begins.cumsum(1) > 1), "attention_mask has padding between tokens of a row, not at its ends")
     return valid
 
 
 def _offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor | None:
     """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
-    offsets, keys = (
-        None if batch.get(name) is None else torch.as_tensor(batch[name]).detach().flatten().long().cpu()
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k")
-    )
+    given = [batch.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    offsets, keys = (None if x is None else torch.as_tensor(x).detach().flatten().long().cpu() for x in given)
     if keys is not None and (offsets is None or not torch.equal(offsets, keys)):
-        raise ValueError(
-            "cu_seq_lens_k is not cu_seq_lens_q: context parallelism takes documents that attend to themselves; pass "
-            "the same offsets, or cu_seq_lens_q alone"
-        )
+        raise ValueError("cu_seq_lens_k is not cu_seq_lens_q, and documents read themselves; pass cu_seq_lens_q alone")
     if offsets is None:
         return None
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
@@ -238,7 +223,7 @@ def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torc
     if positions is None:
         return None, torch.zeros(rows, length, dtype=torch.bool)
     shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
-    positions = _of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
+    positions = of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
     # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
     # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
     along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]
@@ -247,3 +232,47 @@ def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torc
     if len(along) == 3:
         restarts &= (steps[0] < 0) | (along == 0).all(0)
     return restarts.expand(rows, -1).clone(), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)
+
+
+def share_prefixes(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The sequences of a batch as a tree, in which each common prefix is stored and computed once; pure.
+
+    ``model(**hf.share_prefixes(batch)).loss`` is the loss of the sequences of the batch, each as often as it occurs.
+    `spanwise.tree_from_sequences` makes the same tree and knows the path of each sequence in it.
+
+    Args:
+        batch: ``input_ids`` ``[B, S]``, padded or packed as `find_documents` takes it, and ``labels`` ``[B, S]``, which
+            are token ids or -100. Not ``position_ids`` of one's own, nor other tensors.
+
+    Returns:
+        ``input_ids`` ``[1, N]``, the ``tree``, and with labels ``labels`` ``[1, N]`` and ``label_weights`` ``[1, N]``,
+        float32: the number of sequences that have a label at a token.
+
+    Raises:
+        ValueError: tensors that are not of these, or labels that are not the tokens themselves.
+
+    >>> ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    >>> batch = share_prefixes({"input_ids": ids, "labels": ids})
+    >>> batch["input_ids"].tolist(), batch["label_weights"].tolist()
+    ([[5, 6, 7, 8]], [[0.0, 2.0, 1.0, 1.0]])
+    """
+    documents = find_documents(batch)
+    described = {"input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+    strange = [name for name, x in batch.items() if isinstance(x, torch.Tensor) and name not in described]
+    if documents.tree is not None or strange or "input_ids" not in batch:
+        raise ValueError(f"share_prefixes takes input_ids and labels of sequences, got {sorted(batch)}")
+    given = documents.flat(batch["input_ids"])[0]
+    runs = [slice(*run) for run in pairwise(documents.cu_seqlens.tolist())]
+    found = spanwise.tree_from_sequences([given[run] for run in runs])
+    ids = torch.from_numpy(found.ids).to(given)[None]
+    rest = {name: x for name, x in batch.items() if name not in described and not name.startswith("max_length_")}
+    if batch.get("labels") is None:
+        return {**rest, "input_ids": ids, "tree": found.tree}
+    labels = documents.flat(batch["labels"])[0]
+    valid = labels != -100
+    if not torch.equal(labels[valid], given[valid].to(labels)):
+        raise ValueError("labels must be the tokens of input_ids or -100: sequences that share a token share its label")
+    valid[documents.cu_seqlens[:-1]] = False  # nothing predicts a first token
+    weights = torch.from_numpy(found.weights([valid[run] for run in runs])).to(ids.device, torch.float32)[None]
+    labels = ids.masked_fill(weights == 0, -100)
+    return {**rest, "input_ids": ids, "labels": labels, "label_weights": weights, "tree": found.tree}

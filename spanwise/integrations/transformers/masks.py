@@ -1,6 +1,7 @@
-"""Masks of a model's layers, from its config: full, sliding and chunked attention, inside of documents.
+"""Plans from a model's config: masks of full, sliding and chunked attention, inside of documents, and states.
 
-The rules are those of `transformers.masking_utils`. Layers that carry a state along the sequence need no mask.
+The rules of masks are those of `transformers.masking_utils`. Layers that carry a state along the sequence need none;
+what they exchange has a price for the choice of a layout.
 """
 
 from __future__ import annotations
@@ -14,13 +15,26 @@ import numpy as np
 import spanwise
 from spanwise.integrations.transformers.blocks import BIDIRECTIONAL, OF_IMAGES, Blocks, find_blocks, rule_of
 from spanwise.integrations.transformers.documents import Documents, find_documents
-from spanwise.integrations.transformers.prices import recurrences
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
 MIXED: dict[str, str | None] = {"linear_attention": None, "conv": None, "hybrid": FULL}
 _WITHIN_TOKENS = ("mlp", "moe")
 NO_ATTENTION = "linear_attention"  # name of the mask of models without attention: each token reads itself
+# Attributes of configs: heads, key dim and value dim of a state (1: no such dim), width of the convolution (1: none),
+# and whether it is a delta rule. The first row of which a config has all attributes is its own.
+_STATES: tuple[tuple[Any, Any, Any, Any, bool], ...] = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", True),
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim", True),
+    ("mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv", False),
+    ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel", False),
+    ("n_mamba_heads", "mamba_d_state", "mamba_headdim", "mamba_d_conv", False),
+    ("num_heads", "state_size", "head_dim", "conv_kernel", False),
+    ("intermediate_size", "state_size", 1, "conv_kernel", False),
+    ("mamba_intermediate_size", "mamba_d_state", 1, "mamba_d_conv", False),
+    ("lru_width", 1, 1, "conv1d_width", False),
+    ("hidden_size", 1, 1, "conv_L_cache", False),
+)
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
@@ -37,26 +51,17 @@ def layer_types(config: Any) -> tuple[str, ...]:
             raise ValueError(f"{type(config).__name__} tells neither layer_types nor num_hidden_layers, so no masks")
         chunked = _of_all_layers(config, "attention_chunk_size")
         kinds = [SLIDING if windowed is not None else CHUNKED if chunked is not None else FULL] * number
-    known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
+    known, name = [*KINDS, *MIXED, *_WITHIN_TOKENS], type(config).__name__
     unknown = sorted(set(kinds) - set(known))
     if unknown:
-        raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; context parallelism takes models whose layers are "
-            f"all among {known}"
-        )
+        raise ValueError(f"{name} has layers of type {unknown}; context parallelism takes those among {known}")
     bidirectional = None if rule is not None else getattr(config, BIDIRECTIONAL, None)
     if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != OF_IMAGES):
-        raise ValueError(
-            f"{type(config).__name__} says that attention is not causal, and plans hold causal masks; set "
-            f"is_decoder=True where the model has that, or train it with data parallelism"
-        )
+        raise ValueError(f"{name} says that attention is not causal; set is_decoder=True, or use data parallelism")
     kinds = tuple(kinds[: config.num_hidden_layers])
-    for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
-        if kind in kinds and not (_of_all_layers(config, name) or 0) > 0:
-            raise ValueError(
-                f"{type(config).__name__} has layers of type {kind!r} and {name}={getattr(config, name, None)}; set "
-                f"{name} to a number of tokens, or other layer_types"
-            )
+    for kind, length in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if kind in kinds and not ((tokens := _of_all_layers(config, length)) or 0) > 0:
+            raise ValueError(f"{name} has layers of type {kind!r} and {length}={tokens}; set {length} or layer_types")
     return kinds
 
 
@@ -65,9 +70,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError as error:
-        raise ValueError(
-            f"layers of {type(config).__name__} differ in {name}; context parallelism takes one value for all of a kind"
-        ) from error
+        raise ValueError(f"layers of {type(config).__name__} differ in {name}; give all of a kind one value") from error
 
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:
@@ -94,21 +97,51 @@ def mask_weights(config: Any) -> dict[str, int]:
 def span_masks(config: Any, documents: Documents, blocks: Blocks | None) -> dict[str, spanwise.SpanMask]:
     """The mask of each kind of a model's layers, for the documents of a batch."""
     kinds, text = mask_weights(config), config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    masks = {}
+    window, masks = getattr(text, "sliding_window", None), {}
     for kind in kinds:
         left = {SLIDING: (window or 0) - 1, NO_ATTENTION: 0}.get(kind)
-        if kind == CHUNKED and documents.tree is not None:
-            raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
-        if documents.tree is not None:
-            masks[kind] = documents.tree.mask(window=left)
+        if documents.tree is None:
+            chunk = text.attention_chunk_size if kind == CHUNKED else None
+            limits = None if left is None else (left, 0)
+            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, window=limits, chunk=chunk)
         elif kind == CHUNKED:
-            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, chunk=text.attention_chunk_size)
+            raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
         else:
-            masks[kind] = spanwise.SpanMask.documents(documents.cu_seqlens, window=None if left is None else (left, 0))
+            masks[kind] = documents.tree.mask(window=left)
         if blocks is not None:
             masks[kind] = blocks.added_to(masks[kind], window if kind == SLIDING else None)
     return masks
+
+
+def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence] | None:
+    """The argument of `spanwise.make_plan` for a model's config, with so many layers that carry a state; or None.
+
+    >>> from transformers import Qwen3NextConfig
+    >>> recurrences(Qwen3NextConfig(), 36)["linear_attention"].map_bytes
+    4194304
+    """
+    config = config.get_text_config()
+    numbers = _numbers(config)
+    if layers == 0 or numbers is None:
+        return None
+    heads, _, value_dim, delta_rule, _ = numbers
+    channels = None if delta_rule else heads * value_dim
+    return {"linear_attention": spanwise.Recurrence(layers, *numbers, channels, config.hidden_size)}
+
+
+def _numbers(config: Any) -> tuple[int, int, int, bool, int] | None:
+    """Heads, key dim, value dim, whether it is a delta rule, and width of the convolution."""
+    given = vars(config)
+    if "mamba_expand" in given:  # Jamba and Zamba have a state for each channel
+        given = given | {"mamba_intermediate_size": int(given["mamba_expand"] * config.hidden_size)}
+    if "linear_attn_alpha_factor" in given:  # MiniMax, whose linear attention has the heads of its attention
+        head_dim = given.get("head_dim") or config.hidden_size // config.num_attention_heads
+        return config.num_attention_heads, head_dim, head_dim, False, 1
+    for *names, delta_rule in _STATES:
+        heads, key_dim, value_dim, width = (given.get(name) if isinstance(name, str) else name for name in names)
+        if all(isinstance(x, int) for x in (heads, key_dim, value_dim, width)):
+            return heads, key_dim, value_dim, delta_rule, width
+    return None
 
 
 def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
@@ -145,10 +178,7 @@ def plan_documents(
         states = recurrences(config, sum(kind in MIXED for kind in layer_types(config))) or {}
         carried |= {f"{name} of model {number}" if number else name: x for name, x in states.items()}
     if carried and documents.tree is not None:
-        raise ValueError(
-            "layers that carry a state along the sequence cannot follow the branches of a tree; give each path as a "
-            "document"
-        )
+        raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
     offsets = None if documents.tree is not None else documents.cu_seqlens
     given = {"recurrences": carried or None, "cu_seqlens": offsets} | options
     return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **given)
@@ -162,22 +192,16 @@ def mask_names(plan: spanwise.Plan, documents: Documents, expected: Mapping[str,
     """
     names = {}
     for kind, mask in expected.items():
-        if kind not in plan.masks:
-            raise ValueError(
-                f"the model's layers need masks named {sorted(expected)}, the plan has {sorted(plan.masks)}"
-            )
+        given = plan.masks.get(kind)
+        if given is None:
+            raise ValueError(f"the model's layers need masks {sorted(expected)}, the plan has {sorted(plan.masks)}")
         equal = [name for name in plan.masks if name.startswith(kind) and plan.masks[name] == mask]
         names[kind] = equal[0] if equal else kind
-        given = plan.masks[kind]
-        reach = np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0)
-        most = int(reach.max())  # tokens back, with the row's own
-        others = {
-            SLIDING: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, window=(n - 1, 0)),
-            CHUNKED: lambda n=most: spanwise.SpanMask.documents(documents.cu_seqlens, chunk=n),
-        }
-        if not equal and (documents.tree is not None or (kind in others and given == others[kind]())):
-            raise ValueError(
-                f"layers of type {kind!r} read up to {most} tokens in the plan, and others by the model's config; make "
-                f"the plan with hf.make_plan from the batch and the config of the model"
-            )
+        if equal:
+            continue
+        most = int(np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0).max())
+        limits: dict[str, Any] = {SLIDING: {"window": (most - 1, 0)}, CHUNKED: {"chunk": most}}
+        other = kind in limits and given == spanwise.SpanMask.documents(documents.cu_seqlens, **limits[kind])
+        if documents.tree is not None or other:
+            raise ValueError(f"{kind!r} read up to {most} tokens in the plan, unlike in the config; use hf.make_plan")
     return names

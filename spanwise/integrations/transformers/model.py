@@ -23,27 +23,16 @@ from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, register
 from spanwise.integrations.transformers.documents import is_packed
-from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut_for_decoder, prepare, site_of
-from spanwise.integrations.transformers.loss import GlobalLoss, is_known, version_of
+from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
-from spanwise.integrations.transformers.outputs import mark_outputs
-from spanwise.integrations.transformers.planned import (
-    ARGUMENT,
-    UNKNOWN,
-    PlannedBatch,
-    is_request,
-    kind_of,
-    no_mask,
-    planned_of,
-    request,
-)
+from spanwise.integrations.transformers.outputs import GlobalLoss, is_known, mark_outputs, version_of
+from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, UNMADE, empty_mask, kind_of, planned_of
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
 _OWN_MASKS = ("DogeAttention", "GitModel")  # classes that change masks, and fail on those of planned batches
 _LAYER_DROP = ("layerdrop", "decoder_layerdrop")
 _MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
-_ROTARY = "_spanwise_rotary"  # attribute of a decoder: embeddings that depend on the largest position
 
 
 def context_parallel(
@@ -84,32 +73,19 @@ def context_parallel(
     _check_arguments(mesh, loss_mesh, options)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
-        raise ValueError(
-            f"context_parallel takes a model of transformers, got {type(model).__name__}; call it before the model is "
-            f"wrapped by torch.compile or DistributedDataParallel"
-        )
+        name = type(model).__name__
+        raise ValueError(f"context_parallel takes a model of transformers, got {name}; call it before it is wrapped")
     if hasattr(base, SITE):
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
-    decoder = _checked_decoder(base)
+    decoder = _decoder_of(base)
+    _check_model(base, decoder)
     padding = corrections.padding_before_positions(decoder)
     _set_attention(base, decoder)
-    kinds = layer_kinds(base.config)
-    for name, module in decoder.named_modules():
-        if hasattr(module, "layer_idx"):  # by its path: shared layers have another number, or none
-            within = re.match(r"layers\.(\d+)\.", name)
-            index = int(within[1]) if within else module.layer_idx
-            if isinstance(index, int) and index < len(kinds):
-                setattr(module, KIND, kinds[index])
     mixers = attach(decoder, base.config)
     setattr(decoder, _MIXERS, mixers)
-    rotary = corrections.length_dependent(decoder)
-    for module in rotary:
-        corrections.see_last_position(module)
-    setattr(decoder, _ROTARY, rotary)
-    cut_in_decoder = base.config.get_text_config() is not base.config
+    corrections.follow_length(decoder)
     parameters = Parameters() if check_parameters else None
-    site = Site(mesh, loss_mesh, options, cut_in_decoder, reduce_loss, conv_width(mixers), padding, parameters)
-    setattr(base, SITE, site)
+    setattr(base, SITE, Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), padding, parameters))
     if reduce_loss and is_known(base.loss_function):
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
@@ -133,81 +109,63 @@ def _check_arguments(mesh: Any, loss_mesh: Any, options: Mapping[str, Any]) -> N
     spanwise.make_plan(spanwise.SpanMask.documents([0, mesh.size()]), mesh.size(), **{**options, **short})
 
 
-def _checked_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The decoder of `model`, after the checks that need no batch."""
-    name = type(model).__name__
-    layer_kinds(model.config)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
-    pooled = [cls.__name__ for cls in type(model).__mro__ if re.search(_POOLED, cls.__name__)]
-    if pooled:
-        raise ValueError(
-            f"{pooled[0]} computes its output from certain tokens of a sequence, which other ranks may hold; take the "
-            f"base model (AutoModel), restore its hidden states with spanwise.unshard, and compute the output from them"
-        )
-    random = {n: x for n in _LAYER_DROP if (x := getattr(model.config.get_text_config(), n, None))}
-    if random:
-        raise ValueError(
-            f"{name} skips layers at random, by {random} in its config, and ranks would skip different ones; set "
-            f"it to 0"
-        )
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder()
     while isinstance(decoder, PreTrainedModel) and decoder.get_decoder() is not decoder:  # a model with a head
         decoder = decoder.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # some models call their output layer so
-        decoder = model.base_model
+    # Some models call their output layer so.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # type: ignore[return-value]
+
+
+def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ValueError for what cannot be exact with any batch."""
+    name, config = type(model).__name__, model.config
+    attends = NO_ATTENTION not in mask_weights(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
+    if any(re.search(_POOLED, cls.__name__) for cls in type(model).__mro__):
+        raise ValueError(f"{name} computes its output from certain tokens; take AutoModel and spanwise.unshard")
+    random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
+    if random:
+        raise ValueError(f"{name} skips layers at random, by {random} in its config, and not on all ranks; set it to 0")
     check_known(decoder)
     if getattr(decoder, "pooler", None) is not None:
-        raise ValueError(
-            f"the pooler of {type(decoder).__name__} reads the first token of a sequence, which another rank may hold; "
-            f"load the model with add_pooling_layer=False, or take one with a head for causal language models"
-        )
+        raise ValueError(f"the pooler of {type(decoder).__name__} reads the first token; set add_pooling_layer=False")
     masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
     if masked:
-        raise ValueError(
-            f"{masked[0]} makes a mask or a bias of its own, so that its attention is not given by a plan of full, "
-            f"sliding and chunked masks"
-        )
-    for module in {id(m): m for m in (model, decoder)}.values():
+        raise ValueError(f"{masked[0]} makes a mask or a bias of its own, which no plan has; use data parallelism")
+    for module in (model, decoder):
+        name = type(module).__name__
         parameters = inspect.signature(type(module).forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise ValueError(
-                f"{type(module).__name__}.forward takes no further keyword arguments, so that no plan reaches its "
-                f"attention; context parallelism needs a model that passes them on"
-            )
-    attends = NO_ATTENTION not in mask_weights(model.config)
-    if attends and "position_ids" not in inspect.signature(type(decoder).forward).parameters:
-        raise ValueError(
-            f"{type(decoder).__name__}.forward takes no position_ids, so that positions would count from the start of "
-            f"each rank's tokens"
-        )
-    return decoder
+            raise ValueError(f"{name}.forward takes no further keyword arguments, and so no plan; use data parallelism")
+    if attends and "position_ids" not in parameters:
+        raise ValueError(f"{name}.forward takes no position_ids, which tokens of a shard need; use data parallelism")
 
 
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Let the layers of the decoder take their attention from `attention.register`."""
-    text = model.config.get_text_config()
+    """Let the layers of the decoder take their attention from `attention.register`, and know their kind of mask."""
+    name, text, kinds = type(model).__name__, model.config.get_text_config(), layer_kinds(model.config)
     if NO_ATTENTION in mask_weights(model.config):
         return
     before = text._attn_implementation.removeprefix(PREFIX)  # a reference model is loaded as the policy is set
     function = None if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
     if function is not None and not getattr(function, "func", function).__module__.startswith("transformers."):
-        raise ValueError(
-            f"the attention {before!r} of {type(model).__name__} is not transformers' own, and context parallelism "
-            f"would replace it; load the model with attn_implementation='sdpa', or call "
-            f"spanwise.context_parallel_attention in your function"
-        )
+        raise ValueError(f"the attention {before!r} of {name} is not transformers' own; load the model with 'sdpa'")
     key = next((k for k in model.config.sub_configs if getattr(model.config, k) is text), None)
-    name = register(before)
+    registered = register(before)
     if type(model)._can_set_attn_implementation():
-        model.set_attn_implementation({key: name} if key else name)
+        model.set_attn_implementation({key: registered} if key else registered)
     elif type(decoder)._can_set_attn_implementation():  # an encoder of images cannot
-        decoder.set_attn_implementation(name)
-    if text._attn_implementation != name:
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from AttentionInterface; context parallelism needs a "
-            f"model that does"
-        )
+        decoder.set_attn_implementation(registered)
+    if text._attn_implementation != registered:
+        raise ValueError(f"{name} does not take its attention from AttentionInterface; take a model that does")
+    for path, module in decoder.named_modules():
+        if hasattr(module, "layer_idx"):  # by its path: shared layers have another number, or none
+            within = re.match(r"layers\.(\d+)\.", path)
+            index = int(within[1]) if within else module.layer_idx
+            if isinstance(index, int) and index < len(kinds):
+                setattr(module, KIND, kinds[index])
 
 
 def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,23 +173,21 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if ARGUMENT in kwargs:
         whole = kwargs[ARGUMENT] is None  # as `verify` asks for
         return (args, {name: x for name, x in kwargs.items() if name != ARGUMENT}) if whole else None
-    cached = kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
-    if model.training and cached and torch.is_grad_enabled():
-        raise ValueError(
-            f"{type(model).__name__} trains with past_key_values, as with prefix tuning; a batch behind a KV cache "
-            f"cannot be cut. Train with another method, such as LoRA or prompt tuning"
-        )
-    if cached:
-        return None  # it generates
-    if model.training:
+    name, cached, grads = type(model).__name__, _is_cached(kwargs), torch.is_grad_enabled()
+    if model.training and not cached:
         return (), _planned_arguments(model, args, kwargs)
-    if torch.is_grad_enabled():
+    if grads and model.training:
+        raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
+    if grads and not cached:
         raise ValueError(
-            f"{type(model).__name__} is in evaluation mode, where batches are not cut, and gradients are enabled. Call "
-            f"model.train() to train, as after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole "
-            f"batches under torch.no_grad()"
+            f"{name} is in evaluation mode, where no batch is cut, and gradients are enabled. Call model.train(), as "
+            f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
         )
-    return None
+    return None  # it evaluates or generates
+
+
+def _is_cached(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
 
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
@@ -241,67 +197,53 @@ def _planned_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The decoder's hook: no masks, and cut inputs where the model's hook left them whole."""
-    planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(kwargs.get("attention_mask"))
-    for rotary in getattr(decoder, _ROTARY):
-        corrections.set_last_position(rotary, planned)
+    planned = kwargs.get(ARGUMENT) or planned_of(kwargs.get("attention_mask"))
+    name, compiling = type(decoder).__name__, torch.compiler.is_compiling()
+    corrections.set_last_position(decoder, planned)
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
-        if kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None:
+        if _is_cached(kwargs):
             return None
         if decoder.training and torch.is_grad_enabled():
             raise ValueError(
-                f"{type(decoder).__name__} trains on a batch that was not cut: it was called without the model around "
-                f"it, or by a wrapper that calls forward itself; call the model, or pass hf.prepare(batch, model)"
+                f"{name} trains on a whole batch, because it was called without the model around it; call the model, "
+                f"or pass hf.prepare(batch, model)"
             )
-        if not torch.compiler.is_compiling() and is_packed(by_name(decoder, args) | kwargs):
+        if not compiling and is_packed(by_name(decoder, args) | kwargs):
             raise ValueError(
-                f"the batch packs several documents into a row, and {type(decoder).__name__} does not cut it in "
-                f"evaluation mode, so that they might read each other; pass hf.prepare(batch, model)"
+                f"the batch packs several documents into a row, and {name} does not cut it in evaluation mode, so that "
+                f"they might read each other; pass hf.prepare(batch, model)"
             )
         return None
-    if not torch.compiler.is_compiling():
+    if not compiling:
         planned.reached.append(True)
     kwargs = by_name(decoder, args) | kwargs
-    mask = kwargs.get("attention_mask")
-    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    assert tokens is not None
+    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    mask, device = kwargs.get("attention_mask"), planned.positions.device
     if tokens.shape[:2] != planned.positions.shape:
-        kwargs = cut_for_decoder(kwargs, planned)
-    made = isinstance(mask, dict) or kind_of(mask) is not None  # before
-    if not made and not is_request(mask):
-        mask = no_mask(UNKNOWN, planned.positions.device, None) if torch.compiler.is_compiling() else request(planned)
+        kwargs = cut(kwargs, planned, "the decoder")
+    if not isinstance(mask, dict) and kind_of(mask) is None:  # not made before
+        mask = empty_mask(UNKNOWN, device) if compiling else empty_mask(UNMADE, device, planned)
     return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 
 
 def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After the model: its loss is the one that knows of ranks, and its outputs know their layout."""
-    planned: PlannedBatch | None = kwargs.get(ARGUMENT)
+    planned, name = kwargs.get(ARGUMENT), type(model).__name__
     if planned is None or torch.compiler.is_compiling():
         return
     if not planned.reached:
-        raise ValueError(
-            f"{type(model).__name__} does not pass the plan on to its decoder, which computed on one rank's tokens "
-            f"alone; context parallelism needs a model that passes keyword arguments on"
-        )
+        raise ValueError(f"{name} does not pass the plan on to its decoder; take one that passes keyword arguments on")
+    mark_outputs(output, planned)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    if kwargs.get("labels") is not None and site_of(model).reduce_loss and loss is not None:
-        _check_loss(model, kwargs, loss, planned)
-    mark_outputs(output, planned.layout)
-
-
-def _check_loss(model: nn.Module, kwargs: dict[str, Any], loss: torch.Tensor, planned: PlannedBatch) -> None:
+    if kwargs.get("labels") is None or loss is None or not site_of(model).reduce_loss:
+        return
     if not planned.losses:
-        raise ValueError(
-            f"{type(model).__name__} computes its loss itself, of one rank's tokens; leave labels out of the batch "
-            f"and call spanwise.cross_entropy on the logits with the labels of hf.prepare"
-        )
+        raise ValueError(f"{name} computes its loss itself, of one rank's tokens; call spanwise.cross_entropy instead")
     known, version = planned.losses.pop()
     # Auxiliary losses of experts are computed from the router logits of all ranks.
     experts = kwargs.get("output_router_logits")
     experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
     if (loss is not known or version_of(loss) != version) and not experts:
-        raise ValueError(
-            f"{type(model).__name__} adds a term to its loss, which would be of one rank's tokens; leave labels out of "
-            f"the batch, and add the term to spanwise.cross_entropy after spanwise.unshard of what it is made of"
-        )
+        raise ValueError(f"{name} adds a term to its loss, of one rank; without labels, add it after spanwise.unshard")

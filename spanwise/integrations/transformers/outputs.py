@@ -1,4 +1,4 @@
-"""Outputs of one rank's tokens that know their layout.
+"""Losses and outputs of one rank's tokens: a loss is that of all ranks, and outputs know their layout.
 
 Two models that plan one batch for themselves may give a rank other tokens, in tensors of one shape. So `logits` and
 `last_hidden_state` are a subclass of Tensor: an operation on two layouts raises, and so does an index that names a
@@ -9,14 +9,23 @@ place in the sequence, such as ``[:, -1]``. Results of other shapes are plain te
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForTokenClassification
 
+import spanwise
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
 _FIELDS = ("logits", "last_hidden_state")
+_SHIFTED = {ForCausalLMLoss: True, ForTokenClassification: False}  # whether they take the next token's label
 
 
 class LocalTokens(torch.Tensor):
@@ -31,15 +40,22 @@ class LocalTokens(torch.Tensor):
             own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
                 raise ValueError(
-                    "outputs of models that cut the batch differently hold other tokens on each rank; prepare it for "
-                    "all of them at once: student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
+                    "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both: "
+                    "student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
                 )
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls):
                 _check_index(args[1], args[0].dim())
             result = func(*args, **(kwargs or {}))
-            if own and type(result) is torch.Tensor and result.shape[:2] == own[0].shape[:2]:
+            left = func is torch.Tensor.as_subclass  # the way out
+            if own and not left and type(result) is torch.Tensor and result.shape[:2] == own[0].shape[:2]:
                 result = of_layout(result, own[0].token_layout)
         return result
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file has no ranks
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
@@ -50,11 +66,13 @@ def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
     return x
 
 
-def mark_outputs(output: Any, layout: Layout) -> None:
-    """Let the outputs of a model know the layout of the batch; DTensors and tuples are left as they are."""
+def mark_outputs(output: Any, planned: PlannedBatch) -> None:
+    """Let outputs of one rank's tokens know their layout; DTensors, tuples and whole outputs are left as they are."""
+    own, whole = tuple(planned.positions.shape), (planned.documents.rows, planned.documents.length)
     for name in _FIELDS:
-        if type(x := getattr(output, name, None)) is torch.Tensor:
-            of_layout(x, layout)
+        x = getattr(output, name, None)
+        if type(x) is torch.Tensor and tuple(x.shape[:2]) == own != whole:
+            of_layout(x, planned.layout)
 
 
 def _check_index(index: Any, dims: int) -> None:
@@ -72,3 +90,49 @@ def _check_index(index: Any, dims: int) -> None:
             f"[{rows}, {tokens}] names places in the sequence, and a rank holds tokens from several places of it; "
             f"restore the whole with spanwise.unshard(plan, mesh, x) first, or index x.as_subclass(torch.Tensor)"
         )
+
+
+def is_known(loss_function: Any) -> bool:
+    """Whether a loss is a mean of cross-entropies over tokens, which `GlobalLoss` computes over all ranks."""
+    return loss_function in _SHIFTED
+
+
+def predicts_next(model: Any) -> bool:
+    """Whether labels are those of next tokens; by the class of `model`, whose loss function may be the user's own."""
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is not ForTokenClassification
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalLoss:
+    """A `loss_function` that is `spanwise.cross_entropy` over `mesh` for planned batches, and `before` for others."""
+
+    mesh: DeviceMesh
+    before: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits, labels = [*args, *(kwargs[name] for name in ("logits", "labels")[len(args) :])][:2]
+        planned: PlannedBatch | None = kwargs.get(ARGUMENT) or planned_of(labels)
+        if planned is None:
+            if torch.compiler.is_compiling() and not _SHIFTED[self.before]:
+                raise ValueError("the loss of token classification does not compile; compute it from the logits")
+            return self.before(*args, **{name: x for name, x in kwargs.items() if name != ARGUMENT})
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        if planned.edges is not None:
+            logits = logits[:, planned.edges.sources]
+        labels = kwargs.get("shift_labels", labels)
+        loss = spanwise.cross_entropy(
+            logits, labels, self.mesh, num_valid=kwargs.get("num_items_in_batch"), weights=planned.weights
+        )
+        planned.losses.append((loss, version_of(loss)))
+        return loss
+
+    def __deepcopy__(self, memo: Any) -> GlobalLoss:  # meshes cannot be copied
+        return self
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often `x` was changed in place; 0 in inference mode, where that is not counted."""
+    if torch.compiler.is_compiling():  # it cannot ask for the mode
+        return x._version
+    return 0 if x.is_inference() else x._version

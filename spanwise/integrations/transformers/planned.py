@@ -62,35 +62,23 @@ def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
 
 
-# Attention of a planned batch gets an empty mask, whose second dim tells the kind of attention that the model asked
-# for: 1 + the index in _KINDS. No other mask is empty, and models that slice the last dims leave it as it is.
-UNKNOWN, OTHER = "an unknown kind", "another kind"  # not looked at; none of KINDS
-_KINDS = (*KINDS, UNKNOWN, OTHER)
-_PLANNED = (
-    "_spanwise_planned"  # attribute of such a mask, and of labels, for models that do not pass keyword arguments on
-)
+# Attention of a planned batch gets an empty mask, whose second dim is the index of the kind that the model asked for.
+# No other mask is empty, and models that slice the last dims leave it as it is. From an unmade one the registered mask
+# function makes one of a kind.
+UNMADE, UNKNOWN, OTHER = "no kind yet", "an unknown kind", "another kind"  # …; not looked at; none of KINDS
+_KINDS = (UNMADE, *KINDS, UNKNOWN, OTHER)
+_PLANNED = "_spanwise_planned"  # attribute of such masks, and of labels, for models that drop keyword arguments
 
 
-def no_mask(kind: str, device: torch.device, planned: PlannedBatch | None) -> torch.Tensor:
-    """A mask of four dims, which transformers hands through to attention as it is."""
-    return marked(torch.ones(1, 1 + _KINDS.index(kind), 0, 0, dtype=torch.bool, device=device), planned)
+def empty_mask(kind: str, device: torch.device, planned: PlannedBatch | None = None) -> torch.Tensor:
+    """A mask of four dims, which transformers hands through to attention as it is; of two if `UNMADE`."""
+    index = _KINDS.index(kind)
+    return marked(torch.ones((1, index, 0, 0) if index else (1, 0), dtype=torch.bool, device=device), planned)
 
 
 def kind_of(mask: Any) -> str | None:
-    """The kind that `no_mask` was made for; None for other masks."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[2:] != (0, 0):
-        return None
-    return _KINDS[mask.shape[1] - 1]
-
-
-def request(planned: PlannedBatch) -> torch.Tensor:
-    """An attention mask ``[1, 0]`` for which the registered mask function makes a `no_mask`."""
-    return marked(torch.ones(1, 0, dtype=torch.bool, device=planned.positions.device), planned)
-
-
-def is_request(mask: Any) -> bool:
-    """Whether `mask` is a `request`, or a view of one."""
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == 0
+    """The kind that `empty_mask` made `mask`, or what it is a view of, for; None for other masks."""
+    return _KINDS[mask.shape[1]] if isinstance(mask, torch.Tensor) and mask.numel() == 0 else None
 
 
 def planned_of(mask: Any) -> PlannedBatch | None:

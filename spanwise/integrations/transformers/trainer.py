@@ -8,26 +8,23 @@ groups. Gradients are averaged over all ranks, by DDP or FSDP2, as accelerate do
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.integrations.transformers.accelerator import CpAccelerator, group_processes
+from spanwise.integrations.transformers.accelerator import group_processes
 from spanwise.integrations.transformers.documents import find_documents
 from spanwise.integrations.transformers.inputs import SITE, site_of
 from spanwise.integrations.transformers.model import context_parallel
-from spanwise.integrations.transformers.refusals import (
-    check_accelerator,
-    check_arguments,
-    check_model,
-    check_trainer,
-)
-from spanwise.integrations.transformers.rollouts import Rollouts
-from spanwise.integrations.transformers.whole import Calls, restore_outputs
+from spanwise.integrations.transformers.refusals import check_accelerator, check_arguments, check_model, check_trainer
+from spanwise.integrations.transformers.whole import Step, restore_outputs
 
 
 def trainer(base: type[Any], mesh: DeviceMesh, **options: Any) -> type[Any]:
@@ -38,7 +35,7 @@ def trainer(base: type[Any], mesh: DeviceMesh, **options: Any) -> type[Any]:
     of one where `base` loads it.
 
     Args:
-        base: `transformers.Trainer` or a subclass; trl's `SFTTrainer`, `DPOTrainer`, `GRPOTrainer` or a subclass.
+        base: `transformers.Trainer`, or trl's `SFTTrainer`, `DPOTrainer`, `KTOTrainer` or `GRPOTrainer`, or a subclass.
         mesh: over all processes, with the axis "cp" and data-parallel axes such as "dp_shard" in any order.
         options: arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``.
 
@@ -51,10 +48,9 @@ def trainer(base: type[Any], mesh: DeviceMesh, **options: Any) -> type[Any]:
     'ContextParallelTrainer'
     """
     check_trainer(base)
-    names = {cls.__name__ for cls in base.__mro__ if cls.__module__.startswith("trl.")}
-    parents = (Rollouts,) if "GRPOTrainer" in names else ()
+    front = _Rollouts if "GRPOTrainer" in (cls.__name__ for cls in base.__mro__) else _ContextParallel
     attributes = {"cp_mesh": mesh, "cp_options": options, "__module__": base.__module__}
-    return type(f"ContextParallel{base.__name__}", (*parents, _ContextParallel, base), attributes)
+    return type(f"ContextParallel{base.__name__}", (front, base), attributes)
 
 
 class _ContextParallel(transformers.Trainer):
@@ -63,12 +59,15 @@ class _ContextParallel(transformers.Trainer):
     cp_mesh: DeviceMesh
     cp_options: Mapping[str, Any]
 
+    def __init_subclass__(cls) -> None:
+        if cls.training_step is not _ContextParallel.training_step:  # models return whole outputs within it alone
+            raise ValueError(f"define training_step of {cls.__name__} in the base that hf.trainer gets")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._cp_calls = Calls()
+        self._cp_steps: list[Step] = []
         super().__init__(*args, **kwargs)
-        reference = getattr(self, "ref_model", None)
-        if reference is not None:
-            self._cut(reference)
+        if getattr(self, "ref_model", None) is not None:
+            self._cut(self.ref_model)  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
@@ -90,11 +89,10 @@ class _ContextParallel(transformers.Trainer):
         if not hasattr(inner, SITE):
             check_model(inner)
             context_parallel(model, mesh, **self.cp_options)
-        elif site_of(inner).mesh != mesh or site_of(inner).loss_mesh != mesh:
-            raise ValueError(
-                "the model was prepared for another mesh or loss_mesh; give hf.trainer a model as it was loaded"
-            )
-        restore_outputs(inner, self._cp_calls)
+        site = site_of(inner)
+        if (site.mesh, site.loss_mesh, site.reduce_loss) != (mesh, mesh, True):
+            raise ValueError("the model is prepared for another mesh or loss; give hf.trainer a model as it was loaded")
+        restore_outputs(inner, self._cp_steps)
         return model
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -104,20 +102,72 @@ class _ContextParallel(transformers.Trainer):
         return super().floating_point_ops(inputs) // self.cp_mesh["cp"].size()
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        return super()._get_num_items_in_batch([_without_first_labels(batch) for batch in batch_samples], device)
+        count: Any = super()._get_num_items_in_batch([_without_first_labels(batch) for batch in batch_samples], device)
+        if not self._takes_loss_of_model():
+            given: Any = super()._get_num_items_in_batch(batch_samples, device)
+            if given != count:
+                raise ValueError(
+                    f"{int(given - count)} labels are of first tokens of documents, which only the model's own loss "
+                    f"leaves out; set them to -100, as DataCollatorWithFlattening does, or pad on the right"
+                )
+        return count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._cp_calls.returning_whole(logits=not self._takes_loss_of_model()):
-            return super().training_step(*args, **kwargs)
+        step = Step(self.cp_mesh["cp"], logits=not self._takes_loss_of_model())
+        return step.run(self._cp_steps, super().training_step, *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        with self._cp_calls.returning_whole(logits=not (prediction_loss_only and self._takes_loss_of_model())):
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        logits = not (prediction_loss_only and self._takes_loss_of_model())
+        step = Step(self.cp_mesh["cp"], logits, predicts=not prediction_loss_only)
+        return step.run(self._cp_steps, super().prediction_step, model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _takes_loss_of_model(self) -> bool:
-        """Whether the loss is the model's and nobody looks at logits."""
-        own = type(self).compute_loss is transformers.Trainer.compute_loss
+        """Whether the model alone looks at logits and labels."""
+        steps = {"compute_loss", "training_step", "prediction_step"}
+        own = {cls for cls in type(self).__mro__ if steps & set(vars(cls))} == {_ContextParallel, transformers.Trainer}
         return own and self.compute_loss_func is None and self.label_smoother is None
+
+
+class _Rollouts(_ContextParallel):
+    """What `trainer` puts in front of trl's GRPO: the rollouts of the first rank of each cp group.
+
+    Generation samples, rewards may ask a judge, and slices of a generation are shuffled: the ranks of a group would go
+    apart. They all generate, because collectives of FSDP demand it, and go on with what the first one has.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self, "_is_vlm", False):
+            raise ValueError(
+                "hf.trainer takes GRPOTrainer with a tokenizer, for prompts of text; rollouts with images are not "
+                "known to be right. Call hf.context_parallel on the model and write the loop"
+            )
+        self.args: Any = copy.copy(self.args)  # the user's may serve another trainer
+        size, generations = self.cp_mesh["cp"].size(), self.num_generations  # type: ignore[attr-defined]
+        samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks
+        if rest or samples % generations:
+            raise ValueError(
+                f"generation_batch_size={self.args.generation_batch_size} over all ranks leaves {samples} completions "
+                f"for all cp groups, which must be a multiple of num_generations={generations}; raise "
+                f"per_device_train_batch_size or steps_per_generation"
+            )
+        self.args.generation_batch_size = samples
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._same_in_group(super()._generate(*args, **kwargs))  # type: ignore[misc]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        return self.accelerator.first_of_groups(rewards)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self._same_in_group(super()._prepare_inputs(inputs))
+
+    def _same_in_group(self, inputs: Any) -> Any:
+        """`inputs` of the first rank of the cp group."""
+        box = [send_to_device(inputs, "cpu")]
+        dist.broadcast_object_list(box, group=self.cp_mesh["cp"].get_group(), group_src=0)
+        return send_to_device(box[0], self.args.device)
 
 
 def _without_first_labels(batch: Any) -> Any:
@@ -126,9 +176,4 @@ def _without_first_labels(batch: Any) -> Any:
     if labels is None or batch.get("shift_labels") is not None or labels.dim() != 2:
         return batch
     documents = find_documents(batch)
-    first = torch.from_numpy(documents.cu_seqlens[:-1])
-    first = first if documents.keep is None else documents.keep[first]
-    return {**batch, "labels": labels.flatten().index_fill(0, first.to(labels.device), -100).view_as(labels)}
-
-
-__all__ = ["CpAccelerator", "trainer"]
+    return {**batch, "labels": documents.flat(labels).masked_fill((documents.positions == 0).to(labels.device), -100)}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import spanwise
-from spanwise.attention.verify_gradients import summed, whole
+from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
@@ -54,24 +54,19 @@ def verify(
     """
     site = site_of(model)
     documents = find_documents(batch, site.mesh.size())
-    if plan is not None and plan.num_ranks != site.mesh.size():
-        raise ValueError(f"the plan is for {plan.num_ranks} ranks, the mesh has {site.mesh.size()}")
     given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels", "label_weights")}
     arguments = prepare(given, model, plan)
     local = arguments[ARGUMENT].plan
+    parameters = parameters_of(model)
     with _evaluating(model):
         logits = _alone(model, given, documents)
-        generator = torch.Generator().manual_seed(seed)
-        direction = torch.randn(logits.shape, generator=generator).to(logits)
-        (logits * direction).sum().backward()
-        wanted = _take_gradients(model)
+        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).to(logits)
+        wanted = gradients(model, logits, direction, parameters)
         cut = _logits(model, arguments)
-        # Averaged over the ranks, the gradients of the shards add up to the whole one.
-        (cut * spanwise.shard(local, x=direction)).sum().mul(site.mesh.size()).backward()
-        got = _take_gradients(model)
+        got = gradients(model, cut, spanwise.shard(local, x=direction), parameters)
         got_logits = spanwise.unshard(local, x=cut.detach())
-        errors = {"logits": _error(got_logits, logits.detach())}
-        errors["parameters"] = _gradient_error(got, wanted, site.mesh)
+        wrong = (got_logits - logits.detach()).abs().max() / logits.detach().abs().max().clamp(min=1e-30)
+        errors = {"logits": wrong.item(), "parameters": _gradient_error(got, wanted, site.mesh)}
         probed, leaks = _leaks(model, given, plan, documents, got_logits)
     limit = _TOLERANCES[logits.dtype] if tolerance is None else tolerance
     return spanwise.VerifyReport(errors, limit, probed, leaks, ())
@@ -106,63 +101,36 @@ def _leaks(
     offsets = documents.cu_seqlens.tolist()
     if batch.get("input_ids") is None or offsets[1] >= documents.kept:  # one document, or a tree
         return (), ()
-    probed = (offsets[1] - 1, offsets[1])  # at the border of the first two documents
-    leaks = []
-    for token in probed:
+    border, leaks = offsets[1], []  # of the first two documents
+    for token, own in ((border - 1, range(border)), (border, range(border, offsets[2]))):
         ids = batch["input_ids"].clone()
         at = token if documents.keep is None else int(documents.keep[token])
-        others = batch["input_ids"].unique()
-        ids.view(-1)[at] = others[others != ids.view(-1)[at]][0] if len(others) > 1 else ids.view(-1)[at] ^ 1
+        others = ids[ids != ids.view(-1)[at]]
+        ids.view(-1)[at] = others.min() if len(others) else ids.view(-1)[at] ^ 1
         arguments = prepare({**batch, "input_ids": ids}, model, plan)
         with torch.no_grad():
             after = spanwise.unshard(arguments[ARGUMENT].plan, x=_logits(model, arguments))
         changed = (after != before)[0].any(-1).nonzero().flatten().tolist()
-        first = token == offsets[1]
-        start, end = (offsets[1], offsets[2]) if first else (0, offsets[1])
-        leaks += [(row, token) for row in changed if not start <= row < end]
-    return probed, tuple(leaks)
+        leaks += [(row, token) for row in changed if row not in own]
+    return (border - 1, border), tuple(leaks)
 
 
-def _take_gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients by name, taken off the parameters."""
-    taken = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            taken[name], parameter.grad = parameter.grad, None
-    return taken
-
-
-def _gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], mesh: DeviceMesh) -> float:
+def _gradient_error(got: list[torch.Tensor], want: list[torch.Tensor], mesh: DeviceMesh) -> float:
     """The largest relative error of a parameter's gradient by norm, with vanishing ones on the scale of the largest."""
-    if set(got) != set(want):
-        raise RuntimeError(
-            f"gradients of {sorted(set(got) ^ set(want))[:4]} exist on one device or cut, and not on both"
-        )
-    norms = {name: whole(x).norm().item() for name, x in want.items()}
-    floor = 1e-3 * max(norms.values(), default=0.0)
-    worst = 0.0
-    for name, reference in want.items():
-        gradient = summed(got[name], mesh) / mesh.size()
-        worst = max(worst, (gradient - whole(reference)).norm().item() / max(norms[name], floor, 1e-30))
-    return worst
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+    norms = [whole(x).norm().item() for x in want]
+    floor = max(1e-3 * max(norms, default=0.0), 1e-30)
+    pairs = zip(got, want, norms, strict=True)
+    return max(((summed(x, mesh) - whole(y)).norm().item() / max(norm, floor) for x, y, norm in pairs), default=0.0)
 
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode with gradients, and without those that the model holds."""
-    modes = [(module, module.training) for module in model.modules()]
-    held = _take_gradients(model)
+    """Evaluation mode with gradients."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.enable_grad():
             yield
     finally:
-        for module, training in modes:
+        for module, training in modes.items():
             module.training = training
-        _take_gradients(model)
-        for name, parameter in model.named_parameters():
-            parameter.grad = held.get(name)

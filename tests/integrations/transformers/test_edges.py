@@ -308,6 +308,7 @@ def test_places_in_the_outputs_of_a_rank() -> None:
                 hidden[index]
         assert type(hidden[0, torch.arange(3)]) is torch.Tensor
         assert hidden[..., :4].shape == hidden[:, :, :4].shape == (1, hidden.shape[1], 4)
+        assert type(hidden.as_subclass(torch.Tensor)[:, -1]) is type(copy.deepcopy(hidden.detach())) is torch.Tensor
         valid = torch.ones(hidden.shape[:2], dtype=torch.bool)
         assert hidden[valid].shape == hidden.shape[1:]
         hidden.sum().backward()

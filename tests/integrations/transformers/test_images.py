@@ -72,7 +72,7 @@ def test_packed_documents_need_positions_of_images() -> None:
     model = images.model_of("qwen2_vl")
     batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed", model)
     del batch["position_ids"]
-    with pytest.raises(ValueError, match=r"pass their position_ids, \[3, B, S\]"):
+    with pytest.raises(ValueError, match=r"pass position_ids, \[3, B, S\]"):
         run_ranks(2, _train, tiny.copies(model, 2), batch)
 
 

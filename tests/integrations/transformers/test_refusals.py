@@ -32,7 +32,7 @@ def _attach(config: Any) -> None:
     [
         ("bloom", dict(hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
         ("gptj", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
-        ("rwkv", dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "carries a state .*RwkvSelfAtt"),
+        ("rwkv", dict(hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "RwkvSelfAtt.* carries a state"),
         ("inkling_text", SMALL, "layers of type .*hybrid_sliding"),
         ("deepseek_v32", {}, "layers of type .*indexed_attention"),
         ("bart", dict(d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
@@ -142,7 +142,7 @@ def test_batches(batch: dict[str, Any], text: str) -> None:
 def test_cross_attention(name: str) -> None:
     """GPT-2 gives its cross attention neither the plan nor a mask; states as long as the batch would be cut."""
     batch = BATCH | {"encoder_hidden_states": torch.randn(1, 64, 64)}
-    with pytest.raises(ValueError, match="reads encoder_hidden_states by cross attention"):
+    with pytest.raises(ValueError, match="encoder_hidden_states does not go with .* reads it by cross attention"):
         _call(name, batch, add_cross_attention=True)
 
 

@@ -110,13 +110,14 @@ def test_other_axis_order(gloo_pool: Any) -> None:
 
 @pytest.mark.slow
 def test_predictions_and_metrics(gloo_pool: Any) -> None:
-    """Whole logits in the order of the batch; at padding they are 0."""
+    """Whole logits in the order of the batch; at padding they are NaN."""
     options = dict(EVALUATED, dp=2, more=dict(compute_metrics=runs.accuracy), predict=True)
     *got, want = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
     valid = want["label_ids"] != -100
     for result in got:
         np.testing.assert_array_equal(result["label_ids"], want["label_ids"])
         np.testing.assert_allclose(result["predictions"][valid], want["predictions"][valid], atol=1e-5)
+        assert np.isnan(result["predictions"]).any() and not np.isnan(want["predictions"]).any()
 
 
 @pytest.mark.slow
@@ -211,7 +212,6 @@ def refusals(cls: Any) -> dict[str, str]:
     attempt("dispatch_batches", accelerator_config={"dispatch_batches": True})
     attempt("batch_rebalance", train_sampling_strategy="batch_rebalance")
     attempt("eval_use_gather_object", eval_use_gather_object=True)
-    attempt("attention_dropout", model=runs.model_of("llama", attention_dropout=0.1))
     attempt("parallelism_config", parallelism_config=ParallelismConfig(dp_replicate_size=2))
     sharded = runs.model_of("llama")
     sharded._is_distributed_loading_by_transformers = True
@@ -230,14 +230,35 @@ def other_losses(cls: Any) -> str:
     return str(caught.value)
 
 
+def attention_dropout(cls: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        runs.plain(cls, model="llama", config=dict(attention_dropout=0.1))
+    return str(caught.value)
+
+
+def prepared_for_another_loss(cls: Any) -> str:
+    """A model that keeps its loss function, which sees one rank's tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import Trainer, TrainingArguments
+
+    from spanwise.integrations import transformers as hf
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False)
+    with pytest.raises(ValueError) as caught:
+        hf.trainer(Trainer, mesh)(model, args=runs.arguments(TrainingArguments))
+    return str(caught.value)
+
+
 def test_refuses_before_training(gloo_pool: Any) -> None:
     errors = start(gloo_pool, 2, refusals)
     assert errors[0] == errors[1]
-    assert "set {'attention_dropout': 0.1} in the config of LlamaForCausalLM to 0" in errors[0].pop("attention_dropout")
     for name, text in errors[0].items():
         assert name in text and "does not go with hf.trainer; " in text
     assert "causal language models" in start(gloo_pool, 2, other_losses)[0]
     assert start(gloo_pool, 2, random_batches) == ["raised"] * 2
+    assert "there is no attention dropout; set 0.1 to 0 in the config" in start(gloo_pool, 2, attention_dropout)[1]
+    assert "is prepared for another mesh or loss" in start(gloo_pool, 2, prepared_for_another_loss)[0]
 
 
 def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
@@ -251,15 +272,17 @@ def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
     mesh: Any = None
     with pytest.raises(ValueError, match=r"takes transformers.Trainer or a subclass, got <class 'int'>"):
         hf.trainer(int, mesh)
-    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, GRPOTrainer of trl .* got Unknown"):
+    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer of trl .* got Unknown"):
         hf.trainer(Unknown, mesh)
     with pytest.raises(ValueError, match="Seq2SeqTrainer"):
         hf.trainer(transformers.Seq2SeqTrainer, mesh)
     with pytest.raises(ValueError, match="is a trainer for context parallelism already"):
         hf.trainer(hf.trainer(transformers.Trainer, mesh), mesh)
-    with pytest.raises(ValueError, match="needs a mesh with an axis 'cp', got axes"):
+    with pytest.raises(ValueError, match="define training_step of Derived in the base"):
+        type("Derived", (hf.trainer(transformers.Trainer, mesh),), {"training_step": print})
+    with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \('dp',\)"):
         start(gloo_pool, 2, runs.plain, mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match=r"takes data-parallel axes .* got \['tp'\]"):
+    with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \('tp', 'cp'\)"):
         start(gloo_pool, 2, runs.plain, mesh_shape=(2, 1), mesh_dim_names=("tp", "cp"))
 
 

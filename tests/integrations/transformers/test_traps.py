@@ -94,7 +94,7 @@ def test_training_behind_a_cache() -> None:
     def on_rank(rank: int, mesh: Any) -> None:
         _prepared(model, mesh)(**BATCH, past_key_values=DynamicCache(config=model.config))
 
-    with pytest.raises(ValueError, match="trains with past_key_values, as with prefix tuning"):
+    with pytest.raises(ValueError, match="trains behind a KV cache, as with prefix tuning"):
         run_ranks(1, on_rank)
 
 

@@ -60,6 +60,15 @@ DPO: dict[str, dict[str, Any]] = {
     "blocks of images": dict(model="gemma3"),
     "reference follows": dict(sync_ref_model=True, ref_model_sync_steps=2),
 }
+KTO: dict[str, dict[str, Any]] = {
+    "padded": dict(),
+    "replicas, evaluated": dict(dp=2, **EVALUATED),
+    "without a reference point": dict(loss_type="apo_zero_unpaired", gradient_accumulation_steps=2),
+    "adapters": dict(lora="given"),
+    "experts": dict(model="qwen3_moe, auxiliary loss"),
+    "FSDP": dict(shard=True),
+    "reference follows": dict(sync_ref_model=True, ref_model_sync_steps=2),
+}
 GRPO: dict[str, dict[str, Any]] = {
     "grpo": dict(loss_type="grpo"),
     "dapo, reference": dict(loss_type="dapo", beta=0.1),
@@ -72,11 +81,13 @@ GRPO: dict[str, dict[str, Any]] = {
     "vespo": dict(loss_type="vespo"),
     "cispo": dict(loss_type="cispo", epsilon_high=2.0),
     "accumulated": dict(gradient_accumulation_steps=3),
+    "evaluated": dict(eval_count=4, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4),
     "scaled by batch": dict(scale_rewards="batch", dp=2, per_device_train_batch_size=2),
     "adapters": dict(lora="given", beta=0.1),
     "experts, checkpointed": dict(model="qwen3_moe, auxiliary loss", gradient_checkpointing=True),
 }
 OF_DPO = ("logps/chosen", "logits/rejected", "rewards/margins", "rewards/accuracies", *trl_runs.OF_TRL)
+OF_KTO = ("kl", "logps/chosen", "logits/rejected", "rewards/chosen", "num_tokens", "entropy")
 OF_GRPO = ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen")
 
 
@@ -129,10 +140,18 @@ def test_dpo(gloo_pool: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_dpo_with_log_probabilities_made_before(gloo_pool: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", KTO)
+def test_kto(gloo_pool: Any, name: str) -> None:
+    names = (*runs.LOGGED, *OF_KTO, *(["eval_loss"] if "eval_count" in KTO[name] else []))
+    compare(gloo_pool, trl_runs.dpo, *names, kind="KTO", per_device_train_batch_size=4, **KTO[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_log_probabilities_made_before(gloo_pool: Any, tmp_path: Any, kind: str) -> None:
     trl_runs.preferences(22).save_to_disk(str(tmp_path / "data"))
-    options = dict(precompute_ref_log_probs=True, saved=str(tmp_path / "data"))
-    compare(gloo_pool, trl_runs.dpo, *runs.LOGGED, *OF_DPO, dp=2, **options)
+    options = dict(kind=kind, precompute_ref_log_probs=True, saved=str(tmp_path / "data"))
+    compare(gloo_pool, trl_runs.dpo, *runs.LOGGED, *(OF_DPO if kind == "DPO" else OF_KTO), dp=2, **options)
 
 
 @pytest.mark.slow
@@ -143,7 +162,8 @@ def test_grpo(gloo_pool: Any, tmp_path: Any, name: str) -> None:
     if options.get("beta") and "lora" not in options:
         runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
         options = options | {"saved": str(tmp_path)}
-    got = compare(gloo_pool, trl_runs.grpo, *OF_GRPO, **options)
+    names = (*OF_GRPO, *(["eval_loss", "eval_reward"] if "eval_count" in options else []))
+    got = compare(gloo_pool, trl_runs.grpo, *names, **options)
     assert max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
 
 
@@ -159,7 +179,7 @@ def test_grpo_generates(gloo_pool: Any) -> None:
 
 def test_refuses_other_trainers_of_trl() -> None:
     """Also those that trl derives from trainers that are right."""
-    from trl import KTOTrainer, RewardTrainer
+    from trl import RewardTrainer, RLOOTrainer
 
     from spanwise.integrations import transformers as hf
 
@@ -171,8 +191,8 @@ def test_refuses_other_trainers_of_trl() -> None:
 
     mesh: Any = None
     assert hf.trainer(Own, mesh).__name__ == "ContextParallelOwn"
-    for base in (RewardTrainer, KTOTrainer, OfTrl):
-        with pytest.raises(ValueError, match=f"takes SFTTrainer, .* got {base.__name__} of trl"):
+    for base, remedy in ((RewardTrainer, "load the model by AutoModel"), (RLOOTrainer, "call hf"), (OfTrl, "call hf")):
+        with pytest.raises(ValueError, match=f"takes SFTTrainer, .* got {base.__name__} of trl.*; .*{remedy}"):
             hf.trainer(base, mesh)
 
 
@@ -186,7 +206,8 @@ class OfImages(ProcessorMixin):
 def grpo_refusals(cls: Any) -> list[str]:
     errors = []
     shape = dict(per_device_train_batch_size=4, num_generations=4)
-    for changes in (dict(per_device_train_batch_size=2), dict(log_completions=True), dict()):
+    names = ("log_completions", "use_vllm", "use_transformers_continuous_batching")
+    for changes in (dict(per_device_train_batch_size=2), *({name: True} for name in names), dict()):
         with pytest.raises(ValueError) as caught:
             cls(trl.GRPOTrainer)(
                 runs.model_of("llama") if changes else images.model_of("llava"),
@@ -201,7 +222,9 @@ def grpo_refusals(cls: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_grpo_refusals(gloo_pool: Any) -> None:
-    half, completions, of_images = start(gloo_pool, 2, grpo_refusals)[0]
-    assert "leaves 2 completions for the 1 cp groups, which must be a multiple of num_generations=4" in half
+    half, completions, vllm, batching, of_images = start(gloo_pool, 2, grpo_refusals)[0]
+    assert "leaves 2 completions for all cp groups, which must be a multiple of num_generations=4" in half
     assert "log_completions does not go with hf.trainer" in completions
+    for text in (vllm, batching):
+        assert "leave it False: each cp group generates with the model, or by a rollout_func" in text
     assert "takes GRPOTrainer with a tokenizer, for prompts of text" in of_images

@@ -9,11 +9,13 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import spanwise
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_blocks import MODELS
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 DOCUMENTS = tiny.documents_of((23, 41, 7))
@@ -49,6 +51,18 @@ def test_models_with_blocks_are_verified(name: str) -> None:
     batch = tiny.packed(DOCUMENTS) | {argument: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
     models = tiny.copies(model, 2)
     for report in run_ranks(2, lambda rank, mesh: hf.verify(hf.context_parallel(models[rank], mesh), batch)):
+        assert report.ok and max(report.errors.values()) < 1e-5, str(report)
+
+
+def _sharded(rank: int, mesh: Any) -> Any:
+    model = fully_shard(hf.context_parallel(tiny.model_of("llama"), mesh), mesh=mesh)
+    reports = [hf.verify(model, tiny.packed(DOCUMENTS)) for _ in range(2)]
+    model(**tiny.packed(DOCUMENTS)).loss.backward()
+    return reports[1]
+
+
+def test_models_under_fsdp_are_verified(gloo_pool: GlooPool) -> None:
+    for report in gloo_pool.run(2, _sharded, timeout=120):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
 
 

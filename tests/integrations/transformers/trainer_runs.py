@@ -255,13 +255,14 @@ def plain(
     predict: bool = False,
     stop: int = 0,
     more: Any = None,
+    config: Any = None,
     **changes: Any,
 ) -> Any:
     """`transformers.Trainer` on documents; after `stop` evaluations that are no better it stops."""
     import transformers
 
     trainer = cls(transformers.Trainer)(
-        model_of(model),
+        model_of(model, **(config or {})),
         args=arguments(transformers.TrainingArguments, **changes),
         train_dataset=data(22),
         eval_dataset=documents(eval_count, seed=5) if eval_count else None,
@@ -351,7 +352,7 @@ def check(got: dict[str, Any], want: dict[str, Any], *names: str, close: float =
     apart = []
     for a, b in zip(got["logs"], want["logs"], strict=True):
         for name in names:
-            floor = 1.0 if name.startswith("rewards/") else 1e-3  # differences of log-probabilities
+            floor = 1.0 if name.startswith(("rewards/", "kl")) else 1e-3  # differences of log-probabilities
             limit = 0 if name.startswith("num_") else close * max(floor, abs(b.get(name, 0)))
             if name in b and not abs(a[name] - b[name]) <= limit:
                 apart.append(f"step {b['step']}: {name} is {a[name]} instead of {b[name]}")

@@ -88,9 +88,15 @@ def behind_images(name: str) -> Any:
 
 
 def dpo(
-    cls: Any, model: str = "llama", lora: str = "", eval_count: int = 0, saved: str | None = None, **changes: Any
+    cls: Any,
+    model: str = "llama",
+    lora: str = "",
+    eval_count: int = 0,
+    saved: str | None = None,
+    kind: str = "DPO",
+    **changes: Any,
 ) -> Any:
-    """`trl.DPOTrainer`, with a reference model where there are no adapters."""
+    """`trl.DPOTrainer` or `trl.KTOTrainer`, with a reference model where there are no adapters."""
     import datasets
     import trl
 
@@ -98,10 +104,10 @@ def dpo(
     if model in images.MODELS:
         more, model_of = {"data_collator": behind_images(model)}, lambda name, *_, **__: images.model_of(name)
         changes |= {"remove_unused_columns": False, "ddp_find_unused_parameters": True}  # of the encoder
-    trainer = cls(trl.DPOTrainer)(
+    trainer = cls(getattr(trl, f"{kind}Trainer"))(
         model_of(model, lora),
         ref_model=None if lora else model_of(model, seed=1),
-        args=runs.arguments(trl.DPOConfig, **{"max_length": 64} | changes),
+        args=runs.arguments(getattr(trl, f"{kind}Config"), **{"max_length": 64} | changes),
         train_dataset=datasets.load_from_disk(saved) if saved else preferences(22),
         eval_dataset=preferences(eval_count) if eval_count else None,
         processing_class=runs.tokenizer(),
@@ -111,46 +117,39 @@ def dpo(
     return runs.result_of(trainer)
 
 
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on prompt and step alone."""
+    first = trainer.accelerator.process_index * len(prompts)
+    completions = []
+    for index in range(first, first + len(prompts)):
+        draw = torch.Generator().manual_seed(trainer._step * 1000 + index)
+        length = int(torch.randint(2, 12, (), generator=draw))
+        completions.append(torch.randint(3, runs.WORDS, (length,), generator=draw).tolist())
+    ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
+
+
 def grpo(
     cls: Any,
     model: str = "llama",
     lora: str = "",
     saved: str | None = None,
     sampled: bool = False,
+    eval_count: int = 0,
     **changes: Any,
 ) -> Any:
-    """`trl.GRPOTrainer`; unless `sampled`, completions depend on prompt and step alone."""
+    """`trl.GRPOTrainer`; unless `sampled`, on `rollouts`."""
     import trl
 
-    class Fixed(trl.GRPOTrainer):
-        def _generate(self, prompts: list[str]) -> Any:
-            if sampled:
-                return super()._generate(prompts)
-            first = self.accelerator.process_index * len(prompts)
-            completions = []
-            for index in range(first, first + len(prompts)):
-                draw = torch.Generator().manual_seed(self._step * 1000 + index)
-                length = int(torch.randint(2, 12, (), generator=draw))
-                completions.append(torch.randint(3, runs.WORDS, (length,), generator=draw).tolist())
-            texts = [self.processing_class.decode(c) for c in completions]
-            return (
-                [self.processing_class(p)["input_ids"] for p in prompts],
-                completions,
-                None,
-                texts,
-                None,
-                {},
-                None,
-                None,
-            )
-
     shape = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=12)
-    trainer = cls(Fixed)(
+    trainer = cls(trl.GRPOTrainer)(
         saved or runs.model_of(model, lora),
         reward_funcs=digits,
         args=runs.arguments(trl.GRPOConfig, **shape | changes),
         train_dataset=preferences(22).select_columns(["prompt"]),
+        eval_dataset=preferences(eval_count).select_columns(["prompt"]) if eval_count else None,
         processing_class=runs.tokenizer(),
+        rollout_func=None if sampled else rollouts,
     )
     trainer.train()
     return runs.result_of(trainer)

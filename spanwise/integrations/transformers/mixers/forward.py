@@ -46,16 +46,16 @@ class PlannedForward:
         planned = mask if isinstance(mask, PlannedBatch) else kwargs.pop(ARGUMENT, None) or planned_of(mask)
         if planned is None:
             if self.expected:
-                raise ValueError(
-                    f"{type(self.module).__name__} was called without the plan of its batch: the model does not pass "
-                    f"keyword arguments on to it; such models cannot be compiled under context parallelism"
-                )
+                name = type(self.module).__name__
+                raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
             return type(self.module).forward(self.module, *args, **kwargs)
         kwargs["attention_mask"] = None  # there is no padding
-        hidden = args[0] if args else kwargs["hidden_states"]
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
         if planned.there is not None:
             assert planned.route is not None
-            args, kwargs = _relaid(planned.there, planned.route.tokens.shape[0], args, kwargs)
+            move = functools.partial(_moved, planned.there, planned.route.tokens.shape[0])
+            args = (*(move(x) for x in args[:1]), *args[1:])
+            kwargs |= {n: move(x) for n in ("hidden_states", "position_ids") if (x := kwargs.get(n)) is not None}
         self._current = planned
         try:
             output = self._planned(self.module, *args, **kwargs)
@@ -64,8 +64,8 @@ class PlannedForward:
         if planned.back is None:
             return output
         if isinstance(output, tuple):
-            return (_moved(output[0], planned.back, hidden.shape[1]), *output[1:])
-        return _moved(output, planned.back, hidden.shape[1])
+            return _moved(planned.back, tokens, output[0]), *output[1:]
+        return _moved(planned.back, tokens, output)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._current is not None
@@ -82,27 +82,15 @@ class PlannedForward:
         self._planned = calls[WHOLE] if WHOLE in calls else with_globals(type(self.module).forward, calls)
 
 
-def _relaid(way: spanwise.RelayoutRoute, tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments whose tokens are in the layout of the mixer: the first, or hidden states by name, and positions."""
-    if args:
-        args = (_moved(args[0], way, tokens), *args[1:])
-    given = {n: kwargs[n] for n in ("hidden_states", "position_ids") if kwargs.get(n) is not None}
-    return args, kwargs | {n: _moved(x, way, tokens) for n, x in given.items()}
-
-
-def _moved(x: torch.Tensor, way: spanwise.RelayoutRoute, tokens: int) -> torch.Tensor:
+def _moved(way: spanwise.RelayoutRoute, tokens: int, x: torch.Tensor) -> torch.Tensor:
     """`x` ``[1, T, …]`` in the other layout, of which compiled code then knows that it has `tokens` tokens."""
     x = spanwise.relayout(x, way)
     torch._check(x.shape[1] == tokens)
     return x
 
 
-def pass_as_mask(layer: nn.Module) -> None:
-    """Let `layer`, which gives its mixer a mask and no keyword arguments, give it the plan in place of the mask."""
-    layer.register_forward_pre_hook(_plan_for_mask, with_kwargs=True)
-
-
-def _plan_for_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plan_for_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook of layers that give their mixer a mask and no keyword arguments: the plan in place of the mask."""
     planned = kwargs.get(ARGUMENT)
     return None if planned is None else (args, kwargs | {"attention_mask": planned})
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from spanwise.integrations.transformers.masks import MIXED, layer_types
-from spanwise.integrations.transformers.mixers import forwards, functions
-from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward, pass_as_mask
+from spanwise.integrations.transformers.mixers import functions
+from spanwise.integrations.transformers.mixers.forward import WHOLE, PlannedForward, plan_for_mask
 
 # Class names of mixers whose forward calls functions of its file for all that crosses tokens.
 _CALLERS = frozenset([
@@ -31,8 +31,8 @@ _SCANS: dict[str, Callable[..., Any]] = {
 _FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), functions.none)
 # Class names of mixers that compute in their own code, and what replaces their forward.
 _WHOLE: dict[str, Callable[..., Any]] = {
-    "MiniMaxLightningAttention": forwards.lightning_attention,
-    "RecurrentGemmaRecurrentBlock": forwards.griffin,
+    "MiniMaxLightningAttention": functions.lightning_attention,
+    "RecurrentGemmaRecurrentBlock": functions.griffin,
 }
 # Class names of other modules that carry something along the sequence.
 _UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
@@ -45,16 +45,14 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
     Raises:
         ValueError: layers that carry a state in a way that is not known.
     """
-    found = {name: module for name, module in decoder.named_modules() if _functions(module) is not None}
-    _check(decoder, config, found)
-    forwards = []
-    for name, module in found.items():
-        forward = PlannedForward(module, _functions(module) or {})
-        module.forward = forward  # of this instance
-        if type(module).__name__ in _BEHIND:
-            pass_as_mask(decoder.get_submodule(name.rpartition(".")[0]))
-        forwards.append(forward)
-    return forwards
+    mixers = {name: PlannedForward(x, found) for name, x in decoder.named_modules() if (found := _functions(x))}
+    _check(decoder, config, mixers)
+    for name, mixer in mixers.items():
+        mixer.module.forward = mixer  # of this instance
+        if type(mixer.module).__name__ in _BEHIND:
+            layer = decoder.get_submodule(name.rpartition(".")[0])
+            layer.register_forward_pre_hook(plan_for_mask, with_kwargs=True)
+    return list(mixers.values())
 
 
 def check_known(decoder: nn.Module) -> None:
@@ -62,10 +60,7 @@ def check_known(decoder: nn.Module) -> None:
     names = {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}
     unknown = [name for name in _UNKNOWN if name in names]
     if unknown:
-        raise ValueError(
-            f"{type(decoder).__name__} carries a state along the sequence in {unknown[0]}, which context parallelism "
-            f"does not take; train it with data parallelism, or take a model with one of {', '.join(sorted(_CALLERS))}"
-        )
+        raise ValueError(f"{unknown[0]} carries a state along the sequence; known are {sorted(_CALLERS)}")
 
 
 def conv_width(mixers: list[PlannedForward]) -> int | None:
@@ -87,26 +82,21 @@ def _functions(module: nn.Module) -> Mapping[str, Callable[..., Any]] | None:
     return _CONVOLUTION | _SCANS | _FUSED if known else None
 
 
-def _check(decoder: nn.Module, config: Any, found: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for layers and convolutions that are not among `found`."""
-    for module in found.values():
-        if "forward" in vars(module):
-            raise ValueError(
-                f"the forward of a {type(module).__name__} was replaced, as accelerate does for device_map; call "
-                f"hf.context_parallel on a model whose modules are as they were loaded"
-            )
-    types, layers = layer_types(config), {int(n) for name in found for n in re.findall(r"^layers\.(\d+)\.", name)}
-    unknown = {kind for index, kind in enumerate(types) if kind in MIXED and index not in layers}
-    convolutions = [  # beside the layers are encoders of images and sound
-        name
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Conv1d)
-        and name.startswith("layers.")
-        and not name.startswith(tuple(f"{one}." for one in found))
-    ]
-    if unknown or convolutions:
-        what = f"layers of type {sorted(unknown)}" if unknown else f"a convolution, {convolutions[0]}"
+def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]) -> None:
+    """Raise ValueError for layers and convolutions that are not among `mixers`."""
+    replaced = [type(mixer.module).__name__ for mixer in mixers.values() if "forward" in vars(mixer.module)]
+    if replaced:
         raise ValueError(
-            f"{type(decoder).__name__} has {what}, in a module that context parallelism does not know to carry a state "
-            f"along the sequence; it knows those of transformers 5.23: {', '.join(sorted(_CALLERS))}"
+            f"the forward of a {replaced[0]} was replaced, as by device_map; call hf.context_parallel before"
+        )
+    layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
+    unknown = {kind for n, kind in enumerate(layer_types(config)) if kind in MIXED and n not in layers}
+    convolutions = [name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d)]
+    known = tuple(f"{name}." for name in mixers)  # beside the layers are encoders of images and sound
+    strange = [name for name in convolutions if name.startswith("layers.") and not name.startswith(known)]
+    if unknown or strange:
+        what = f"layers of type {sorted(unknown)}" if unknown else f"a convolution, {strange[0]}"
+        raise ValueError(
+            f"{type(decoder).__name__} has {what}, in a module that is not known to carry a state; known are those of "
+            f"transformers 5.23: {sorted(_CALLERS)}"
         )
