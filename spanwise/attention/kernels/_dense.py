@@ -27,6 +27,7 @@ def is_small(q: Tensor, k: Tensor, softcap: float | None) -> bool:
     return softcap is None and 0 < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _MOST_SCORES
 
 
+@torch.autocast("cpu", enabled=False)  # products keep the dtype that the maths asks for
 def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Out in float32 at least, and lse in float64; 0 and -inf for rows without keys."""
     scores = _scores(q, k, start, end, scale)
@@ -39,6 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: 
     return out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor,
