@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.limits import HANG
+
 #: What a rank of a test would import first.
 _PRELOAD = [
     "spanwise", "spanwise.layouts.local_search", "spanwise.overlap.backend", "torch._dynamo", "torch.distributed.fsdp",
@@ -32,7 +34,7 @@ def forked() -> Any:
     return context
 
 
-def torchrun(script: Path, num_ranks: int, folder: Path, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+def torchrun(script: Path, num_ranks: int, folder: Path, seconds: float = HANG) -> subprocess.CompletedProcess[str]:
     """What the ranks of a script printed; its `returncode` is that of a rank that failed, or 0.
 
     Args:

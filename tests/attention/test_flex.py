@@ -24,7 +24,6 @@ from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
-    pytest.mark.timeout(300),  # the first compilation on a machine also builds a precompiled header
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # of torch's own, on import
 ]
 

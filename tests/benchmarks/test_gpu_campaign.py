@@ -168,7 +168,6 @@ def test_cells_of_parity(exchange: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_dry_run_of_all_steps(tmp_path: Path) -> None:
     found = _dry(tmp_path, NAMES)
     assert all(step["rows"] for step in found.values())

@@ -45,7 +45,6 @@ def with_forked_ranks(command: str, folder: Path, place: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["index", "tutorial"])
 def test_code_blocks_run_and_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / f"{name}.md"
@@ -53,7 +52,6 @@ def test_code_blocks_run_and_print_what_the_page_shows(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES if page.stem not in ELSEWHERE])
 def test_code_blocks_run_as_a_reader_runs_them(page: Path, tmp_path: Path) -> None:
     for name in NEEDS.get(page.stem, ()):
@@ -61,7 +59,6 @@ def test_code_blocks_run_as_a_reader_runs_them(page: Path, tmp_path: Path) -> No
     assert run_blocks.run_page(page, tmp_path) == page.read_text()
 
 
-@pytest.mark.timeout(600)
 def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
     draw_gallery.draw(target=tmp_path)
     drawn = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.*")}

@@ -15,7 +15,6 @@ from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # those of torch and Triton releases are not ours to fix
 ]
 

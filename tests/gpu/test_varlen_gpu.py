@@ -17,7 +17,6 @@ from spanwise.attention.kernels.varlen import VarlenTables, attend_rounds
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # those of torch and Triton releases are not ours to fix
 ]
 

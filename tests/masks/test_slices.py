@@ -216,10 +216,10 @@ def test_many_slices_of_a_long_sequence_take_no_loop_over_tokens():
     q = np.concatenate([documents, documents[after]])
     k = np.concatenate([documents, prompt[after]])
     kind = np.r_[np.ones(len(documents), int), np.zeros(after.sum(), int)]
-    start = time.perf_counter()
+    start = time.process_time()
     mask = SpanMask.from_slices(q, k, kind)
     back = mask.to_slices()
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert SpanMask.from_slices(*back) == mask and len(back[2]) <= len(kind)
     lens = np.diff(cu)
     assert mask.area().sum() == (lens * (lens + 1) // 2).sum() + 64 * lens[after].sum()

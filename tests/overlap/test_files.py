@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
 
 
 @pytest.mark.slow

@@ -475,7 +475,7 @@ def test_forty_five_thousand_nodes() -> None:
         last = f"w{scatter}"
     dag = b.dag()
     assert len(dag) > 40_000
-    began = time.perf_counter()
+    began = time.process_time()
     found = hideable(dag)
-    assert time.perf_counter() - began < 5  # about half a second on its own
+    assert time.process_time() - began < 5  # about half a second on its own
     assert found == {i for i in dag.starts if dag.nodes[i].name.startswith("gather")}

@@ -424,9 +424,9 @@ def test_time_grows_with_the_graph() -> None:
 
     def seconds(layers: int) -> float:
         dag = backward(layers)
-        begin = time.perf_counter()
+        begin = time.process_time()
         schedule(dag)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     assert min(seconds(800) for _ in range(2)) < 10 * min(seconds(200) for _ in range(2))
 

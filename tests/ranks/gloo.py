@@ -33,11 +33,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from spanwise import _torch
+from tests.limits import HANG
 from tests.scripts import forked
 
 T = TypeVar("T")
+
+CONNECTED = b"connected"
+CONNECTS = (20.0, 100.0, HANG)  # seconds for gloo to connect all ranks, by attempt; rarely it never does
 
 
 class RemoteTraceback(Exception):
@@ -80,7 +85,7 @@ class GlooPool:
         *args: Any,
         mesh_shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] = ("cp",),
-        timeout: float = 60.0,
+        timeout: float = HANG,
         **kwargs: Any,
     ) -> list[T]:
         """Runs ``fn(rank, mesh, *args, **kwargs)`` on the first `num_ranks` processes; results by rank.
@@ -88,16 +93,16 @@ class GlooPool:
         Raises:
             The exception that a rank raised first, with its `rank` and the rank's traceback as its cause.
             RuntimeError: A process died; the text names the rank and holds what it left behind.
-            TimeoutError: Ranks did not answer within `timeout` seconds; the text holds the stack of each.
+            TimeoutError: Ranks did not answer within `timeout` seconds of their connection; the text holds the stack of
+                each.
         """
         if num_ranks > self.num_ranks:
             raise ValueError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
         shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
-        try:
-            return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), timeout)
-        except NeverConnected:
-            # Rarely gloo's connections between all ranks never come about; `fn` has not run on any rank then.
-            return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), timeout)
+        for connects in CONNECTS[:-1]:
+            with contextlib.suppress(NeverConnected):  # `fn` has not run on any rank then
+                return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), connects, timeout)
+        return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), CONNECTS[-1], timeout)
 
     def _call(
         self,
@@ -107,6 +112,7 @@ class GlooPool:
         kwargs: dict[str, Any],
         shape: tuple[int, ...],
         mesh_dim_names: tuple[str, ...],
+        connects: float,
         timeout: float,
     ) -> list[T]:
         self._start()
@@ -115,9 +121,10 @@ class GlooPool:
         message = pickle.dumps((group, fn, args, kwargs))
         for _, connection in self._workers[:num_ranks]:
             connection.send_bytes(message)
-        return self._collect(num_ranks, time.monotonic() + timeout)
+        return self._collect(num_ranks, connects, timeout)
 
-    def _collect(self, num_ranks: int, deadline: float) -> list[Any]:
+    def _collect(self, num_ranks: int, connects: float, timeout: float) -> list[Any]:
+        connected, deadline = 0, time.monotonic() + connects
         results: list[Any] = [None] * num_ranks
         failures: list[tuple[float, int, BaseException, str]] = []
         pending = {self._workers[rank][1]: rank for rank in range(num_ranks)}
@@ -130,20 +137,27 @@ class GlooPool:
                 each = [f"rank {rank}:\n{self._stack(rank)}" for rank in pending.values()]
                 stacks = "\n".join(each)
                 self._stop()
-                if len(each) == num_ranks and all("_new_process_group_helper" in stack for stack in each):
+                if not connected:
                     raise NeverConnected(f"the ranks did not connect in time\n{stacks}")
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer in time\n{stacks}")
             for connection in ready:
-                rank = pending.pop(connection)
+                rank = pending[connection]
                 try:
-                    answer = pickle.loads(connection.recv_bytes())
+                    message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
                     raise RuntimeError(self._obituary(rank)) from None
+                if message == CONNECTED:
+                    connected += 1
+                    if not failures:
+                        deadline = time.monotonic() + timeout
+                    continue
+                del pending[connection]
+                answer = pickle.loads(message)
                 if answer[0] == "result":
                     results[rank] = answer[1]
                 else:
                     failures.append((answer[1], rank, *answer[2:]))
-                    deadline = min(deadline, time.monotonic() + 5)  # its peers fail when its connections close
+                    deadline = min(deadline, time.monotonic() + 30)  # its peers fail when its connections close
         for _, connection in self._workers[:num_ranks]:
             connection.send_bytes(b"all have answered")
         if failures:
@@ -209,18 +223,20 @@ def _serve(rank: int, connection: Connection, log_path: str) -> None:
         with contextlib.suppress(EOFError):
             connection.send_bytes(b"ready")
             while True:
-                connection.send_bytes(_answer(rank, connection.recv_bytes()))
+                connection.send_bytes(_answer(rank, connection))
                 connection.recv_bytes()  # a rank that left early would fail those that still talk to each other
                 _leave()
 
 
-def _answer(rank: int, message: bytes) -> bytes:
+def _answer(rank: int, connection: Connection) -> bytes:
+    message = connection.recv_bytes()
     try:
         (store_path, num_ranks, shape, names, timeout), fn, args, kwargs = pickle.loads(message)
         store = dist.FileStore(store_path, num_ranks)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
         )
+        connection.send_bytes(CONNECTED)
         result = fn(rank, init_device_mesh("cpu", shape, mesh_dim_names=names), *args, **kwargs)
         return pickle.dumps(("result", result))
     except BaseException as error:
@@ -230,6 +246,16 @@ def _answer(rank: int, message: bytes) -> bytes:
             return pickle.dumps(("failure", failed_at, error, text))
         except Exception:
             return pickle.dumps(("failure", failed_at, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def tell(mesh: DeviceMesh, event: str) -> None:
+    """Let ranks of the group of a mesh that wait for an event go on; each event is told once in a call of the pool."""
+    _torch.group_store(mesh.get_group()).set(event, "")
+
+
+def hear(mesh: DeviceMesh, *events: str) -> None:
+    """Return when ranks of the group of a mesh have told all the events."""
+    _torch.group_store(mesh.get_group()).wait(list(events), timedelta(seconds=HANG))
 
 
 def _leave() -> None:

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.limits import HANG
+
 T = TypeVar("T")
 
 
@@ -38,7 +40,7 @@ def run_ranks(
     *args: Any,
     mesh_shape: Sequence[int] | None = None,
     mesh_dim_names: Sequence[str] = ("cp",),
-    timeout: float = 60.0,
+    timeout: float = HANG,
     **kwargs: Any,
 ) -> list[T]:
     """Runs ``fn(rank, mesh, *args, **kwargs)`` on every rank, each a thread, and returns the results by rank.

@@ -98,7 +98,7 @@ def test_is_named_after_the_timeout_of_the_group(gloo_pool: GlooPool, door: str)
     assert isinstance(error, spanwise.ExchangeError) and error.lost == (1,), error
     assert "lost: rank 1, no word within" in str(error)
     found = re.search(r"failed on rank 0 of 2, .* after (\d+\.\d) s", str(error))
-    assert found is not None and TIMEOUT <= float(found[1]) < TIMEOUT + 5.0, str(error)
+    assert found is not None and float(found[1]) >= TIMEOUT, str(error)  # rank 1 stays away until rank 0 has failed
 
 
 def one_is_late(rank: int, mesh: DeviceMesh) -> list[float]:

@@ -106,7 +106,7 @@ def everything(rank: int, mesh, out: str | None, options: dict) -> tuple[dict, d
 @pytest.mark.slow
 def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
     path = tmp_path / "here.json"
-    results = gloo_pool.run(2, everything, str(path), QUICK, timeout=110)
+    results = gloo_pool.run(2, everything, str(path), QUICK)
     first, samples, seconds = results[0]
     assert results[1][:2] == results[0][:2], "every rank must return the same figures"
     hardware = Hardware.load(path)
@@ -133,7 +133,7 @@ def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
 @pytest.mark.slow
 def test_two_levels(gloo_pool: GlooPool) -> None:
     options = QUICK | {"host_size": 2, "num_q_heads": 4, "num_kv_heads": 2, "v_head_dim": 32, "name": "two hosts"}
-    results = gloo_pool.run(4, everything, None, options, timeout=110)
+    results = gloo_pool.run(4, everything, None, options)
     assert all(result[:2] == results[0][:2] for result in results)
     hardware = Hardware.from_dict(results[0][0])
     assert [link.ranks for link in hardware.links] == [2, None] and hardware.name == "two hosts"

@@ -93,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_numbers_and_offsets_are_arguments(gloo_pool: GlooPool, name: str, backend: str) -> None:
-    for apart, too_many in gloo_pool.run(2, differences, name, backend, timeout=110.0):
+    for apart, too_many in gloo_pool.run(2, differences, name, backend):
         assert max(apart) < 1e-6 and not too_many
 
 

@@ -93,7 +93,7 @@ def differ_compiled(
 def test_raises_on_every_rank_in_compiled_code(
     gloo_pool: GlooPool, loss: Callable[..., torch.Tensor], backend: str, names: list[str]
 ) -> None:
-    for said in gloo_pool.run(2, differ_compiled, loss, backend, names, timeout=110.0):
+    for said in gloo_pool.run(2, differ_compiled, loss, backend, names):
         for name, text in said.items():
             assert "ranks disagree on call" in text and CHANGES[name][1] in text, (name, text)
 
@@ -110,6 +110,6 @@ def over_two_axes(rank: int, mesh: DeviceMesh, compiled: bool) -> tuple[str, flo
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.compiles])])
 def test_ranks_of_two_axes(gloo_pool: GlooPool, compiled: bool) -> None:
-    axes: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp"), "timeout": 110.0}
+    axes: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp")}
     for text, loss in gloo_pool.run(4, over_two_axes, compiled, **axes):
         assert "rank 3: amount 4.0" in text and loss == pytest.approx(math.log(5))

@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention.exchange import failure, findings
+from tests.limits import HANG
 from tests.ranks.test_attention import HOSTS
 from tests.scripts import forked
 
-TIMEOUT = 2.0  # seconds, of the process groups
-NEVER = 600.0  # a timeout that no test reaches
-PATIENCE = 60.0  # seconds for a rank to end, on a busy machine too: who is still waiting then would wait for ever
+TIMEOUT = 2.0  # seconds, of the process groups of a mesh
+NEVER = 2 * HANG  # a timeout that no test reaches
 
 
 class Outcome(NamedTuple):
@@ -57,6 +57,7 @@ class World:
         mesh_shape: tuple[int, ...] = (4,),
         names: tuple[str, ...] = ("cp",),
         timeout: float = TIMEOUT,
+        grace: float = findings.GRACE,
         store_in_rank_0: bool = False,
     ) -> None:
         context = forked()
@@ -67,20 +68,20 @@ class World:
         self._ranks = []
         for rank in range(math.prod(mesh_shape)):
             ours, theirs = context.Pipe(duplex=False)
-            group = (self._folder, rank, mesh_shape, names, timeout, store_in_rank_0)
+            group = (self._folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0)
             process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
         for _, ours in self._ranks:  # so that worlds that are made one after the other do not start all at once
-            assert ours.poll(PATIENCE) and ours.recv() == "started"
+            assert ours.poll(HANG) and ours.recv() == "started"
 
     def outcomes(self, but: tuple[int, ...] = ()) -> list[Outcome]:
         """How each rank ended, `but` some that are not waited for; then all processes are ended."""
         outcomes = []
         for rank, (process, ours) in enumerate(self._ranks):
             try:
-                ended = ours.poll(0 if rank in but else PATIENCE)
+                ended = ours.poll(0 if rank in but else HANG)
                 if not ended and rank not in but:
                     raise TimeoutError(f"rank {rank} has not ended:\n{self._stack(rank)}")
                 outcomes.append(Outcome(*ours.recv()) if ended else Outcome())
@@ -104,7 +105,7 @@ class World:
 
 
 def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    folder, rank, mesh_shape, names, timeout, store_in_rank_0 = group
+    folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0 = group
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack-{rank}").open("w"))
@@ -113,17 +114,18 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     while not hosts and not (port.exists() and port.read_text()):
         time.sleep(0.01)
     at = 0 if hosts else int(port.read_text())
-    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=HANG))
     if hosts:
         port.write_text(str(store.port))
     num_ranks = math.prod(mesh_shape)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG))
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=_timeouts(names, timeout))
     dist.barrier()
     connection.send("started")
     began = time.monotonic()
     try:
-        answer = (fn(rank, mesh, *args), None)
+        with mock.patch.object(findings, "GRACE", grace):
+            answer = (fn(rank, mesh, *args), None)
     except spanwise.ExchangeError as error:
         answer = (None, error)
     connection.send((*answer, None, time.monotonic() - began))
@@ -132,23 +134,25 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     time.sleep(NEVER)  # a rank whose process ended would release the others; the test ends it
 
 
-def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]] | None:
-    """For the groups of the axes of a mesh, which do not inherit the timeout of the world."""
+def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
+    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout)
-    return {name: ("gloo", options) for name in names} if len(names) > 1 else None
+    return {name: ("gloo", options) for name in names}
 
 
 def lose(how: str) -> None:
     """What becomes of a lost rank."""
+    store = dist.distributed_c10d._get_default_store()
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raised":
         raise SystemExit(1)  # as an error of the model would, but quietly
-    if how == "late":
-        time.sleep(TIMEOUT + 0.5)  # is back before the others give it up
-    if how == "asleep":
-        time.sleep(TIMEOUT + findings.GRACE + 3.0)
+    if how == "late":  # is back when the others have timed out, and before they give it up
+        while store.add("spanwise/failure/asking", 0) < 3:
+            time.sleep(0.01)
+    if how == "asleep":  # until the others have given it up
+        store.wait([f"{rank} has failed" for rank in (0, 2, 3)], timedelta(seconds=HANG))
     if how == "stuck":
         time.sleep(NEVER)
 
@@ -172,7 +176,11 @@ def one_is_lost(rank: int, mesh: DeviceMesh, kind: str, how: str, lost: int) -> 
     collective(mesh, kind)
     if rank == lost:
         lose(how)
-    return float(collective(mesh, kind).sum())
+    try:
+        return float(collective(mesh, kind).sum())
+    finally:
+        if how == "asleep":
+            dist.distributed_c10d._get_default_store().set(f"{rank} has failed", "")
 
 
 def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
@@ -182,7 +190,7 @@ def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
     # The rank may be lost before its call has been compared.
     assert re.match(rf"{what}|comparison of call \d", outcome.error.what), text
     assert text.startswith(f"{outcome.error.what} failed on rank {outcome.error.rank} ")
-    assert outcome.seconds < PATIENCE
+    assert outcome.seconds < HANG
     return text
 
 
@@ -342,12 +350,12 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[dict[Any, World]]:
         for key in [("all-gather", "killed"), ("reduce-scatter", "raised"), ("all-to-all", "killed")]:
             started[key] = World(one_is_lost, *key, 3, timeout=NEVER)
         started["asleep"] = World(one_is_lost, "all-gather", "asleep", 1)
-        started["late"] = World(one_is_lost, "all-to-all", "late", 1)
+        started["late"] = World(one_is_lost, "all-to-all", "late", 1, grace=HANG)
         started["waiting"] = World(waits_and_dies, timeout=NEVER)
         started["host"] = World(one_is_lost, "all-to-all", "killed", 0, store_in_rank_0=True, timeout=NEVER)
-        started["backend"] = World(backend_fails, mesh_shape=(2,))
-        started["closed"] = World(link_is_cut, "closed", mesh_shape=(2,), timeout=NEVER)
-        started["silent"] = World(link_is_cut, "silent", mesh_shape=(2,))
+        started["backend"] = World(backend_fails, mesh_shape=(2,), grace=HANG)
+        started["closed"] = World(link_is_cut, "closed", mesh_shape=(2,), timeout=NEVER, grace=HANG)
+        started["silent"] = World(link_is_cut, "silent", mesh_shape=(2,), grace=HANG)
         mesh: Any = {"mesh_shape": (2, 2), "names": ("dp", "cp")}
         started["sub-mesh"] = World(one_is_lost, "all-gather", "killed", 3, **mesh, timeout=NEVER)
         mesh = {"mesh_shape": (2, 2, 2), "names": ("dp", "tp", "cp")}
@@ -388,20 +396,25 @@ def test_late_ranks_are_named(worlds: dict[Any, World]) -> None:
     asleep = worlds["asleep"].outcomes()
     for rank in (0, 2, 3):
         text = check(asleep[rank], "all-gather of K/V", (1,))
-        assert re.search(rf"lost: rank 1, no word within {findings.GRACE:.0f}\.\d s", text)
+        found = re.search(r"lost: rank 1, no word within (\d+\.\d) s", text)
+        assert found is not None and float(found[1]) >= findings.GRACE, text
     # It wakes up later, and finds that the others were there.
-    check_last(check(asleep[1], "all-gather of K/V", ()))
-    for rank, outcome in enumerate(worlds["late"].outcomes()):
+    check_last(check(asleep[1], "all-gather of K/V", ()), asleep)
+    late = worlds["late"].outcomes()
+    for rank, outcome in enumerate(late):
         text = check(outcome, "all-to-all of K/V", ())
-        check_last(text)
+        check_last(text, late)
         assert "Timed out" in text, rank
 
 
-def check_last(text: str) -> None:
-    """Rank 1 came last and failed at once; the others had waited for longer than `TIMEOUT` by then."""
+def check_last(text: str, outcomes: list[Outcome]) -> None:
+    """Rank 1 came last and failed at once; the first of the others had waited for `TIMEOUT` by then."""
     found = re.search(r"rank 1 came last and had waited (\d+\.\d) s", text)
     assert found is not None, text
-    assert float(found[1]) < TIMEOUT / 2, text
+    waited = [re.search(r" after (\d+\.\d) s", str(outcome.error)) for outcome in outcomes]
+    seconds = [float(each[1]) for each in waited if each is not None]
+    assert len(seconds) == 4 and float(found[1]) == seconds[1] == min(seconds), text
+    assert max(seconds) >= TIMEOUT, text
 
 
 def test_a_process_that_ends_while_all_wait(worlds: dict[Any, World]) -> None:

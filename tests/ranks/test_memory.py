@@ -16,6 +16,7 @@ from spanwise import Packing, SpanMask
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.cli.bench import memory
 from spanwise.planning.explain import describe_exchange
+from tests.limits import HANG
 from tests.ranks.gloo import GlooPool
 from tests.ranks.test_attention import HOSTS, mesh_of
 
@@ -52,7 +53,7 @@ class Exchanged(memory.Copies):
         del args
         if "wait_tensor" in self.op and self.gathered is not None:
             # gloo's thread lets go of what it sent when it gets round to it, after the wait.
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + HANG
             while not self.gathered.expired() and time.monotonic() < deadline:
                 time.sleep(1e-3)
         alive = self.alive()

@@ -179,7 +179,7 @@ def flex_steps(rank: int, mesh: object, problem, score_mod):
 def test_flex_module_on_cpu_with_gradients(gloo_pool) -> None:
     """PyTorch's flex_attention has no CPU backward; the style runs the sdpa kernel there."""
     problem = make_problem(MASK.dense())
-    check(problem, gloo_pool.run(2, flex_steps, problem, None, timeout=60))
+    check(problem, gloo_pool.run(2, flex_steps, problem, None))
 
 
 def test_score_mod_of_the_call_sees_global_positions(gloo_pool) -> None:
@@ -188,7 +188,7 @@ def test_score_mod_of_the_call_sees_global_positions(gloo_pool) -> None:
     i = torch.arange(LENGTH)
     scores = q @ k.transpose(-1, -2) / math.sqrt(8) + 0.1 * (i[None] - i[:, None])
     expected = scores.masked_fill(~torch.from_numpy(MASK.dense()), -math.inf).softmax(-1) @ v
-    for rank, got in enumerate(gloo_pool.run(2, flex_steps, problem, alibi, timeout=60)):
+    for rank, got in enumerate(gloo_pool.run(2, flex_steps, problem, alibi)):
         assert relative_error(got[0], PLAN.shard(expected, rank, dim=2)) <= 1e-10
 
 

@@ -177,5 +177,5 @@ def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
 
 @pytest.mark.compiles
 def test_meshes_and_positions_make_no_more_graphs(gloo_pool: GlooPool) -> None:
-    for graphs in gloo_pool.run(2, compiled_with_positions, timeout=100):
+    for graphs in gloo_pool.run(2, compiled_with_positions):
         assert graphs == 1

@@ -21,6 +21,7 @@ from spanwise import _torch
 from spanwise.attention.exchange import failure, ring
 from spanwise.attention.exchange.errors import ExchangeError
 from spanwise.attention.exchange.refetch import Refetch
+from tests.limits import HANG
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_lost_peer import NEVER, World, lose
@@ -164,7 +165,7 @@ def slow_rank(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> list[torch
 
     def watch(event: str) -> None:
         if rank == 0 and event in after:
-            store.wait([f"{after[event]} on {peer}" for peer in range(1, mesh.size())], timedelta(seconds=10))
+            store.wait([f"{after[event]} on {peer}" for peer in range(1, mesh.size())], timedelta(seconds=HANG))
         store.set(f"{event} on {rank}", "")
 
     before = torch._C._distributed_c10d._get_work_registry_size()
@@ -285,7 +286,7 @@ def compiled_gradients(case: Case, owner: int) -> list[torch.Tensor]:
 @pytest.mark.compiles
 def test_one_graph_serves_shards_of_any_size(gloo_pool: GlooPool) -> None:
     cases = [Case(tokens, (1, 2)) for tokens in ((4, 3, 5), (6, 2, 1), (2, 7, 0))]
-    for rank, (results, graphs) in enumerate(gloo_pool.run(3, compiled_steps, cases, timeout=100)):
+    for rank, (results, graphs) in enumerate(gloo_pool.run(3, compiled_steps, cases)):
         # Of its inputs' length torch makes 0 and 1 special, of what a rank receives nothing.
         own = {min(case.tokens[rank], 2) for case in cases}
         assert graphs == len(own) * [

@@ -176,7 +176,7 @@ def test_raises_on_every_rank_in_compiled_code(
 
 
 def check(gloo_pool: GlooPool, door: Callable[..., Any], names: list[str], backend: str | None) -> None:
-    for said in gloo_pool.run(2, differ, door, names, backend, timeout=110.0):
+    for said in gloo_pool.run(2, differ, door, names, backend):
         for name, text in said.items():
             assert "ranks disagree on call" in text and CHANGES[door][name][1] in text, (name, text)
 
@@ -198,5 +198,5 @@ def skips(rank: int, mesh: DeviceMesh, door: Callable[..., Any], backend: str | 
 def test_a_backward_that_one_rank_leaves_out(
     gloo_pool: GlooPool, door: Callable[..., Any], backend: str | None
 ) -> None:
-    for text in gloo_pool.run(2, skips, door, backend, timeout=110.0):
+    for text in gloo_pool.run(2, skips, door, backend):
         assert "ranks disagree on call" in text and "backward of " in text, text

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from spanwise.train.launch import Rank, RankFailure, StopRequest, launch, torchrun_rank
+from tests.limits import HANG
 from tests.ranks.train_runs import forked_ranks
 
 
@@ -34,7 +35,7 @@ def _raises_on_one(rank: Rank) -> int:
 def _dies_on_one(rank: Rank) -> int:
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(HANG)
     return 0
 
 
@@ -66,7 +67,7 @@ def test_the_first_failure_is_shown_with_its_rank() -> None:
 
 def _never_returns(rank: Rank, folder: str) -> int:
     Path(folder, f"{rank.rank}-{os.getpid()}").touch()
-    time.sleep(100)
+    time.sleep(HANG)
     return 0
 
 
@@ -85,9 +86,7 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
             time.sleep(0.1)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    started = time.monotonic()
     assert launch(_never_returns, str(tmp_path), ranks=1) == 130
-    assert time.monotonic() - started < 60
 
 
 def _launches(folder: str) -> None:
@@ -101,10 +100,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     pids = [int(name.split("-")[1]) for name in _wait_for(1, tmp_path)]
     launcher.kill()
     launcher.join()
-    deadline = time.monotonic() + 30
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(_runs(pid) for pid in pids):
         time.sleep(0.02)
-    assert [pid for pid in pids if _runs(pid)] == []
 
 
 def _runs(pid: int) -> bool:
@@ -138,7 +135,7 @@ def _stops_on_one(rank: Rank) -> int:
     rank.progressed()
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(600)
+    time.sleep(HANG)
     return 0
 
 
@@ -156,10 +153,8 @@ def test_a_stuck_rank_is_reported_and_ends_the_run(
 @pytest.mark.usefixtures("ranks_start_fast")
 def test_a_rank_that_dies_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spanwise.train.launch._GRACE", 0.2)
-    started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 was ended by SIGKILL; the system may have run out of memory"):
         launch(_dies_on_one, ranks=2)
-    assert time.monotonic() - started < 50
 
 
 @pytest.mark.usefixtures("ranks_start_fast")

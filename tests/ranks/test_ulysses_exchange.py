@@ -287,7 +287,7 @@ def compiled_trades(rank: int, mesh: DeviceMesh, heads: tuple[int, int]) -> list
 @pytest.mark.compiles
 def test_one_graph_serves_many_sizes(gloo_pool: GlooPool) -> None:
     there, back = "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"
-    for rank, graphs in enumerate(gloo_pool.run(2, compiled_trades, (6, 3), timeout=100)):
+    for rank, graphs in enumerate(gloo_pool.run(2, compiled_trades, (6, 3))):
         orders = [[name for name in graph if name in (there, back)] for graph in graphs]
         forwards = orders.count([there, there, back, back, there, back])
         assert forwards + orders.count([there, back, there, there, back, back]) == len(orders) == 2 * forwards

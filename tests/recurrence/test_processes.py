@@ -84,7 +84,7 @@ def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compi
     plans = [_plan(cuts, 2) for cuts in CUTS[:3]]
     each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS[:3]]
     weight = torch.randn(10, 4, dtype=torch.float64)
-    results = gloo_pool.run(2, _steps, plans, each, weight, compiled, timeout=110)
+    results = gloo_pool.run(2, _steps, plans, each, weight, compiled)
     for count, orders in results:
         assert count == 2 * compiled
         assert (
@@ -148,7 +148,7 @@ def test_compiled_ranks_that_disagree(gloo_pool: GlooPool) -> None:
     plans = [_plan(CUTS[1], 2), spanwise.make_plan(spanwise.SpanMask.documents(CUTS[1]), 2, balancer="contiguous")]
     problem = problems.make("gdn", 90, _documents(CUTS[1]))
     wanted = ["compiled gated_delta", "1.0", "compiled causal_conv", "(1, 3, 2, 3, 2, 4, 2, 1)", "compiled relayout"]
-    for texts in gloo_pool.run(2, _compiled_disagreeing, plans, problem, timeout=110):
+    for texts in gloo_pool.run(2, _compiled_disagreeing, plans, problem):
         for number, (text, want) in enumerate(zip(texts, wanted, strict=True)):
             assert f"ranks disagree on call {number + 3} in" in text and want in text, text
 

@@ -23,7 +23,6 @@ from tests.integrations.torchtitan import tiny
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # processes import torchtitan first
 ROWS = ((23, 41, 7, 30), (64, 1, 36))
 
 
@@ -102,7 +101,7 @@ def _sharded(rank: int, mesh: Any, batch: Any, more: str) -> Any:
 @pytest.mark.parametrize("more", ["checkpointing", "compile"])
 def test_fsdp(gloo_pool: GlooPool, more: str) -> None:
     batch = tiny.batch_of(ROWS)
-    results = gloo_pool.run(2, _sharded, batch, more, timeout=240)
+    results = gloo_pool.run(2, _sharded, batch, more)
     loss, gradients = tiny.reference(ROWS, batch)
     tiny.check([results[0], (results[1][0], {name: 0 * g for name, g in gradients.items()})], (loss, gradients))
 

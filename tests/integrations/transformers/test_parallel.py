@@ -54,7 +54,7 @@ def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: st
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
     documents = tiny.documents_of(LENGTHS)
-    results = gloo_pool.run(2, _with_fsdp, name, tiny.packed(documents), first, timeout=120)
+    results = gloo_pool.run(2, _with_fsdp, name, tiny.packed(documents), first)
     want = tiny.reference(tiny.model_of(name), documents)
     for result in results:  # FSDP2 has averaged
         tiny.check([result], want)
@@ -71,9 +71,7 @@ def _with_replicas(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]
 def test_replicas_with_unequal_tokens(gloo_pool: GlooPool) -> None:
     documents = tiny.documents_of((50, 11, 16, 9, 4))
     batches = [tiny.packed(documents[:2]), tiny.packed(documents[2:])]
-    results = gloo_pool.run(
-        4, _with_replicas, "llama", batches, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"), timeout=120
-    )
+    results = gloo_pool.run(4, _with_replicas, "llama", batches, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"))
     want = tiny.reference(tiny.model_of("llama"), documents)
     for result in results:
         tiny.check([result], want)
@@ -111,7 +109,7 @@ def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, A
 def test_tensor_parallelism(gloo_pool: GlooPool, name: str) -> None:
     documents = tiny.documents_of(LENGTHS)
     mesh = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
-    results = gloo_pool.run(4, _with_tensor_parallelism, name, tiny.packed(documents), timeout=120, **mesh)
+    results = gloo_pool.run(4, _with_tensor_parallelism, name, tiny.packed(documents), **mesh)
     want = tiny.reference(tiny.model_of(name), documents)
     for tp in range(2):
         tiny.check([results[tp], results[2 + tp]], want)
@@ -131,7 +129,7 @@ def _leaves_out_a_backward(rank: int, mesh: Any, batch: dict[str, Any]) -> str:
 
 def test_a_rank_that_leaves_out_a_backward(gloo_pool: GlooPool) -> None:
     """It goes on to the plan of the next batch, where the others are not."""
-    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(tiny.documents_of(LENGTHS)), timeout=120):
+    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(tiny.documents_of(LENGTHS))):
         assert "rank 0: backward of context_parallel_attention(" in text and "rank 1: plan.local()" in text, text
 
 
@@ -156,7 +154,7 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
 )
 def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
     documents = tiny.documents_of((31, 31))
-    results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant, timeout=120)
+    results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant)
     tiny.check(results, tiny.reference(tiny.model_of(name), documents))
 
 
@@ -177,7 +175,6 @@ OTHERS = (
 )  # fmt: skip
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
@@ -190,7 +187,7 @@ OTHERS = (
 def test_every_configuration(gloo_pool: GlooPool, ranks: int, names: tuple[str, ...]) -> None:
     documents = {n: tiny.documents_of((31, 31) if n in EQUAL_LENGTHS else (23, 41, 7, 30, 1)) for n in names}
     batches = {name: tiny.packed(each) for name, each in documents.items()}
-    results = gloo_pool.run(ranks, _every_model, batches, timeout=300)
+    results = gloo_pool.run(ranks, _every_model, batches)
     for name, each in documents.items():
         tiny.check([result[name] for result in results], tiny.reference(tiny.model_of(name), each))
 
@@ -204,7 +201,7 @@ def _with_ddp(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
 def test_ddp(gloo_pool: GlooPool) -> None:
     documents = tiny.documents_of(LENGTHS)
     want = tiny.reference(tiny.model_of("llama"), documents)
-    for result in gloo_pool.run(2, _with_ddp, tiny.packed(documents), timeout=120):
+    for result in gloo_pool.run(2, _with_ddp, tiny.packed(documents)):
         tiny.check([result], want)
 
 
@@ -228,8 +225,8 @@ def _in_half_precision(rank: int, mesh: Any, batch: dict[str, Any], scale: float
 @pytest.mark.slow
 def test_ranks_skip_the_same_steps_in_half_precision(gloo_pool: GlooPool) -> None:
     batch = tiny.packed(tiny.documents_of(LENGTHS))
-    overflowed = gloo_pool.run(2, _in_half_precision, batch, 2.0**30, timeout=120)
+    overflowed = gloo_pool.run(2, _in_half_precision, batch, 2.0**30)
     assert overflowed[0] == overflowed[1] and overflowed[0][0] == [2.0 ** (29 - n) for n in range(4)]
     assert len(set(overflowed[0][1])) == 1
-    trained = gloo_pool.run(2, _in_half_precision, batch, 1024.0, timeout=120)
+    trained = gloo_pool.run(2, _in_half_precision, batch, 1024.0)
     assert trained[0] == trained[1] and trained[0][0] == [1024.0] * 4 and len(set(trained[0][1])) == 4

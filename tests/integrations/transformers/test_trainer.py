@@ -14,8 +14,6 @@ pytest.importorskip("datasets", reason="datasets is not installed")
 from tests.integrations.transformers import images
 from tests.integrations.transformers import trainer_runs as runs
 
-pytestmark = pytest.mark.timeout(600)
-
 EVALUATED: dict[str, Any] = dict(
     eval_count=7, eval_strategy="steps", eval_steps=3
 )  # 7 is odd: the last batch is not full
@@ -50,7 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def start(pool: Any, ranks: int, made: Any, **options: Any) -> list[Any]:
     """`runs.run` on ranks; the first one on a rank imports transformers, so that it has time."""
-    return pool.run(ranks, runs.run, made, timeout=240.0, **options)
+    return pool.run(ranks, runs.run, made, **options)
 
 
 def compare(

@@ -18,8 +18,6 @@ from tests.integrations.transformers import images, trl_runs
 from tests.integrations.transformers import trainer_runs as runs
 from tests.integrations.transformers.test_trainer import EVALUATED, compare, start
 
-pytestmark = pytest.mark.timeout(600)
-
 SFT: dict[str, dict[str, Any]] = {
     "padded": dict(max_steps=20),
     "replicas, accumulated": dict(dp=2, gradient_accumulation_steps=2),
