@@ -27,6 +27,7 @@ _REASONS = {
     "computes its loss itself": "a loss of its own",
     "asks for attention of": "a mask that its config does not tell",
     "logits must be": "logits of another shape",
+    "reads the first token": "a pooler",
     "tells neither layer_types": "no kinds of layers in its config",
     "gets cross_attention_states": "cross attention to images",
     "gets pixel_values": "images merged behind the cut",
