@@ -82,6 +82,7 @@ NOT_HOT = {
     "layouts/layout.py": "numpy, when a plan is made; index tensors in host memory",
     "attention/chunks.py": "numpy, when a rank plan is built",
     "recurrence/route.py": "numpy, when a route is built",
+    "attention/kernels/_dense.py": "CPU",
     "attention/kernels/_engine.py": "CPU",
     "attention/kernels/_flops.py": "asked by torch's FLOP counters alone",
     "attention/kernels/_segments.py": "numpy, when a plan is made",
@@ -125,7 +126,13 @@ ON_HOST = {
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/documents.py": {"torch.as_tensor(row)"},
     "batch/sharding.py": {"int(shifts)"},
-    "batch/vocabulary.py": {"wrong[:4].tolist()"},
+    "batch/loss.py": {
+        "num_valid.item()",
+        "int((labels != IGNORE_INDEX).sum())",
+        "wrong.any()",
+        "wrong.nonzero()",
+        "wrong.nonzero()[0].tolist()",
+    },
     "attention/kernels/_rounds.py": {"calls.tolist()"},
 }
 
