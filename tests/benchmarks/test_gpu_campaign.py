@@ -17,6 +17,7 @@ from benchmarks.gpu import step_parity
 from benchmarks.gpu.campaign import Step, read_rows, run, write_row
 from benchmarks.gpu.steps import LIMIT, NAMES, make_steps
 from benchmarks.gpu.worlds import Here, NotPossible, World
+from tests.limits import HANG
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_gpu  # noqa: E402
 
 
-def script(name: str, text: str, seconds: float = 60.0) -> Step:
+def script(name: str, text: str, seconds: float = HANG) -> Step:
     """A step that runs `text`; `rows` is its file."""
     begin = "import sys, json, os, time, subprocess; rows = open(sys.argv[1], 'a', buffering=1)\n"
     return Step(name, lambda rows, limit: [sys.executable, "-c", begin + text, str(rows)], seconds)
@@ -37,7 +38,7 @@ WRITES = "rows.write(json.dumps({'what': 1}) + '\\n')\n"
 @pytest.mark.slow
 def test_steps_survive_failures_crashes_and_hangs_of_others(tmp_path: Path) -> None:
     child, pid_file = tmp_path / "child.py", tmp_path / "pid"
-    child.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(f'{os.getpid()} ')\ntime.sleep(60)")
+    child.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(f'{os.getpid()} ')\ntime.sleep(600)")
     starts_child = (
         f"subprocess.Popen([sys.executable, {str(child)!r}, {str(pid_file)!r}])\n"
         f"while not os.path.exists({str(pid_file)!r}) or not open({str(pid_file)!r}).read(): time.sleep(0.05)\n"
@@ -46,14 +47,14 @@ def test_steps_survive_failures_crashes_and_hangs_of_others(tmp_path: Path) -> N
         script("good", WRITES),
         script("raises", WRITES + "raise ValueError('planted')"),
         script("crashes", WRITES + "os.abort()"),
-        script("hangs", WRITES + starts_child + "rows.write('{')\ntime.sleep(60)", 8.0),
+        script("hangs", WRITES + starts_child + "rows.write('{')\ntime.sleep(600)", 8.0),
         script("writes nothing", ""),
         script("bad row", "rows.write(json.dumps({'status': 'failed'}) + '\\n')"),
         script("refused row", "rows.write(json.dumps({'status': 'not possible'}) + '\\n')"),
         script("last", WRITES),
     ]
     seen: list[dict[str, Any]] = []
-    results = run(steps, 120.0, seen.append, ROOT)
+    results = run(steps, HANG, seen.append, ROOT)
     assert seen == results
     status = {result["name"]: result["status"] for result in results}
     assert status == {
@@ -64,10 +65,8 @@ def test_steps_survive_failures_crashes_and_hangs_of_others(tmp_path: Path) -> N
     assert "planted" in of["raises"]["error"] and "signal 6" in of["crashes"]["error"]
     assert all(of[name]["rows"] == [{"what": 1}] for name in ("good", "raises", "crashes", "hangs", "last"))
     pid = int(pid_file.read_text())
-    deadline = time.monotonic() + 5
-    while _runs(pid) and time.monotonic() < deadline:
+    while _runs(pid):  # what the hanging step had started ends with it
         time.sleep(0.05)
-    assert not _runs(pid)  # what the hanging step had started ended with it
 
 
 def _runs(pid: int) -> bool:
@@ -79,9 +78,9 @@ def _runs(pid: int) -> bool:
 
 
 def test_time_for_all_steps_is_limited() -> None:
-    results = run([script("hangs", "time.sleep(60)"), script("late", WRITES)], 3.5, lambda result: None, ROOT)
+    results = run([script("hangs", "time.sleep(600)"), script("late", WRITES)], 3.5, lambda result: None, ROOT)
     assert [result["status"] for result in results] == ["timeout", "skipped"]
-    assert results[0]["seconds"] < 10
+    assert results[0]["seconds"] < HANG
     assert sum(step.seconds for step in make_steps("cuda")) <= LIMIT
 
 
@@ -96,7 +95,7 @@ def cell(cell: dict[str, Any], here: Here) -> dict[str, Any]:
     if does == "raises on all" or (does == "raises on one" and here.rank == 1):
         raise ValueError("planted")
     if does == "hangs" and here.rank == 1:
-        time.sleep(60)
+        time.sleep(HANG)
     if does == "ends" and here.rank == 1:
         os._exit(9)
     if does == "cannot":
@@ -108,7 +107,7 @@ def cell(cell: dict[str, Any], here: Here) -> dict[str, Any]:
 def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     World(2, "gloo", "cpu", __name__, "cell", cell_seconds=5.0, start="forkserver").run(
-        CELLS, rows, time.monotonic() + 90
+        CELLS, rows, time.monotonic() + HANG
     )
     found = read_rows(rows)
     assert [row["does"] for row in found] == [cell["does"] for cell in CELLS]
@@ -124,7 +123,7 @@ def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_world_of_spawned_processes(tmp_path: Path) -> None:
     """As on CUDA."""
-    World(2, "gloo", "cpu", __name__, "cell").run(CELLS[:1], tmp_path / "rows", time.monotonic() + 60)
+    World(2, "gloo", "cpu", __name__, "cell").run(CELLS[:1], tmp_path / "rows", time.monotonic() + HANG)
     assert [row["status"] for row in read_rows(tmp_path / "rows")] == ["ok"]
 
 

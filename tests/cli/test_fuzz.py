@@ -29,6 +29,7 @@ from spanwise.cli.fuzz.command import FuzzOptions, fuzz, run, summary
 from spanwise.cli.fuzz.oracle import Inputs, expected
 from spanwise.cli.fuzz.ranks import Answer, Ranks, _preload
 from spanwise.cli.fuzz.refusals import REFUSALS, Refusal
+from tests.limits import HANG
 
 
 def test_300_cases_pass_and_are_of_every_kind() -> None:
@@ -225,8 +226,13 @@ def test_a_case_whose_ranks_are_lost_runs_again_once() -> None:
     assert "rank 1 raised KeyError: x" in check(case, ranks).error
 
 
-def end_later(rank, mesh):
-    threading.Timer(0.2, os._exit, (3,)).start()
+def end_later(rank, mesh, answered):
+    def end():
+        while not answered.exists():
+            time.sleep(0.01)
+        os._exit(3)
+
+    threading.Thread(target=end, daemon=True).start()
     return rank
 
 
@@ -300,25 +306,28 @@ def end_on_one(rank, mesh):
 
 def hang_on_one(rank, mesh):
     if rank == 1:
-        time.sleep(600)
+        time.sleep(HANG)
     return rank
 
 
-def test_ranks_that_fail_end_or_hang_are_told_apart_and_replaced() -> None:
-    def call(fn, shape=(2,)):
-        ranks.start(shape, fn)
+def test_ranks_that_fail_end_or_hang_are_told_apart_and_replaced(tmp_path: Path) -> None:
+    def call(fn, shape=(2,), *args):
+        ranks.start(shape, fn, *args)
         return ranks.answers()
 
-    with Ranks(2) as ranks:
+    with Ranks(2, timeout=HANG) as ranks:
         assert [x.result for x in call(answer_rank, (1, 2))] == [(rank, (1, 2)) for rank in range(2)]
         failed = call(fail_on_one)
         assert (failed[0].result, failed[1].error) == (0, "KeyError") and "fail_on_one" in failed[1].trace
         assert call(end_on_one)[1].error == "died"
-        ranks.timeout = 20.0
         assert [x.result for x in call(answer_rank)] == [(0, (2,)), (1, (2,))]
+        ranks.start((2,), hang_on_one)
+        assert ranks._workers[0][1].poll(HANG)
         ranks.timeout = 1.0
-        assert [x.error for x in call(hang_on_one)] == ["", "stuck"]
-        ranks.timeout = 60.0
-        assert call(end_later)[1].result == 1
-        time.sleep(1.0)
+        assert [x.error for x in ranks.answers()] == ["", "stuck"]
+        ranks.timeout = HANG
+        assert call(end_later, (2,), tmp_path / "answered")[1].result == 1
+        (tmp_path / "answered").touch()
+        for process, _ in ranks._workers:
+            process.join()
         assert call(answer_rank, (2,))[1].result == (1, (2,))

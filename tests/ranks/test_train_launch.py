@@ -67,8 +67,18 @@ def test_the_first_failure_is_shown_with_its_rank() -> None:
 
 def _never_returns(rank: Rank, folder: str) -> int:
     Path(folder, f"{rank.rank}-{os.getpid()}").touch()
+    while rank.stop_file is None or not Path(rank.stop_file).exists():
+        time.sleep(0.01)
+    Path(folder, "asked").touch()
     time.sleep(HANG)
     return 0
+
+
+def _interrupt(number: signal.Signals) -> None:
+    """Send this process a signal when the launcher, which ignores it at first, handles it."""
+    while signal.getsignal(number) == signal.SIG_IGN:
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
 
 
 def _wait_for(count: int, folder: Path) -> list[str]:
@@ -80,10 +90,9 @@ def _wait_for(count: int, folder: Path) -> list[str]:
 @pytest.mark.usefixtures("ranks_start_fast")
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     def interrupt() -> None:
-        _wait_for(1, tmp_path)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
+        for count in (1, 2):  # the rank runs; it has seen the first signal
+            _wait_for(count, tmp_path)
+            _interrupt(signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     assert launch(_never_returns, str(tmp_path), ranks=1) == 130
@@ -163,9 +172,8 @@ def test_a_signal_reaches_every_rank_and_the_handlers_come_back(tmp_path: Path, 
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def interrupt() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
+        _wait_for(2, tmp_path)
+        _interrupt(number)
 
     threading.Thread(target=interrupt, daemon=True).start()
     assert launch(_until_asked, str(tmp_path), ranks=2) == 128 + number
