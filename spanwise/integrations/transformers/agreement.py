@@ -27,17 +27,15 @@ class Parameters:
     """
 
     def __init__(self) -> None:
-        self._left, self._version = 3, -1
+        self._left, self._last = 3, 0
 
     def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
-        """int64 without dims; 0 if nothing is left to compare, or no parameter has changed since the last call."""
+        """int64 without dims; 0 if nothing is left to compare."""
         own = _own(model, mesh) if self._left else {}
-        version = sum(x._version for x in own.values())
-        self._left = self._left if own else 0
-        if not own or version == self._version:
-            return torch.zeros((), dtype=torch.int64)
-        self._version, self._left = version, self._left - 1
-        return _total([_checksum(x) for x in own.values()])
+        total = _total([_checksum(x) for x in own.values()])
+        # By value: fused optimizers, and those that write to `.data`, leave the versions of tensors as they are.
+        self._left, self._last = (self._left - (int(total) != self._last) if own else 0), int(total)
+        return total
 
 
 def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tuple[nn.Module, Parameters]]) -> None:
@@ -54,7 +52,7 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
         return
     failure.compare(Call(b"", "a batch", (), ()), *mesh_ranks(mesh))
     tensors = [batch[n] for n in sorted(batch) if isinstance(batch[n], torch.Tensor) and n != "inputs_embeds"]
-    weights = _total([parameters.checksum(model, mesh) for model, parameters in models])
+    weights = _total([x.checksum(model, mesh) for model, x in models if torch.is_grad_enabled()])
     same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)
     if not same_batch:
         raise ValueError("the ranks of the cp mesh got different batches of equal lengths; give all of them the same")

@@ -78,12 +78,6 @@ def layer_kinds(config: Any) -> tuple[str | None, ...]:
 
     Raises:
         ValueError: layers that neither are attention over spans of keys nor may carry a state.
-
-    >>> class Config:
-    ...     num_hidden_layers, sliding_window = 2, 4096
-    ...     def get_text_config(self): return self
-    >>> layer_kinds(Config())
-    ('sliding_attention', 'sliding_attention')
     """
     return tuple(kind if kind in KINDS else MIXED.get(kind) for kind in layer_types(config))
 
