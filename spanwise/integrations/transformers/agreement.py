@@ -27,17 +27,15 @@ class Parameters:
     """
 
     def __init__(self) -> None:
-        self._left, self._version = 3, -1
+        self._left, self._last = 3, 0
 
     def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
-        """int64 without dims; 0 if nothing is left to compare, or no parameter has changed since the last call."""
+        """int64 without dims; 0 if nothing is left to compare."""
         own = _own(model, mesh) if self._left else {}
-        version = sum(x._version for x in own.values())
-        self._left = self._left if own else 0
-        if not own or version == self._version:
-            return torch.zeros((), dtype=torch.int64)
-        self._version, self._left = version, self._left - 1
-        return _total([_checksum(x) for x in own.values()])
+        total = _total([_checksum(x) for x in own.values()])
+        # Not the tensors' versions: fused optimizers, and those that write to `.data`, leave them as they are.
+        self._left, self._last = (self._left - (int(total) != self._last) if own else 0), int(total)
+        return total
 
 
 def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tuple[nn.Module, Parameters]]) -> None:
