@@ -110,8 +110,7 @@ def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], 
 
     The auxiliary loss of experts is a product of two means over all tokens, not a sum over tokens.
     """
-    planned = kwargs.get(ARGUMENT)
-    logits = getattr(output, "router_logits", None)
+    planned, logits = kwargs.get(ARGUMENT), getattr(output, "router_logits", None)
     if planned is None or logits is None:
         return None
     output.router_logits = tuple(

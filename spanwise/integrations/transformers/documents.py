@@ -81,11 +81,13 @@ class Documents:
 
 
 def is_packed(batch: Mapping[str, Any]) -> bool:
-    """Whether a row of `batch` holds several documents; False for a batch that `find_documents` refuses."""
+    """Whether a row of `batch` holds several documents, or is described in ways that contradict."""
     try:
         documents = find_documents(batch)
     except ValueError:
-        return False
+        told = any(batch.get(name) is not None for name in (*DESCRIPTIONS[:2], "seq_idx", "tree"))
+        rest = {**batch, "attention_mask": None}  # a mask of four dims may tell documents itself
+        return told or (getattr(batch.get("attention_mask"), "ndim", 0) == 2 and is_packed(rest))
     return documents.tree is not None or len(documents.cu_seqlens) - 1 > documents.rows
 
 
@@ -223,7 +225,7 @@ def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torc
     if positions is None:
         return None, torch.zeros(rows, length, dtype=torch.bool)
     shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
-    positions = of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]")
+    positions = of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]").long()
     # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
     # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
     along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]

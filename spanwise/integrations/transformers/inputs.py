@@ -33,10 +33,8 @@ _LABELS = ("labels", "shift_labels", "label_weights", "tree")
 _FEATURES = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
 _NOT_OF_TOKENS = {"position_ids", "attention_mask", *_FEATURES.values(), *DESCRIPTIONS, *_LABELS}
 _START_ANEW = ("hunyuan_vl",)  # types of models whose positions start anew at images
-_CROSSED, _CACHES = (
-    ("encoder_hidden_states", "cross_attention_states"),
-    ("use_cache", "past_key_values", "cache_params"),
-)
+_CROSSED = ("encoder_hidden_states", "cross_attention_states")
+_CACHES = ("use_cache", "past_key_values", "cache_params")
 # Arguments that do not go with a cut batch, and what would work.
 _REFUSED = {
     **dict.fromkeys(_CROSSED, "the model reads it by cross attention, and it is not cut; leave it out of the batch"),
@@ -147,9 +145,9 @@ def _arguments(
     labels = _labels(batch, planned, site, model)
     if site.padding is not None:
         arguments["position_ids"] = corrections.positions_after_padding(arguments, documents, site.padding)
-    requested = NO_ATTENTION in planned.names
-    if requested:  # such models pass the mask on to their decoder, and not the plan; those with router logits do both
-        requested = "output_router_logits" not in inspect.signature(type(model).forward).parameters
+    read = inspect.signature(type(model).forward).parameters
+    # Models without attention pass the mask on to their decoder, and not the plan; those with router logits do both.
+    requested = NO_ATTENTION in planned.names and "output_router_logits" not in read
     if config.get_text_config() is config:
         arguments = cut(arguments, planned, type(model).__name__)
     else:  # images are merged into whole sequences, and the decoder's inputs cut
@@ -158,11 +156,10 @@ def _arguments(
         name, packed = type(model).__name__, len(documents.cu_seqlens) - 1 > documents.rows
         if config.model_type in _START_ANEW and (packed or "position_ids" in arguments):
             raise ValueError(f"positions of {name} start anew at images; pad the batch, and leave position_ids out")
-        if "position_ids" not in arguments and not counts:
-            if "position_ids" in inspect.signature(type(model).forward).parameters:  # or encoders would get them
-                arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
-        elif "position_ids" not in arguments and packed:
+        if "position_ids" not in arguments and counts and packed:
             raise ValueError(f"{name} counts positions by row; pass position_ids, [3, B, S]")
+        if "position_ids" not in arguments and not counts and "position_ids" in read:  # or encoders would get them
+            arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
     if requested:
         arguments["attention_mask"] = empty_mask(UNMADE, device, planned)
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
@@ -274,7 +271,7 @@ def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: 
     shape = documents.rows, documents.length
     if tuple(labels.shape) != shape or labels.is_floating_point():
         raise ValueError(f"labels must be [B, S] = {shape}, integers, got {labels.dtype} {tuple(labels.shape)}")
-    flat = documents.flat(labels, fill=-100).long()
+    flat = documents.flat(labels.long(), fill=-100)
     lost = int((labels != -100).sum() - (flat != -100).sum()) if documents.keep is not None else 0
     if lost:
         raise ValueError(f"{lost} tokens of padding have labels, and padding is dropped; set their labels to -100")

@@ -184,7 +184,16 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{name} is in evaluation mode, where no batch is cut, and gradients are enabled. Call model.train(), as "
             f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
         )
-    return None  # it evaluates or generates
+    return None if cached else _refuse_packed(model, args, kwargs)  # it evaluates or generates
+
+
+def _refuse_packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for a whole batch that is packed; models such as Mamba pass no positions on to their decoder."""
+    if not torch.compiler.is_compiling() and is_packed(by_name(module, args) | kwargs):
+        raise ValueError(
+            f"the batch packs several documents into a row, and {type(module).__name__} does not cut it in evaluation "
+            f"mode, so that they might read each other; pass hf.prepare(batch, model)"
+        )
 
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
@@ -200,19 +209,13 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
-        if any(kwargs.get(cache) is not None for cache in _CACHES):
-            return None
-        if decoder.training and torch.is_grad_enabled():
+        cached = any(kwargs.get(cache) is not None for cache in _CACHES)
+        if decoder.training and torch.is_grad_enabled() and not cached:
             raise ValueError(
                 f"{name} trains on a whole batch, because it was called without the model around it; call the model, "
                 f"or pass hf.prepare(batch, model)"
             )
-        if not compiling and is_packed(by_name(decoder, args) | kwargs):
-            raise ValueError(
-                f"the batch packs several documents into a row, and {name} does not cut it in evaluation mode, so that "
-                f"they might read each other; pass hf.prepare(batch, model)"
-            )
-        return None
+        return None if cached else _refuse_packed(decoder, args, kwargs)
     if not compiling:
         planned.reached.append(True)
     kwargs = by_name(decoder, args) | kwargs

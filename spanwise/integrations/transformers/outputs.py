@@ -2,7 +2,7 @@
 
 Two models that plan one batch for themselves may give a rank other tokens, in tensors of one shape. So `logits` and
 `last_hidden_state` are a subclass of Tensor: an operation on two layouts raises, and so does an index that names a
-place in the sequence, such as ``[:, -1]``. Results of other shapes are plain tensors.
+place in the sequence, such as ``[:, -1]``. So are results for the same tokens, ``[T, …]`` too; others are plain.
 """
 
 # T tokens of this rank
@@ -24,13 +24,12 @@ import spanwise
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
-_FIELDS = ("logits", "last_hidden_state")
 # Losses that `GlobalLoss` computes, means over tokens; and whether they take the next token's label.
 LOSSES = {ForCausalLMLoss: True, ForTokenClassification: False}
 
 
 class LocalTokens(torch.Tensor):
-    """``[1, T, …]`` of this rank's tokens in a layout. ``x.as_subclass(torch.Tensor)`` is the plain tensor."""
+    """``[1, T, …]`` or ``[T, …]`` of this rank's tokens in a layout. ``x.as_subclass(torch.Tensor)`` is plain."""
 
     token_layout: Layout
 
@@ -44,12 +43,14 @@ class LocalTokens(torch.Tensor):
                     "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both: "
                     "student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
                 )
-            if func is torch.Tensor.__getitem__ and isinstance(args[0], cls):
+            if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and args[0].shape[0] == 1:
                 _check_index(args[1], args[0].dim())
             result = func(*args, **(kwargs or {}))
-            left = func is torch.Tensor.as_subclass  # the way out
-            if own and not left and type(result) is torch.Tensor and result.shape[:2] == own[0].shape[:2]:
-                result = of_layout(result, own[0].token_layout)
+            shape = own[0].shape if own and func is not torch.Tensor.as_subclass else ()  # as_subclass is the way out
+            tokens = shape[1:2] if shape[:1] == (1,) else shape[:1]
+            for x in result if isinstance(result, tuple) else [result]:
+                if tokens > (1,) and type(x) is torch.Tensor and (1, *tokens) in (x.shape[:2], (1, *x.shape[:1])):
+                    of_layout(x, own[0].token_layout)
         return result
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -68,7 +69,7 @@ def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
 def mark_outputs(output: Any, planned: PlannedBatch) -> None:
     """Let outputs of one rank's tokens know their layout; DTensors, tuples and whole outputs are left as they are."""
     own, whole = tuple(planned.positions.shape), (planned.documents.rows, planned.documents.length)
-    for name in _FIELDS:
+    for name in ("logits", "last_hidden_state"):
         x = getattr(output, name, None)
         if type(x) is torch.Tensor and tuple(x.shape[:2]) == own != whole:
             of_layout(x, planned.layout)
@@ -105,6 +106,8 @@ class GlobalLoss:
             if torch.compiler.is_compiling() and not LOSSES[self.before]:
                 raise ValueError("the loss of token classification does not compile; compute it from the logits")
             return self.before(*args, **{name: x for name, x in kwargs.items() if name != ARGUMENT})
+        if kwargs.get("ignore_index", -100) != -100:
+            raise ValueError(f"labels are ignored at -100, got ignore_index={kwargs['ignore_index']}; replace them")
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         if planned.edges is not None:
@@ -122,6 +125,4 @@ class GlobalLoss:
 
 def version_of(x: torch.Tensor) -> int:
     """How often `x` was changed in place; 0 in inference mode, where that is not counted."""
-    if torch.compiler.is_compiling():  # it cannot ask for the mode
-        return x._version
-    return 0 if x.is_inference() else x._version
+    return 0 if not torch.compiler.is_compiling() and x.is_inference() else x._version  # compiled code cannot ask

@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from spanwise.integrations import transformers as hf
+from spanwise.integrations.transformers.documents import find_documents
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
 DOCUMENTS = tiny.documents_of((23, 41))
 BATCH = tiny.packed(DOCUMENTS)
+IDS = {"input_ids": BATCH["input_ids"], "labels": BATCH["labels"]}
 
 
 def _attach(model: Any) -> None:
@@ -252,3 +254,41 @@ def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(long
     models = tiny.copies(model, 2)
     results = run_ranks(2, lambda rank, mesh: step(hf.context_parallel(models[rank], mesh)))
     tiny.check(results, step(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("more", ["padding", "offsets"])
+def test_contradicting_batches_in_evaluation(more: str) -> None:
+    """What training refuses would run there as in plain transformers, where documents read each other."""
+    positions = torch.tensor([[*range(30), *range(34)]])
+    batch = IDS | {"position_ids": positions}
+    batch |= {"attention_mask": positions.new_ones(1, 64)} if more == "padding" else {"cu_seq_lens_q": [0, 23, 64]}
+    if more == "padding":
+        batch["attention_mask"][:, -5:] = 0
+    act = torch.no_grad()(lambda mine: mine(**batch))
+    with pytest.raises(ValueError, match=r"packs several documents"):
+        run_ranks(1, lambda rank, mesh: act(_prepared(tiny.model_of("llama").eval(), mesh)))
+
+
+def test_positions_without_a_sign() -> None:
+    """Differences of uint8 are never negative."""
+    for many, mask in ((1, torch.ones(1, 5)), (3, None)):
+        positions = torch.tensor([0, 1, 2, 0, 1], dtype=torch.uint8).expand(*(3,)[: many // 2], 1, 5)
+        batch = {"input_ids": torch.zeros(1, 5), "position_ids": positions, "attention_mask": mask}
+        assert find_documents(batch).cu_seqlens.tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_classes_of_few_tokens(dtype: torch.dtype) -> None:
+    """An added token has no label, and -100 is not of these types."""
+    ids, labels = torch.tensor([[5, 6]]), torch.tensor([[1, 0]], dtype=dtype)
+    config = tiny.config_of("llama", num_labels=2, classifier_dropout=0.0)
+    model = transformers.AutoModelForTokenClassification.from_config(config).train()
+    want = tiny.step(copy.deepcopy(model), {"input_ids": ids, "labels": labels.long()})
+    models = tiny.copies(model, 3)
+    batch = {"input_ids": ids, "labels": labels}
+    tiny.check(run_ranks(3, lambda rank, mesh: tiny.step(hf.context_parallel(models[rank], mesh), batch)), want)
+
+
+def test_another_number_for_ignored_labels() -> None:
+    with pytest.raises(ValueError, match=r"ignored at -100, got ignore_index=7"):
+        run_ranks(1, lambda rank, mesh: _prepared(tiny.model_of("mamba2"), mesh)(**IDS, ignore_index=7))
