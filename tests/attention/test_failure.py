@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from spanwise import _torch
+from spanwise.attention.exchange import findings
 from spanwise.attention.exchange.errors import ExchangeError
 from spanwise.attention.exchange.findings import Findings, Report, describe, lost_ranks
 
@@ -94,3 +100,32 @@ def test_the_error_travels_between_processes() -> None:
     error.lost, error.lost_global = (1,), (5,)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.lost, again.lost_global) == ("text", (1,), (5,))
+
+
+class Peers:
+    """A group of three: rank 0 has just closed its end, so that a send to it begins and then fails; rank 1 lives."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def size(self) -> int:
+        return 3
+
+    def rank(self) -> int:
+        return 2
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Any:
+        def wait(timeout: timedelta) -> None:
+            self.waited.append(peer)
+            raise RuntimeError("Connection closed by peer" if peer == 0 else "Timed out waiting 1ms")
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_connections_are_closed_though_a_peer_has_closed_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a send that times out closes those to the others; without one, a rank waited for them until its timeout."""
+    peers = Peers()
+    monkeypatch.setattr(_torch, "groups", lambda: [peers])
+    monkeypatch.setattr(_torch, "is_gloo", lambda group: True)
+    findings.close_connections()
+    assert peers.waited == [0, 1]

@@ -227,7 +227,7 @@ class CallLog:
         self.error = text
         _log.error(text)
         self._on_mismatch()
-        alarm(probe(self.host, enough=1)[1])
+        alarm(probe(self.host)[1])
 
     def ask_for_refusals(self) -> None:
         """Set `error` if a rank has failed, or if one that is waited for was refused its call and made no other."""

@@ -217,7 +217,7 @@ def _found(error: RuntimeError, own: Report, near: Any, log: calls.CallLog | Non
         if text := each.raised():
             return _mismatch(each, text)
     lost_here, open_sends = probe(near) if near is not None else ((), [])
-    open_sends += [send for each in calls.logs() for send in probe(each.host, enough=1)[1]]
+    open_sends += [send for each in calls.logs() for send in probe(each.host)[1]]
     ranks = own.ranks
     report = own._replace(
         said=str(error).strip().split("\n")[0][:500].rstrip("."),

@@ -170,7 +170,7 @@ def investigate(own: Report, open_sends: list[dist.Work]) -> Findings:
     others = [other for other in _torch.groups() if _torch.group_name(other) != own.group and other.size() > 1]
     for other in others:
         if _torch.is_gloo(other):
-            open_sends += probe(other, enough=1)[1]
+            open_sends += probe(other)[1]
     # In a thread: a store whose host has lost power may never answer.
     names = [own.group, *(_torch.group_name(other) for other in others)]
     assert dist.group.WORLD is not None
@@ -184,7 +184,7 @@ def investigate(own: Report, open_sends: list[dist.Work]) -> Findings:
     return dataclasses.replace(found)
 
 
-def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[dist.Work]]:
+def probe(group: Any) -> tuple[tuple[int, ...], list[dist.Work]]:
     """Find closed connections by sending messages that no rank receives.
 
     The send on a closed connection fails at once. The kernel closes connections when a process ends, however it ends;
@@ -192,7 +192,6 @@ def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[
 
     Args:
         group: a process group or a `_torch.host_group`.
-        enough: stop after so many sends under way; by default send to each peer.
 
     Returns:
         ranks of the group whose connection is closed, and the sends that are under way.
@@ -200,7 +199,7 @@ def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[
     closed: list[int] = []
     open_sends: list[dist.Work] = []
     for peer in range(group.size()):
-        if peer == group.rank() or len(open_sends) == enough:
+        if peer == group.rank():
             continue
         try:
             with _torch.without_modes():
@@ -213,7 +212,7 @@ def probe(group: Any, enough: int | None = None) -> tuple[tuple[int, ...], list[
 
 def close_connections() -> None:
     """Close the gloo connections of all groups of this process: its waits fail, and those of ranks that wait for it."""
-    alarm([send for group in _torch.groups() if _torch.is_gloo(group) for send in probe(group, enough=1)[1]])
+    alarm([send for group in _torch.groups() if _torch.is_gloo(group) for send in probe(group)[1]])
 
 
 def meet(store: dist.Store, key: str, size: int, groups: Sequence[dist.ProcessGroup], until: float) -> None:
@@ -323,7 +322,8 @@ def _appears(store: dist.Store, keys: list[str], deadline: float) -> bool:
 def alarm(open_sends: list[dist.Work]) -> None:
     """Make the other ranks fail now; otherwise they would wait for this failed rank until their timeout.
 
-    gloo closes all connections of a group when one of its operations times out.
+    gloo closes all connections of a group when one of its operations times out. A send may fail instead, because its
+    peer has just closed its end, and then the others stay open. So there is one to each peer.
     """
     for send in open_sends:
         with contextlib.suppress(RuntimeError):
