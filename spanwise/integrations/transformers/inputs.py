@@ -76,6 +76,7 @@ def site_of(model: Any) -> Site:
 
 
 def _inside(model: Any) -> Any:
+    """The model that `context_parallel` was given; ValueError without one."""
     while not hasattr(model, SITE) and hasattr(model, "module"):
         model = model.module
     if not hasattr(model, SITE):

@@ -61,7 +61,8 @@ class LocalTokens(torch.Tensor):
 
 
 def _tokens(shape: Sequence[int]) -> int:
-    return [*(shape[1:] if shape[:1] == (1,) else shape), 0][0]
+    """T of ``[1, T, …]`` or ``[T, …]``; 0 without dims."""
+    return next(iter(shape[1:] if shape[:1] == (1,) else shape), 0)
 
 
 def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
