@@ -145,6 +145,17 @@ class Hardware:
         """
         return 2 * _number("num_bytes", num_bytes, zero=True) / self.memory_bandwidth
 
+    def groups_on_a_host(self, num_groups: int, inner: int = 1) -> int | None:
+        """Groups of `inner` ranks on a host: the innermost level of the network that joins some groups, but not all.
+
+        None without hosts, and where hosts cut through groups.
+
+        >>> H100.groups_on_a_host(32), H100.groups_on_a_host(8, inner=4), H100.groups_on_a_host(8)
+        (8, 2, None)
+        """
+        sizes = (link.ranks // inner for link in self.links if link.ranks is not None and link.ranks % inner == 0)
+        return next((size for size in sizes if 1 < size < num_groups), None)
+
     def all_to_all_seconds(self, num_bytes: np.ndarray) -> float:
         """Seconds of an uneven all-to-all.
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _moved, _torch
+from spanwise.attention import ulysses
 from spanwise.attention._limits import (
     check_numbers,
     check_sinks,
@@ -29,13 +30,13 @@ from spanwise.attention._limits import (
     with_sinks,
 )
 from spanwise.attention.compare import compare_attention, compare_backward, tells_refusals
-from spanwise.attention.exchange import failure, ulysses
-from spanwise.attention.exchange.heads import check_heads, kv_heads_held
+from spanwise.attention.exchange import failure
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
+from spanwise.planning.heads import check_heads, kv_heads_held
 from spanwise.planning.plan import Plan
 
 

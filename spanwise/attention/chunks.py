@@ -1,99 +1,182 @@
-"""ChunkBuilder: cuts the K/V that a rank reads into chunks, each with the mask of its queries over it.
+"""One rank's part of a route: the chunks of K/V that it reads, each with the mask of its queries over it.
 
-For each mask `rank_plan` calls ``exchange.chunks(builder, mask)``: the rank's own keys first, then those that arrive.
-Everything follows from the plan. Index tensors hold the rows that travel; shapes of empty tensors carry sizes.
+The rank's own keys come first, then those that each step brings. Everything follows from the plan. Index tensors hold
+the rows that travel; shapes of empty tensors carry sizes.
 """
 
 # B layout rows (1, or the batch), T tokens of this rank (its group under Ulysses), n spans of a row
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from spanwise import _torch
+from spanwise.attention.executor import GATHERED, INDEXED, SHARD, RankStep
 from spanwise.attention.kernels.base import Chunk, Kernel
-from spanwise.layouts.runs import ragged_arange
+from spanwise.layouts.runs import places_in, ragged_arange
 from spanwise.layouts.traffic import num_rows, row_of
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
+from spanwise.masks.spans import merge_runs
 from spanwise.planning.plan_data import PlanData
+from spanwise.routes.route import RECEIVER, ROW, SENDER, START, STOP, Route, Step, gathers
 
 
-class ChunkBuilder:
-    """Builds the chunks of one group of a plan, for an exchange to combine.
+def chunks_of(plan: PlanData, mask: str, group: int, device: torch.device, kernel: Kernel) -> tuple[Chunk, ...]:
+    """One group's chunks for `kernel`: its own keys, then those that each step of the plan's route brings."""
+    return _Builder(plan, mask, group, device, kernel).chunks()
 
-    Args:
-        kernel: the kernel that will attend; decides tables and rounded sizes of the chunks.
-    """
 
-    def __init__(self, plan: PlanData, group: int, device: torch.device, kernel: Kernel) -> None:
-        self.plan, self.group, self.device, self.kernel = plan, group, device, kernel
+class _Held(NamedTuple):
+    """Keys that a group can send: `runs` int64 ``[n, 2]``, all batch rows on one line, and the `place` of each run."""
 
-    def rows(self, mask: str) -> int:
+    runs: Int64
+    place: Int64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    plan: PlanData
+    mask: str
+    group: int
+    device: torch.device
+    kernel: Kernel
+
+    @property
+    def rows(self) -> int:
         """Batch rows that differ in mask or layout."""
-        return num_rows(self.plan.mask(mask), self.plan.layout)
+        return num_rows(self.plan.mask(self.mask), self.plan.layout)
 
-    def held(self, group: int, rows: int) -> list[Int64]:
-        """Runs of the keys that a group holds, for each of `rows` batch rows."""
+    def own_runs(self) -> list[Int64]:
+        """Runs of the keys that the group holds, for each batch row."""
         layout = self.plan.kv_groups
-        return [layout.runs(group, row_of(layout, row)) for row in range(rows)]
+        return [layout.runs(self.group, row_of(layout, row)) for row in range(self.rows)]
 
-    def own(self, mask: str) -> Chunk:
-        """The chunk of the keys that the group holds, batch rows concatenated."""
-        return self.chunk(mask, self.held(self.group, self.rows(mask)))
+    def chunks(self) -> tuple[Chunk, ...]:
+        route, own = self.plan.route(self.mask), self.own_runs()
+        if not route.steps:
+            return (self.stacked(own),)
+        runs = np.concatenate([self.on_line(row, each) for row, each in enumerate(own)])
+        length = runs[:, 1] - runs[:, 0]
+        held = {-1: _Held(runs, np.cumsum(length) - length)}
+        found = [self.chunk(own, None, 0)]
+        for i, step in enumerate(route.steps):
+            come, kind = self.coming(step), self.kind_of(route, step)
+            rank_step, held[i] = self.rank_step(step, come, held[step.source], kind)
+            direct = None
+            if step.source >= 0 and not self.plan.keep_kv:
+                straight = route.direct.steps[i]
+                direct, _ = self.rank_step(straight, self.coming(straight), held[-1], INDEXED)
+            passed = any(later.source == i for later in route.steps)
+            rank_step = dataclasses.replace(rank_step, source=step.source, passed=passed, direct=direct)
+            of_rows = [come[come[:, ROW] == row, START:] for row in range(self.rows)]
+            keys = [merge_runs(*each.T) for each in of_rows]
+            found.append(self.chunk(keys, rank_step, self.spare(come)))
+        return tuple(found)
 
-    def chunk(self, mask: str, keys: Sequence[Int64], route: Any = None, *, spare: int = 0) -> Chunk:
+    def kind_of(self, route: Route, step: Step) -> str:
+        return GATHERED if gathers(step) else SHARD if route.of_shards else INDEXED
+
+    def coming(self, step: Step) -> Int64:
+        """Moves to the group, by batch row, then start."""
+        moves = step.moves
+        to_me = moves[:, SENDER] != self.group if gathers(step) else moves[:, RECEIVER] == self.group
+        come = moves[to_me]
+        return come[np.lexsort((come[:, START], come[:, ROW]))]
+
+    def rank_step(self, step: Step, come: Int64, held: _Held, kind: str) -> tuple[RankStep, _Held]:
+        """What the group sends and receives, and where the keys of `come` lie on arrival.
+
+        Rows arrive by sending group, then batch row, then token; a chunk has them by batch row, then token. Index
+        tensors are written once, from runs: a rank of a thousand may receive 16M keys.
+        """
+        length, place = come[:, STOP] - come[:, START], np.empty(len(come), np.int64)
+        by_sender = np.argsort(come[:, SENDER], kind="stable")
+        place[by_sender] = np.cumsum(length[by_sender]) - length[by_sender]
+        arrived = _Held(self.on_line(come[:, ROW], come[:, START:]), place)
+        spare, pads = self.spare(come), self.kernel.pads_keys
+        if kind == GATHERED:
+            place, size_of_all = self._gathered_places(come)
+            order = self.index([np.column_stack([place, place + length])], spare, size_of_all[0] * size_of_all[1])
+            sizes = (size(size_of_all[1], self.device),)
+            return RankStep(None, order, sizes, sizes, kind=kind, spare=pads), arrived
+        leave = step.moves[step.moves[:, SENDER] == self.group]
+        sizes_of = (self.sizes(leave, RECEIVER), self.sizes(come, SENDER))
+        if kind == SHARD:
+            return RankStep(None, None, *sizes_of, kind=kind, spare=pads), arrived
+        leave = leave[np.lexsort((leave[:, START], leave[:, ROW], leave[:, RECEIVER]))]
+        send = ragged_arange(places_in(self.on_line(leave[:, ROW], leave[:, START:]), *held))
+        order = self.index([np.column_stack([place, place + length])], spare, int(length.sum()))
+        # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
+        sent = _torch.mark_unbacked(on_device(send, self.device), 0)
+        return RankStep(sent, order, *sizes_of, spare=pads), arrived
+
+    def _gathered_places(self, come: Int64) -> tuple[Int64, tuple[int, int]]:
+        """Where the keys of `come` lie among the padded shards, with (groups, rows of a shard)."""
+        layout, rows = self.plan.kv_groups, self.rows
+        padded = rows * int(layout.tokens_per_rank.max())
+        # Runs of a sender in their order, which is that of its shard: by batch row, then token.
+        length, order = come[:, STOP] - come[:, START], np.argsort(come[:, SENDER], kind="stable")
+        before = np.cumsum(length[order]) - length[order]
+        sender = come[order, SENDER]
+        first = before[np.searchsorted(sender, sender)]
+        place = np.empty_like(length)
+        place[order] = sender * padded + before - first
+        return place, (layout.num_ranks, padded)
+
+    def index(self, runs: list[Int64], spare: int, value: int) -> torch.Tensor:
+        """Indices of the runs, then `spare` times `value`."""
+        # With spare keys the size is never 0 or 1, and kernels must know that it is not 0.
+        mark = _torch.mark_dynamic if self.kernel.pads_keys else _torch.mark_unbacked
+        return mark(on_device(index_rows(runs, spare, value)[0], self.device), 0)
+
+    def on_line(self, row: Int64 | int, runs: Int64) -> Int64:
+        """Runs of batch rows as runs of one line."""
+        return runs + (np.broadcast_to(row, len(runs)) * self.plan.kv_len)[:, None]
+
+    def sizes(self, moves: Int64, peer: int) -> tuple[torch.Tensor, ...]:
+        """Tokens of the moves from or to each group, as `size` carries them."""
+        length = moves[:, STOP] - moves[:, START]
+        tokens = np.bincount(moves[:, peer], length, self.plan.num_groups).astype(np.int64)
+        return tuple(size(n, self.device) for n in tokens.tolist())
+
+    def spare(self, come: Int64) -> int:
+        """Keys to add so that one compiled kernel serves plans whose K/V lengths differ; no span reads them."""
+        keys = int((come[:, STOP] - come[:, START]).sum())
+        return self.kernel.capacity(keys) - keys
+
+    def chunk(self, keys: Sequence[Int64], route: RankStep | None, spare: int) -> Chunk:
         """The chunk of the key runs of each batch row, the rows concatenated along one dim.
 
         Rows receive different numbers of keys, so stacked rows would not be rectangular.
-
-        Args:
-            keys: for each of `rows(mask)` batch rows, runs int64 ``[n, 2]``.
-            route: how they arrive; None for own keys.
-            spare: keys to add that no span reads, see `spare`.
         """
-        of, queries, rows = self.plan.mask(mask), self.plan.groups, len(keys)
-        local = _one_after_another(
-            [
-                of.row(row_of(of, row)).select(queries.runs(self.group, row_of(queries, row)), keys[row])
-                for row in range(rows)
-            ]
-        )
-        tensors = self._tensors(local, of.num_spans, [np.concatenate(keys)], spare)
-        return Chunk(**tensors, route=route, rows=rows, flat=rows > 1)
+        local = _one_after_another(self.selected(keys))
+        tensors = self.tensors(local, [np.concatenate(keys)], spare)
+        return Chunk(**tensors, route=route, rows=len(keys), flat=len(keys) > 1)
 
-    def chunk_side_by_side(self, mask: str, keys: Sequence[Int64], route: Any = None, *, spare: int = 0) -> Chunk:
-        """The chunk of equally many keys of each layout row, batch rows stacked.
+    def stacked(self, keys: Sequence[Int64]) -> Chunk:
+        """The chunk of equally many keys of each batch row, where no other chunk comes; batch rows stacked."""
+        local = self.selected(keys)
+        tensors = self.tensors(SpanMask.stack(local) if len(local) > 1 else local[0], keys, 0)
+        return Chunk(**tensors, rows=len(keys))
 
-        Spare keys repeat a real token, so that they are finite.
-        """
-        of, rows = self.plan.mask(mask), len(keys)
-        queries = [self.plan.groups.runs(self.group, row) for row in range(rows)]
-        if rows == 1:
-            local = of.select(queries[0], keys[0])
-        else:
-            each = [of.row(row_of(of, row)) for row in range(rows)]
-            local = SpanMask.stack([m.select(queries[row], keys[row]) for row, m in enumerate(each)])
-        tensors = self._tensors(local, of.num_spans, keys, spare)
-        return Chunk(**tensors, route=route, rows=max(rows, of.batch_size), flat=False)
+    def selected(self, keys: Sequence[Int64]) -> list[SpanMask]:
+        """The mask of the group's queries over these keys of each batch row."""
+        of, queries = self.plan.mask(self.mask), self.plan.groups
+        return [
+            of.row(row_of(of, row)).select(queries.runs(self.group, row_of(queries, row)), runs)
+            for row, runs in enumerate(keys)
+        ]
 
-    def spare(self, num_keys: int) -> int:
-        """Keys to add so that one compiled kernel serves plans whose K/V lengths differ; no span reads them."""
-        return self.kernel.capacity(num_keys) - num_keys
-
-    @property
-    def has_spare(self) -> bool:
-        """Whether chunks have spare keys."""
-        return self.kernel.pads_keys
-
-    def _tensors(self, mask: SpanMask, num_spans: int, keys: Sequence[Int64], spare: int) -> dict[str, Any]:
+    def tensors(self, mask: SpanMask, keys: Sequence[Int64], spare: int) -> dict[str, Any]:
         key_tokens = index_rows(keys, spare, dtype=np.int32)
         # All chunks get the same number of spans, never 1: see `Kernel.num_spans`.
-        width, num_keys = self.kernel.num_spans(num_spans), key_tokens.shape[1]
+        width, num_keys = self.kernel.num_spans(self.plan.mask(self.mask).num_spans), key_tokens.shape[1]
         if mask.kv_len != num_keys:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
             mask = SpanMask(mask.start, mask.end, num_keys)

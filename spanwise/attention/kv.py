@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.exchange.refetch import Refetch
+from spanwise.attention.executor import bring, heads_of, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
-from spanwise.attention.rank_plan import RankPlan, outer_peers
+from spanwise.attention.rank_plan import RankPlan, outer_link
+from spanwise.attention.refetch import Refetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +77,14 @@ def kv_chunks(
             "a plan with keep_kv=False is for eager code: in a compiled graph, selective activation checkpointing "
             "decides what is kept; make the plan with keep_kv=True"
         )
-    remote, peers, refetch = chunks[1:], outer_peers(local, mesh), None
+    remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}"), None
     if not local.keep_kv:
-        refetch = local.exchange.refetch(k, v, remote, peers, f"K/V refetched for the backward, mask {mask!r}")
-    arriving = local.exchange.start(k, v, remote, peers, f"K/V, mask {mask!r}")
+        refetch = Refetch(k, v, remote, link._replace(label=f"K/V refetched for the backward, mask {mask!r}"))
+    steps = [chunk.route for chunk in remote]
+    arriving = bring((k, v), steps, link, heads_of(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
-    for i in range(len(remote)):
-        pair = next(arriving)
+    for i, chunk in enumerate(remote):
+        pair = with_spare(chunk.route, next(arriving), chunk.kv_pos.shape[1])
         if refetch is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
         yield ChunkKV(*pair, i, refetch)

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.chunks import ChunkBuilder, on_device
+from spanwise.attention import ulysses
+from spanwise.attention.chunks import chunks_of, on_device
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.base import Exchange, Peers
 from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.exchange.ulysses import Trade
+from spanwise.attention.executor import Link
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.attention.kernels.table import for_plan
 from spanwise.layouts.layout import Layout
@@ -49,7 +49,6 @@ class RankPlan:
         trade, kv_trade: how the group trades heads for tokens; None without Ulysses. `kv_trade` is also None where it
             equals `trade`.
         chunks: for each mask the rank's own chunk, then the chunks that arrive from other ranks.
-        exchange: brings the chunks that arrive.
         rank, num_ranks, inner: plain numbers; see `PlanData`.
         batched: whether batch rows have different layouts.
         keep_kv: whether received K/V are kept for the backward; otherwise they are refetched.
@@ -76,10 +75,9 @@ class RankPlan:
     kv_extent: torch.Tensor
     valid: torch.Tensor | None
     kv_valid: torch.Tensor | None
-    trade: Trade | None
-    kv_trade: Trade | None
+    trade: ulysses.Trade | None
+    kv_trade: ulysses.Trade | None
     chunks: dict[str, tuple[Chunk, ...]]
-    exchange: Exchange
     rank: int
     num_ranks: int
     inner: int
@@ -135,7 +133,6 @@ class RankPlan:
 _torch.register_pytree_dataclass(
     RankPlan,
     static=(
-        "exchange",
         "rank",
         "num_ranks",
         "inner",
@@ -175,11 +172,10 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         valid = _torch.mark_dynamic(on_device(plan.packing.valid_q[layout.indices(rank)], device), 0)
         kv_valid = _torch.mark_dynamic(on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device), 0)
     trade = kv_trade = group_tokens = None
-    if plan.head_exchange is not None:
+    if plan.inner > 1:
         group_tokens = tokens_of(plan.groups, group)
-        trade = plan.head_exchange.trade(plan, layout, plan.groups, rank, device)
-        kv_trade = None if same else plan.head_exchange.trade(plan, plan.kv_layout, plan.kv_groups, rank, device)
-    builder = ChunkBuilder(plan, group, device, kernel)
+        trade = ulysses.trade_of(layout, plan.groups, plan.inner, rank, device)
+        kv_trade = None if same else ulysses.trade_of(plan.kv_layout, plan.kv_groups, plan.inner, rank, device)
     positions = documents.positions(plan, rank)
     return RankPlan(
         tokens=tokens,
@@ -192,8 +188,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         kv_valid=kv_valid,
         trade=trade,
         kv_trade=kv_trade,
-        chunks={name: plan.kv_exchange.chunks(builder, name) for name in plan.masks},
-        exchange=cast(Exchange, plan.kv_exchange),
+        chunks={name: chunks_of(plan, name, group, device, kernel) for name in plan.masks},
         rank=rank,
         num_ranks=plan.num_ranks,
         inner=plan.inner,
@@ -332,9 +327,9 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], 
     return groups, lambda: _global_ranks(mesh)
 
 
-def outer_peers(local: RankPlan, mesh: DeviceMesh) -> Peers:
-    """The process group in which K/V travel between groups: the mesh's first axis."""
-    return Peers(_torch.group_name(mesh.get_group(0)), local.group, local.num_groups)
+def outer_link(local: RankPlan, mesh: DeviceMesh, label: str) -> Link:
+    """Where K/V travel between groups: the mesh's first axis."""
+    return Link(_torch.group_name(mesh.get_group(0)), local.num_groups, label)
 
 
 def inner_group(mesh: DeviceMesh) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.compare import compare_backward, compare_gather
-from spanwise.attention.exchange import all_gather, failure
+from spanwise.attention.executor import GATHERED, Link, RankStep, bring
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
 from spanwise.layouts.thd_order import check_dim
@@ -129,15 +129,9 @@ def _gather_rows(
     x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, restore: torch.Tensor, padded: int
 ) -> torch.Tensor:
     """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
-    label, batch = "shards (unshard, roll)", x_BTF.shape[0]
-    rows_RF = all_gather.pad_tokens(x_BTF, padded).flatten(0, 1)
+    rows_RF = torch.nn.functional.pad(x_BTF, (0, 0, 0, padded - x_BTF.shape[1])).flatten(0, 1)
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
-        name, size = _torch.group_name(mesh.get_group(axis)), mesh.size(axis)
-        if x_BTF.is_floating_point():
-            rows_RF = all_gather.wait(all_gather.start(rows_RF, size, name, label), size, name, label)
-        else:
-            what = f"all-gather of {label}"
-            pending = failure.start(what, name, _torch.start_all_gather, rows_RF, size, name)
-            rows_RF = failure.wait(pending, what, name)
-    at = all_gather.spread_slots(restore, local.batched, padded, batch).flatten()
-    return rows_RF.index_select(0, at).unflatten(0, (batch, -1))
+        sizes = (rows_RF[:, :0],)
+        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)")
+        ((rows_RF,),) = bring((rows_RF,), [RankStep(None, None, sizes, sizes, kind=GATHERED)], link)
+    return rows_RF.index_select(0, restore.flatten()).unflatten(0, (x_BTF.shape[0], -1))

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.all_gather import AllGather
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
 from spanwise.attention.verify_calls import Call
@@ -308,9 +307,7 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
 
 def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
     layouts = [contiguous(length, 1) for length in (plan.seq_len, plan.kv_len)]
-    whole = plan.replace(
-        layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, kv_exchange=AllGather(), head_exchange=None
-    )
+    whole = plan.replace(layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, exchange="all_gather")
     return whole.local(None, device)
 
 

@@ -53,6 +53,19 @@ def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: in
     return _frozen(total)
 
 
+def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: int) -> Int64:
+    """(query, key) pairs of each group over keys that came to it, int64 ``[G]``.
+
+    Args:
+        keys: for each batch row, or for all, int64 ``[m, 3]``: group, start, stop; the runs of a group are disjoint.
+    """
+    total, end = _zeros(layout), [[0, mask.kv_len, mask.kv_len]]
+    for row in range(batch_size):
+        here = np.concatenate([keys[row if len(keys) > 1 else 0], end])
+        total += _local_area.local_area(*_cut(mask, layout, row), here[np.lexsort(here.T[::-1])], layout.num_ranks)
+    return total
+
+
 def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Needs:
     """K/V runs that each group reads and does not hold, ascending, for each batch row."""
     if layout.num_ranks == 1:

@@ -65,7 +65,7 @@ def fastest(plans: list[Plan]) -> Plan:
     fast = [i for i, value in enumerate(seconds) if value <= min(seconds) * (1 + _TOLERANCE)]
     # A baseline that sends and holds far more bytes than another fast plan does not count as simpler.
     limit = min(candidates[i].recv_mean for i in fast) / _SAVED
-    simple = (i for i in fast if not plans[i].kv_exchange.baseline or candidates[i].recv_mean < limit)
+    simple = (i for i in fast if not plans[i].kv_exchange.everything or candidates[i].recv_mean < limit)
     chosen = next(simple, fast[0])
     reason = _reason(plans, seconds, chosen)
     return plans[chosen].replace(reason=reason, candidates=tuple(candidates))
@@ -74,7 +74,7 @@ def fastest(plans: list[Plan]) -> Plan:
 def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
     """The reason of `chosen`, with the best of the plain plans: a baseline exchange and no searched layout."""
     plan = plans[chosen]
-    plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.baseline]
+    plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.everything]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     others = [i for i in range(len(plans)) if i not in plain]
     kinds = "attention and recurrent layers" if plan.recurrences else "attention"

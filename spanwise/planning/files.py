@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.recurrence import Recurrence
+from spanwise.routes.exchanges import EXCHANGES, resolve
 
 FORMAT = 4
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -56,11 +56,14 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
         np.savez_compressed(file, allow_pickle=False, **first, **arrays)
 
 
-def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str, Any]) -> PlanT:
-    """Read a plan that :func:`save` wrote, of class `cls`, with these exchanges by name.
+def load(cls: type[PlanT], path: str | os.PathLike[str], exchange: Any = None) -> PlanT:
+    """Read a plan that :func:`save` wrote, of class `cls`; ``ValueError`` if the file is not a plan, or was altered.
 
-    ``ValueError`` if the file is not a plan, or was altered.
+    Args:
+        exchange: the caller's, if the plan was made with one.
     """
+    own = None if exchange is None else resolve(exchange)
+    exchanges = EXCHANGES if own is None else EXCHANGES | {own.name: own}
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             text = str(data["header"])
@@ -79,8 +82,8 @@ def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str,
                 rows = range(header["layout_rows"])
                 return Layout.from_runs([[data[f"{name}{row}_{rank}"] for rank in ranks] for row in rows], length)
 
-            own = layout("runs", header["seq_len"])
-            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0_0" in data else own
+            of_queries = layout("runs", header["seq_len"])
+            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0_0" in data else of_queries
             packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
             packing = Packing.from_arrays(packed) if packed else None
             cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
@@ -93,8 +96,7 @@ def load(cls: type[PlanT], path: str | os.PathLike[str], exchanges: Mapping[str,
         if header["exchange"] not in exchanges:
             raise ValueError(f"its exchange {header['exchange']!r} is not spanwise's: pass Plan.load(path, exchange=…)")
         plain["kv_exchange"] = exchanges[header["exchange"]]
-        plain["head_exchange"] = exchanges["ulysses"] if header["inner"] > 1 else None
-        plan = cls(masks=masks, layout=own, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
+        plan = cls(masks=masks, layout=of_queries, kv_layout=kv_layout, cu_seqlens=cu, packing=packing, **plain)
     except FileNotFoundError:
         raise
     except Exception as error:  # for damaged bytes zipfile, its decompressors and numpy raise errors of many types

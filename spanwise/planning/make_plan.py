@@ -23,6 +23,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import choice, recurrent, requests
 from spanwise.planning.plan import Plan
 from spanwise.planning.recurrence import Recurrence
+from spanwise.routes.exchanges import EXCHANGES
 
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
 _BALANCERS = ("contiguous", "head_tail")  # and local
@@ -148,7 +149,7 @@ class _Ways:
         outer, inner = self.request.levels
         if outer == 1 or not problem.square:
             return self.variants("contiguous"), []
-        if exchange is not None and exchange.baseline:
+        if exchange is not None and exchange.everything:
             return [plan for name in _BALANCERS_BASELINE for plan in self.variants(name)], []
         plans, last = [plan for name in _BALANCERS for plan in self.variants(name)], []
         if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
@@ -191,9 +192,9 @@ class _Ways:
         free = request.exchange is None and request.stages is None and request.keep_kv is not False
         if not free or not inner == 1 < outer or request.num_q_heads is None or request.num_q_heads % outer:
             return []
-        ulysses = request.ulysses
+        ulysses = EXCHANGES["ulysses"]
         plan = self._assigned(balancer, label, *ulysses.levels(outer))
-        return [plan.replace(kv_exchange=ulysses, head_exchange=ulysses)]
+        return [plan.replace(kv_exchange=ulysses)]
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
         layout, kv_layout, block_size = self.problem.layouts(balancer, outer, inner)
@@ -209,11 +210,11 @@ def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
     """The plan with every exchange and number of chunks that the caller left open, simplest first."""
     exchanges, stages = request.exchanges(), request.stages
     if plan.num_groups == 1:  # nothing travels between groups
-        named = request.ulysses if plan.inner > 1 else request.exchange or plan.kv_exchange
+        named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
         return [plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))]
     found = []
     for exchange in exchanges:
-        counts = exchange.chunk_counts(stages)
+        counts = exchange.counts(stages)
         if len(counts) > 1 or len(exchanges) > 1:
             plan.count()  # once for all variants
         chosen = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange))

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanwise.hardware import Hardware
 from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import offsets_of_documents
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
+from spanwise.routes.route import components
 
 # Prices of `_once_bound`: of a token, in mean work; of work, over that. Any are valid. For lognormal documents finer
 # grids, of 15 and 8 values, gave at most 1 % more.
@@ -43,18 +43,9 @@ class HostTraffic(NamedTuple):
     once_bound: int
 
 
-def host_groups(hardware: Hardware, num_groups: int, inner: int = 1) -> int | None:
-    """Groups of `inner` ranks on a host: the innermost level of the network that joins some groups, but not all.
-
-    None without hosts, and where hosts cut through groups.
-    """
-    sizes = (link.ranks // inner for link in hardware.links if link.ranks is not None and link.ranks % inner == 0)
-    return next((size for size in sizes if 1 < size < num_groups), None)
-
-
 def host_size(plan: PlanData) -> int | None:
     """Ranks of a host; None without hosts smaller than the plan."""
-    return host_groups(plan.hardware, plan.num_ranks)
+    return plan.hardware.groups_on_a_host(plan.num_ranks)
 
 
 def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:
@@ -81,19 +72,9 @@ def peers(plan: PlanData, mask: str) -> list[Int64]:
 
 def talking_groups(plan: PlanData, mask: str) -> list[Int64]:
     """The groups of `Plan.talking_groups`."""
-    one, other = np.nonzero(plan.traffic(mask))
-    label = np.arange(plan.num_ranks)
-    while True:  # each rank takes the lowest label of those that it talks to; doubling halves the distance
-        lowest = label.copy()
-        np.minimum.at(lowest, one, label[other])
-        np.minimum.at(lowest, other, label[one])
-        lowest = lowest[lowest]
-        if (lowest == label).all():
-            break
-        label = lowest
-    order = np.argsort(label, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
-    return sorted((group for group in groups if len(group) > 1), key=lambda group: (-len(group), group[0]))
+    label = components(plan.traffic(mask))
+    groups = [np.flatnonzero(label == one) for one in np.unique(label[label >= 0])]
+    return sorted(groups, key=lambda group: (-len(group), group[0]))
 
 
 def bounds(plan: PlanData, mask: str, size: int) -> tuple[int, int]:

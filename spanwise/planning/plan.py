@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from spanwise.layouts.packing import Side
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import explain, files, memory, network, predict, recurrent, requests
+from spanwise.planning import explain, files, memory, network, predict, recurrent
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.timeline import Timeline
+from spanwise.routes.exchanges import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -188,9 +188,9 @@ class Plan(PlanData):
         """Read a plan that :meth:`save` wrote; ``ValueError`` if the file is not a plan, or was altered.
 
         Args:
-            exchange: the exchange object, if the plan was made with an exchange of the caller.
+            exchange: the function that makes steps, if the plan was made with one of the caller.
         """
-        return files.load(cls, path, requests.known_exchanges(exchange))
+        return files.load(cls, path, exchange)
 
     def local(
         self, mesh: DeviceMesh | None, device: torch.device | str | None = None, *, kernel: Any = "auto"
@@ -218,7 +218,7 @@ class Plan(PlanData):
         return tokens.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
     def replace(self, **changes: Any) -> Plan:
-        """The plan with other fields; ``exchange`` is a name or an `Exchange`. Areas and traffic are kept if they may.
+        """The plan with other fields; ``exchange`` is as in `make_plan`. Areas and traffic are kept if they may.
 
         >>> import spanwise
         >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(512), num_ranks=2, exchange="needed")
@@ -226,18 +226,8 @@ class Plan(PlanData):
         'ring'
         """
         if "exchange" in changes:
-            changes["kv_exchange"] = requests.exchange_of(changes.pop("exchange"))
+            changes["kv_exchange"] = resolve(changes.pop("exchange"))
         return super().replace(**changes)
-
-    def num_pieces(self, mask: str = "default") -> int:
-        """Deprecated name of `num_chunks`."""
-        warnings.warn("Plan.num_pieces is now Plan.num_chunks", DeprecationWarning, stacklevel=2)
-        return self.num_chunks(mask)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "kv_exchange" not in state:
-            raise ValueError("this Plan was pickled by spanwise 0.1 and lacks fields; use Plan.save and Plan.load")
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return (

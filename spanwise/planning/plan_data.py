@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,56 +22,17 @@ from spanwise.hardware import Hardware
 from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
-from spanwise.masks.arrays import Float64, Int64
+from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.recurrence import Recurrence
+from spanwise.routes.exchanges import EXCHANGES, Exchange, route_of
+from spanwise.routes.route import RECEIVER, SENDER, START, STOP, Route, RouteProblem, from_owners
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
 # Cached values that follow from masks, layouts and ranks alone.
-_COMPUTED = ("groups", "kv_groups", "_work", "_needs", "_local_work", "_needed_traffic", "causal")
-
-
-class KVExchange(Protocol):
-    """Members of an exchange that planning uses; `attention.exchange.base.Exchange` documents each."""
-
-    name: ClassVar[str]
-    arrival: ClassVar[str]
-    receives: ClassVar[str]
-    baseline: ClassVar[bool]
-    exact: ClassVar[bool]
-    chained: ClassVar[bool]
-    passes: ClassVar[tuple[float, float]]
-    keeps_kv: ClassVar[bool]
-    saves_memory: ClassVar[bool]
-    by_host: ClassVar[bool]
-
-    def levels(self, num_ranks: int) -> tuple[int, int]: ...
-    def chunk_counts(self, stages: int | None) -> tuple[int, ...]: ...
-    def num_chunks(self, plan: PlanData, mask: str) -> int: ...
-    def moved(self, plan: PlanData, mask: str) -> Int64: ...
-    def traffic(self, plan: PlanData, mask: str) -> Int64: ...
-    def most_held(self, plan: PlanData, mask: str) -> Int64: ...
-    def packed(self, plan: PlanData, mask: str) -> Int64: ...
-    def seconds(self, plan: PlanData, mask: str, token_bytes: Float64, *, gradients: bool) -> Float64: ...
-    def joined(self, plan: PlanData, mask: str) -> Int64 | None: ...
-    def chunk_work(self, plan: PlanData, mask: str) -> Float64: ...
-    def chunks(self, builder: Any, mask: str) -> Any: ...
-
-
-class HeadExchange(Protocol):
-    """Members of the trade of heads for tokens that planning uses; see `attention.exchange.ulysses.Ulysses`."""
-
-    receives: ClassVar[str]
-
-    def kv_heads(self, plan: PlanData) -> Int64: ...
-    def received(self, plan: PlanData) -> Int64: ...
-    def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64: ...
-    def saved(self, plan: PlanData) -> Int64: ...
-    def copied(self, plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]: ...
-    def trade_seconds(self, plan: PlanData, *, backward: bool) -> tuple[float, float]: ...
-    def trade(self, plan: PlanData, layout: Layout, groups: Layout, rank: int, device: Any) -> Any: ...
+_COMPUTED = ("groups", "kv_groups", "_work", "_needs", "_local_work", "_reads", "_needed_traffic", "causal")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +49,6 @@ class PlanData:
         block_size: tile in tokens; smaller than requested where whole tiles would have left ranks without tokens.
         balancer: name of the balancer.
         kv_exchange: moves K/V between groups.
-        head_exchange: trades heads for tokens inside groups; None where `inner` is 1.
         stages: requested number of chunks of the received K/V; `num_chunks` gives the number for each mask.
         keep_kv: whether received K/V are kept for the backward; otherwise the backward refetches them.
         weights: layers that use each mask.
@@ -111,8 +71,7 @@ class PlanData:
     inner: int
     block_size: int
     balancer: str
-    kv_exchange: KVExchange
-    head_exchange: HeadExchange | None
+    kv_exchange: Exchange
     stages: int
     keep_kv: bool
     weights: dict[str, float]
@@ -184,17 +143,25 @@ class PlanData:
         """K/V tokens of each group."""
         return self.kv_layout.grouped(self.inner)
 
-    def moved(self, mask: str = "default") -> Int64:
-        """Tokens of each chunk and pair of groups, with padding; int64 ``[chunks, G receivers, G senders]``."""
-        if (mask, "moved") not in self.derived:
-            self.derived[mask, "moved"] = self.kv_exchange.moved(self, mask)
-        moved: Int64 = self.derived[mask, "moved"]
-        return moved
+    def route(self, mask: str = "default") -> Route:
+        """Who sends which keys to whom, in which steps; computed once for this object."""
+        if mask not in self._routes:
+            self.mask(mask)
+            rows = self._needs[mask][: traffic.num_rows(self.masks[mask], self.layout)]
+            problem = RouteProblem(
+                rows, self._reads[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
+            )
+            self._routes[mask] = route_of(self.kv_exchange, problem, self.batch_size)
+        return self._routes[mask]
 
     @functools.cached_property
-    def derived(self) -> dict[tuple[str, str], Any]:
-        """Tables of the exchange, by mask and name, computed once for this object."""
+    def _routes(self) -> dict[str, Route]:
         return {}
+
+    @property
+    def host_groups(self) -> int:
+        """Groups of ranks on a host; all of them where no host holds several."""
+        return self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
 
     @property
     def kv_held(self) -> Int64:
@@ -281,7 +248,7 @@ class PlanData:
                [4, 0]])
         """
         self.mask(mask)
-        groups = self.kv_exchange.traffic(self, mask)
+        groups = self.route(mask).tokens.sum(axis=0)
         if self.inner == 1:
             return groups
         between = np.kron(groups, np.eye(self.inner, dtype=np.int64))
@@ -296,7 +263,19 @@ class PlanData:
 
     @functools.cached_property
     def _needed_traffic(self) -> dict[str, Int64]:
-        return {name: traffic.needed_traffic(rows, self.kv_groups) for name, rows in self._needs.items()}
+        return {name: self._pairs(name, moves) for name, moves in self._reads.items()}
+
+    def _pairs(self, mask: str, moves: Int64) -> Int64:
+        pair = moves[:, RECEIVER] * self.num_groups + moves[:, SENDER]
+        tokens = np.bincount(pair, moves[:, STOP] - moves[:, START], self.num_groups**2).astype(np.int64)
+        rows = traffic.num_rows(self.masks[mask], self.layout)
+        return tokens.reshape(self.num_groups, self.num_groups) * (self.batch_size // rows)
+
+    @functools.cached_property
+    def _reads(self) -> dict[str, Int64]:
+        """All needs, as moves from their owners."""
+        rows = {name: traffic.num_rows(mask, self.layout) for name, mask in self.masks.items()}
+        return {name: from_owners(self._needs[name][:count], self.kv_groups) for name, count in rows.items()}
 
     def num_chunks(self, mask: str = "default") -> int:
         """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
@@ -305,8 +284,7 @@ class PlanData:
         >>> spanwise.make_plan(spanwise.SpanMask.causal(64), 2, exchange="needed", stages=2, block_size=8).num_chunks()
         2
         """
-        self.mask(mask)
-        return self.kv_exchange.num_chunks(self, mask)
+        return len(self.route(mask).steps)
 
     def recv_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``."""
@@ -352,8 +330,10 @@ class PlanData:
         """Hex digest of everything that must agree across ranks."""
         header = {key: value for key, value in self.header().items() if key not in ("reason", "candidates")}
         digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
-        if dataclasses.fields(self.kv_exchange):  # type: ignore[arg-type]  # parameters of the caller's exchange
-            digest.update(repr(self.kv_exchange).encode())
+        if self.kv_exchange != EXCHANGES.get(self.exchange):  # of the caller: its name says little
+            for name in sorted(self.masks):
+                for step in self.route(name).steps:
+                    digest.update(f"{step.source} {len(step.moves)} ".encode() + step.moves.tobytes())
         digest.update(self.layout.digest())
         digest.update(self.kv_layout.digest())
         for name in sorted(self.masks):

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from spanwise import hardware as rates
-from spanwise.attention.exchange import table
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import network, recurrence
-from spanwise.planning.plan_data import KVExchange
+from spanwise.planning import heads, recurrence
 from spanwise.planning.recurrence import Recurrence
+from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve
 
 _QUALITIES = ("best", "fast")
 _LARGEST = 2**31  # of any number given
@@ -38,7 +37,7 @@ class Request:
 
     masks: dict[str, SpanMask]
     levels: tuple[int, int]
-    exchange: KVExchange | None
+    exchange: Exchange | None
     stages: int | None
     keep_kv: bool | None
     block_size: int
@@ -53,25 +52,20 @@ class Request:
     budget: bool
     recurrences: dict[str, Recurrence] | None
 
-    @property
-    def ulysses(self) -> Any:
-        """The exchange that trades heads for tokens."""
-        return table.ULYSSES
-
-    def exchanges(self) -> list[KVExchange]:
+    def exchanges(self) -> list[Exchange]:
         """The exchanges to consider between groups, simplest first."""
         if self.exchange is not None:
             return [self.exchange]
         return [
             exchange
-            for exchange in table.EXCHANGES.values()
-            if exchange.levels(2) == (2, 1)
-            and exchange.chunk_counts(self.stages)
-            and (not exchange.saves_memory or (self.budget and self.stages is None))
-            and (not exchange.by_host or network.host_groups(self.hardware, *self.levels))
+            for exchange in EXCHANGES.values()
+            if not exchange.heads
+            and exchange.counts(self.stages)
+            and (exchange.keeps_kv or (self.budget and self.stages is None))
+            and (not exchange.by_host or self.hardware.groups_on_a_host(*self.levels))
         ]
 
-    def keeps_kv(self, exchange: KVExchange) -> bool:
+    def keeps_kv(self, exchange: Exchange) -> bool:
         """Whether received K/V are kept with this exchange."""
         return exchange.keeps_kv if self.keep_kv is None else self.keep_kv
 
@@ -82,8 +76,7 @@ class Request:
             "packing", "recurrences",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
-            "kv_exchange": table.EXCHANGES["all_gather"],
-            "head_exchange": self.ulysses if self.levels[1] > 1 else None,
+            "kv_exchange": EXCHANGES["all_gather"],
             "stages": 1,
             "keep_kv": self.keep_kv is not False,
         }
@@ -96,7 +89,7 @@ def checked(
 ) -> Request:  # fmt: skip
     """The request of these arguments of `make_plan`; ``ValueError`` names a wrong one, its value and a remedy."""
     masks = _as_masks(mask)
-    chosen = None if exchange == "auto" else table.resolve(exchange)
+    chosen = None if exchange == "auto" else resolve(exchange)
     levels = _levels(num_ranks, chosen)
     _check_count("block_size", block_size)
     if stages is not None:
@@ -109,9 +102,9 @@ def checked(
             "keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out"
         )
     check_hardware(hardware)
-    if chosen is not None and not chosen.chunk_counts(stages):
+    if chosen is not None and not chosen.counts(stages):
         raise ValueError(
-            f"exchange {chosen.name!r} brings K/V {chosen.arrival}, got stages={stages}; use exchange='needed'"
+            f"exchange {chosen.name!r} chooses its number of chunks itself, got stages={stages}; use exchange='needed'"
         )
     hardware = hardware or rates.DEFAULT
     if chosen is not None and chosen.by_host and len(hardware.links) == 1:
@@ -144,19 +137,6 @@ def check_hardware(hardware: Any) -> None:
         )
 
 
-def exchange_of(given: Any) -> Any:
-    """The exchange of a name; passes an `Exchange` through. ``ValueError`` for anything else."""
-    return table.resolve(given)
-
-
-def known_exchanges(own: Any = None) -> dict[str, Any]:
-    """Exchange by name: those of spanwise, and `own`, an exchange of the caller."""
-    exchanges: dict[str, Any] = dict(table.EXCHANGES)
-    if own is not None:
-        exchanges[exchange_of(own).name] = exchange_of(own)
-    return exchanges
-
-
 def check_sizes(num_ranks: Any, block_size: Any) -> int:
     """All ranks; ``ValueError`` for sizes that `make_plan` refuses with any mask."""
     _check_count("block_size", block_size)
@@ -164,15 +144,15 @@ def check_sizes(num_ranks: Any, block_size: Any) -> int:
     return outer * inner
 
 
-def _levels(num_ranks: Any, exchange: KVExchange | None) -> tuple[int, int]:
+def _levels(num_ranks: Any, exchange: Exchange | None) -> tuple[int, int]:
     """``(outer, inner)`` from `num_ranks` and the exchange."""
     if isinstance(num_ranks, (tuple, list)):
         if len(num_ranks) != 2:
             raise ValueError(f"num_ranks must be an integer or (outer, inner), got {num_ranks!r}")
         for value in num_ranks:
             _check_count("each of num_ranks", value)
-        if exchange is not None and exchange.levels(2) != (2, 1):
-            between = [name for name, x in table.EXCHANGES.items() if x.levels(2) == (2, 1)]
+        if exchange is not None and exchange.heads:
+            between = [name for name, each in EXCHANGES.items() if not each.heads]
             raise ValueError(
                 f"num_ranks={num_ranks!r} has Ulysses on its inner axis already: exchange is the outer one's, one of "
                 f"{[*between, 'auto']}"
@@ -196,7 +176,7 @@ def _shape(*given: Any) -> tuple[int | None, int | None, int | None, int | None]
                 f"num_q_heads={num_q_heads} is not a multiple of num_kv_heads={num_kv_heads}; each K/V head "
                 f"serves as many query heads as the others"
             )
-        table.ULYSSES.check_heads(num_q_heads, num_kv_heads, inner)
+        heads.check_heads(num_q_heads, num_kv_heads, inner)
     return num_q_heads, num_kv_heads, head_dim, v_head_dim
 
 

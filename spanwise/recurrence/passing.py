@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from spanwise import _torch
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange._gradients import check_first_order
+from spanwise.attention.executor import check_first_order
 from spanwise.recurrence import _ops
 from spanwise.recurrence.route import RecurrenceRoute
 

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import compare_backward, compare_relayout, tells_refusals
-from spanwise.attention.exchange import needed
-from spanwise.attention.exchange.needed import Route
+from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.thd_order import check_dim
@@ -41,7 +40,7 @@ class RelayoutRoute:
         mesh: of all ranks, 1-D; None for one rank.
     """
 
-    route: Route
+    route: RankStep
     before: torch.Tensor
     after: torch.Tensor
     digest: torch.Tensor
@@ -123,12 +122,11 @@ def relayout(
 
 def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Tensor:
     """Rows ``[R, …]`` of all ranks, moved; a row is a token, or a batch row's token."""
-    name, label = _torch.group_name(mesh.get_group()), "tokens (relayout)"
+    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)")
     rest = x_Rx.shape[1:]
     rows_RF = x_Rx.flatten(1) if rest else x_Rx.unsqueeze(-1)
     compare = compare_relayout(rows_RF, way.digest, mesh)
-    (pending,) = needed.start(rows_RF, [way.route], name, label)
-    arrived_NF = needed.wait(pending, way.route, name, label)
+    ((arrived_NF,),) = bring((rows_RF,), [way.route], link)
     (arrived_NF,) = compare_backward((arrived_NF,), compare)
     return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
 
@@ -199,12 +197,11 @@ def _build(
     order[np.argsort(comes_from, kind="stable")] = np.arange(len(order))
     num_ranks = from_plan.num_ranks
     return RelayoutRoute(
-        route=Route(
+        route=RankStep(
             send=_torch.mark_unbacked(on_device(np.argsort(goes_to, kind="stable"), device), 0),
             order=_torch.mark_unbacked(on_device(order, device), 0),
             send_sizes=tuple(size(n, device) for n in np.bincount(goes_to, minlength=num_ranks).tolist()),
             recv_sizes=tuple(size(n, device) for n in np.bincount(comes_from, minlength=num_ranks).tolist()),
-            spare=False,
         ),
         before=_torch.mark_dynamic(torch.empty(len(had[0]), 0, device=device), 0),
         after=size(len(gets[0]), device),

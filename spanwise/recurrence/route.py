@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.exchange.needed import Route
+from spanwise.attention.executor import RankStep
 from spanwise.attention.rank_plan import compare_fingerprints
 from spanwise.layouts import segments
 from spanwise.layouts.packing import Packing
@@ -83,7 +83,7 @@ class HaloRoute:
         outputs: int64 ``[R]``, where the window of each token begins in the stream.
     """
 
-    route: Route
+    route: RankStep
     stream: torch.Tensor
     outputs: torch.Tensor
 
@@ -286,12 +286,11 @@ class _Builder:
 
     def halo(self, width: int) -> HaloRoute:
         found = segments.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
-        route = Route(
+        route = RankStep(
             send=self.index(found.send),
-            order=self.index(np.arange(found.recv_counts.sum())),
+            order=None,
             send_sizes=self.sizes(found.send_counts),
             recv_sizes=self.sizes(found.recv_counts),
-            spare=False,
         )
         # Compiled code knows that it has as many entries as the shard has rows.
         outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)

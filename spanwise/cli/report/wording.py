@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spanwise.planning.plan import Plan
+from spanwise.routes.exchanges import EXCHANGES
 
 
 def describe_way(plan: Plan) -> str:
@@ -15,5 +16,5 @@ def describe_way(plan: Plan) -> str:
 
 def describe_received(plan: Plan) -> str:
     """Which K/V tokens a rank receives; "{}" stands for the mean of those that it reads."""
-    trades = plan.head_exchange is not None and plan.kv_exchange.baseline
-    return (plan.head_exchange if trades else plan.kv_exchange).receives  # type: ignore[union-attr]
+    trades = plan.inner > 1 and plan.kv_exchange.everything
+    return (EXCHANGES["ulysses"] if trades else plan.kv_exchange).receives

@@ -18,11 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import num_rows, row_of
+from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
-from spanwise.planning import network
-from spanwise.planning.chunking import RECEIVER, SENDER, START, STOP
-from spanwise.planning.plan_data import PlanData
+from spanwise.routes.route import RouteProblem
 
 
 class Moves(NamedTuple):
@@ -67,35 +65,12 @@ class _Pieces(NamedTuple):
         return moves
 
 
-def places(plan: PlanData) -> int:
-    """Groups of ranks on a host; all of them where no host holds several."""
-    return network.host_groups(plan.hardware, plan.num_groups, plan.inner) or plan.num_groups
-
-
-def moves(plan: PlanData, mask: str) -> Moves:
-    """How the rows of K/V travel that groups read and do not hold; computed once for a plan."""
-    if (mask, "moves") not in plan.derived:
-        size = places(plan)
-        load = np.zeros((-(-plan.num_groups // size), size), np.int64)
-        rows = range(num_rows(plan.mask(mask), plan.layout))
-        tables = [_row_moves(plan.needs_of_all(mask, row), plan.kv_groups, row, load) for row in rows]
-        plan.derived[mask, "moves"] = Moves(*(np.concatenate(each) for each in zip(*tables, strict=True)))
-    found: Moves = plan.derived[mask, "moves"]
-    return found
-
-
-def tokens(plan: PlanData, mask: str) -> Int64:
-    """Tokens of `direct` and, if there are any, of `passed`: int64 ``[chunks, G receivers, G senders]``."""
-    tables = [table for table in moves(plan, mask) if len(table)]
-    found = np.zeros((len(tables), plan.num_groups, plan.num_groups), np.int64)
-    for count, table in zip(found, tables, strict=True):
-        pair = table[:, RECEIVER] * plan.num_groups + table[:, SENDER]
-        count += (
-            np.bincount(pair, table[:, STOP] - table[:, START], plan.num_groups**2)
-            .astype(np.int64)
-            .reshape(count.shape)
-        )
-    return found * (plan.batch_size // num_rows(plan.mask(mask), plan.layout))
+def moves(problem: RouteProblem) -> Moves:
+    """How the rows of K/V travel that groups read and do not hold."""
+    size = problem.host_groups
+    load = np.zeros((-(-problem.num_groups // size), size), np.int64)
+    tables = [_row_moves(needs, problem.layout, row, load) for row, needs in enumerate(problem.needs)]
+    return Moves(*(np.concatenate(each) for each in zip(*tables, strict=True)))
 
 
 def _row_moves(needs: list[Int64], layout: Layout, row: int, load: Int64) -> Moves:

@@ -16,18 +16,16 @@ transfers of q and of K/V both start before the first wait, forward and backward
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.chunks import Chunk, ChunkBuilder, on_device, size
+from spanwise.attention.chunks import on_device, size
 from spanwise.attention.exchange import failure
-from spanwise.attention.exchange._gradients import check_first_order, returned
-from spanwise.attention.exchange.base import Exchange
-from spanwise.attention.exchange.head_bytes import own_bytes, traded_bytes
-from spanwise.attention.exchange.head_rows import (
+from spanwise.attention.executor import check_first_order, returned
+from spanwise.attention.head_rows import (
     by_head,
     for_queries,
     from_queries,
@@ -36,11 +34,9 @@ from spanwise.attention.exchange.head_rows import (
     join_heads,
     split_heads,
 )
-from spanwise.attention.exchange.heads import check_heads, kv_heads_held, kv_heads_of, kv_heads_read
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import positions_in
-from spanwise.masks.arrays import Float64, Int64
-from spanwise.planning.plan_data import PlanData
+from spanwise.planning.heads import kv_heads_of, kv_heads_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,138 +66,29 @@ class Trade:
 _torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Ulysses(Exchange):
-    """Ranks of a group trade heads for tokens: each gets some heads of all tokens of the group.
-
-    As an exchange of K/V it has one group. `make_plan` also puts it inside the groups of another exchange.
-    """
-
-    name: ClassVar[str] = "ulysses"
-    receives: ClassVar[str] = (
-        "those of the ranks that it trades heads with, for its heads, and from other groups those that the exchange "
-        "between groups brings"
-    )
-    arrival: ClassVar[str] = "as heads traded for tokens"
-
-    def levels(self, num_ranks: int) -> tuple[int, int]:
-        return 1, num_ranks
-
-    def moved(self, plan: PlanData, mask: str) -> Int64:
-        return np.zeros((0, plan.num_groups, plan.num_groups), np.int64)
-
-    def chunks(self, builder: ChunkBuilder, mask: str) -> tuple[Chunk, ...]:
-        return (builder.chunk_side_by_side(mask, builder.held(builder.group, builder.plan.kv_groups.batch_size)),)
-
-    def check_heads(self, num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-        """``ValueError`` unless `num_ranks` ranks of a group can share the heads."""
-        check_heads(num_q_heads, num_kv_heads, num_ranks)
-
-    # ---------------------------------------------------------------- bytes and seconds of the trade
-
-    def kv_heads(self, plan: PlanData) -> Int64:
-        """K/V heads that each rank computes with; int64 ``[num_ranks]``."""
-        heads, kv_heads, _, _ = plan.attention_shape
-        held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
-        return np.tile(np.array(held, np.int64), plan.num_groups)
-
-    def traded(self, plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
-        """Bytes that each rank gets from each other rank of its group: q, K and V on the way in, the output back.
-
-        Args:
-            backward: of the gradients, which travel the other way; the tables still mean the way in and the way back.
-                Gradients of K/V heads that several ranks read are summed, so they travel in float32 at least.
-
-        Returns:
-            Two int64 ``[G, receivers, senders]``; the diagonals are 0.
-        """
-        heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-        inner, share = plan.inner, heads // plan.inner
-        q, kv = (plan.batch_size * x.tokens_per_rank.reshape(-1, inner) for x in (plan.layout, plan.kv_layout))
-        others = 1 - np.eye(inner, dtype=np.int64)
-        window = kv_heads_of(heads, kv_heads, inner)[0]
-        summed = backward and window * inner > kv_heads
-        kv_bytes = window * (qk_dim + v_dim) * (plan.sum_itemsize if summed else plan.itemsize)
-        into = (q * share * qk_dim * plan.itemsize + kv * kv_bytes)[:, None, :] * others
-        back = (q * share * v_dim * plan.itemsize)[:, :, None] * others
-        return into, back
-
-    def received(self, plan: PlanData) -> Int64:
-        """Bytes that each rank receives in a forward; int64 ``[num_ranks]``."""
-        into, back = self.traded(plan)
-        return (into + back).sum(axis=2).ravel()
-
-    def resident(self, plan: PlanData, exchanging: Int64, after: Int64) -> Int64:
-        """Most bytes that each rank holds; int64 ``[num_ranks]``.
-
-        Args:
-            exchanging, after: bytes held for the exchange between groups: most during it, and after it.
-        """
-        trade, own = traded_bytes(plan), own_bytes(plan)
-        came = trade.q + trade.window
-        moments = [
-            own.q + own.kv * own.copies + trade.q,
-            own.q + own.kv + came,
-            own.kv + came + trade.q,  # q in order, and q as received
-            2 * came + trade.repeated,  # q, K and V in order, and as received
-            trade.q + trade.kv + exchanging,
-            trade.q + trade.kv + after + 2 * trade.out + own.out,  # output in order of departure, then all heads
+def trade_of(layout: Layout, groups: Layout, inner: int, rank: int, device: torch.device) -> Trade:
+    """How the group of `rank` trades the tokens of `layout` for heads; `groups` are the tokens of all groups."""
+    group = rank // inner
+    members = range(group * inner, (group + 1) * inner)
+    places = np.stack(
+        [
+            np.concatenate([positions_in(layout.indices(r, row), groups.runs(group, row)) for r in members])
+            for row in range(layout.batch_size)
         ]
-        return np.asarray(np.max(moments, axis=0), np.int64)
-
-    def saved(self, plan: PlanData) -> Int64:
-        """Bytes that each rank keeps for the backward; int64 ``[num_ranks]``."""
-        trade = traded_bytes(plan)
-        return trade.q + trade.kv + trade.out
-
-    def copied(self, plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]:
-        """Bytes of q, K and V, and of the output, that each rank splits by head and puts in order; ``[P]`` each."""
-        heads, _, qk_dim, v_dim = plan.attention_shape
-        # All heads of its own tokens on one side, its share of the heads of all the group's tokens on the other.
-        q, kv = (
-            plan.batch_size * (own.tokens_per_rank + np.repeat(group.tokens_per_rank, plan.inner) / plan.inner)
-            for own, group in ((plan.layout, plan.groups), (plan.kv_layout, plan.kv_groups))
-        )
-        return q * heads * qk_dim * plan.itemsize + kv * plan.inner * kv_bytes, q * heads * v_dim * plan.itemsize
-
-    def trade_seconds(self, plan: PlanData, *, backward: bool) -> tuple[float, float]:
-        """Seconds of the way in and of the way back; all groups trade at the same time."""
-        into, back = (
-            plan.hardware.all_to_all_seconds(_over_ranks(table)) for table in self.traded(plan, backward=backward)
-        )
-        return into, back
-
-    def trade(self, plan: PlanData, layout: Layout, groups: Layout, rank: int, device: torch.device) -> Trade:
-        """How the group of `rank` trades the tokens of `layout` for heads; `groups` are the tokens of all groups."""
-        inner, group = plan.inner, rank // plan.inner
-        members = range(group * inner, (group + 1) * inner)
-        places = np.stack(
-            [
-                np.concatenate([positions_in(layout.indices(r, row), groups.runs(group, row)) for r in members])
-                for row in range(layout.batch_size)
-            ]
-        )
-        return Trade(
-            # Not unbacked for the rank itself: its number of tokens is a dim of q.
-            sizes=tuple(
-                _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
-                if r == rank
-                else size(layout.num_tokens(r), device)
-                for r in members
-            ),
-            order=_torch.mark_dynamic(on_device(np.argsort(places, axis=1, kind="stable"), device), 1),
-            places=_torch.mark_dynamic(on_device(places, device), 1),
-            rank=rank - members[0],
-            num_ranks=inner,
-        )
-
-
-def _over_ranks(of_groups: np.ndarray) -> np.ndarray:
-    """Tables of each group ``[G, inner, inner]`` as one table of all ranks."""
-    groups, inner, _ = of_groups.shape
-    table = np.zeros((groups, inner, groups, inner))
-    table[np.arange(groups), :, np.arange(groups), :] = of_groups
-    return table.reshape(groups * inner, groups * inner)
+    )
+    return Trade(
+        # Not unbacked for the rank itself: its number of tokens is a dim of q.
+        sizes=tuple(
+            _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
+            if r == rank
+            else size(layout.num_tokens(r), device)
+            for r in members
+        ),
+        order=_torch.mark_dynamic(on_device(np.argsort(places, axis=1, kind="stable"), device), 1),
+        places=_torch.mark_dynamic(on_device(places, device), 1),
+        rank=rank - members[0],
+        num_ranks=inner,
+    )
 
 
 def to_heads(

@@ -3,8 +3,8 @@
 A kernel saves the chunks it read for its backward. `Refetch.not_saving` puts saved-tensor hooks around a kernel call;
 they save a note in place of a chunk, and the backward fetches the chunk that the note names. All ranks must fetch in
 the same order, also where a kernel reads nothing. So an autograd function behind each kernel call starts the fetch. It
-also starts the next chunk's fetch, which travels while the attention of this chunk is computed. A chained fetch (ring)
-sends the chunk after it back by a hop, so it waits for that one first.
+also starts the next chunk's fetch, which travels while the attention of this chunk is computed. Rows that came by way
+of other ranks are fetched straight from their owners.
 
 Eager code only: in a compiled graph, selective activation checkpointing decides what is kept.
 """
@@ -20,33 +20,32 @@ from typing import Any
 import torch
 
 from spanwise import _torch
-from spanwise.attention.exchange._gradients import check_first_order
+from spanwise.attention.executor import Link, RankStep, bring, check_first_order, heads_of, with_spare
+from spanwise.attention.kernels.base import Chunk
 
-# Waits for a chunk and returns its keys and values, [B, H, K, D] each, contiguous; or the tensors that `saved` takes.
-Fetched = Callable[[], tuple[torch.Tensor, ...]]
+Fetched = Callable[[], tuple[torch.Tensor, ...]]  # waits for a chunk; its K and V, [B, H, K, D] each, contiguous
 
 
 class Refetch:
     """The chunks of one attention call, to be fetched in its backward.
 
     Args:
-        fetches: for each chunk, in forward order, a function that starts its collective.
-        chained: whether each fetch, except the last chunk's, takes the chunk after it as an argument.
-        saved: K and V of the ``i``-th chunk as the kernel saved them, ``saved(i, *arrived)``; default: as they arrive.
+        k, v: the rank's own.
+        chunks: those that arrive.
+        link: where they travel.
     """
 
-    def __init__(
-        self,
-        fetches: Sequence[Callable[..., Fetched]],
-        *,
-        chained: bool = False,
-        saved: Callable[..., tuple[torch.Tensor, ...]] | None = None,
-    ) -> None:
-        self._fetches = fetches
-        self._chained = chained
-        self._saved = saved
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
+        self._own, self._link = (k.detach(), v.detach()), link
+        self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
+        self._keys = [chunk.kv_pos.shape[1] for chunk in chunks]
         self._under_way: dict[int, Fetched] = {}
         self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def _fetch(self, i: int) -> Fetched:
+        step = self._steps[i]
+        arriving = bring(self._own, [step], self._link, heads_of(*self._own, [step]))
+        return lambda: tuple(x.contiguous() for x in with_spare(step, next(arriving), self._keys[i]))
 
     def not_saving(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
         """Context in which autograd saves no tensor that lies in ``k`` or ``v``, the contiguous ``i``-th chunk.
@@ -73,8 +72,7 @@ class Refetch:
                 return x
             which, shape, stride, offset = note
             with torch.no_grad():
-                chunk = self._take(i) if self._saved is None else self._saved(i, *self._take(i))
-            # Chunks that arrived together may lie in one storage; a chunk that is fetched alone begins elsewhere.
+                chunk = self._take(i)
             return chunk[which].as_strided(shape, stride, chunk[which].storage_offset() + offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -89,8 +87,7 @@ class Refetch:
         with torch.no_grad():
             for j in (i, i - 1):
                 if j >= 0 and j not in self._under_way:
-                    later = (self._take(j + 1),) if self._chained and j + 1 < len(self._fetches) else ()
-                    self._under_way[j] = self._fetches[j](*later)
+                    self._under_way[j] = self._fetch(j)
 
     def _take(self, i: int) -> tuple[torch.Tensor, ...]:
         if i not in self._arrived:

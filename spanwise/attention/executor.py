@@ -1,0 +1,341 @@
+"""The executor of routes: two autograd functions that start a step's collective and wait for it, and the way back.
+
+The caller computes between the two, in both directions. The backward of the wait starts the collective that brings
+gradients home; the backward of the start waits for it and sums what several receivers send. Autograd runs ready nodes
+in the reverse order of their creation, so the backward is the forward's mirror image:
+
+    forward    start 1 … n | local attention | wait 1 | attention 1 | … | wait n | attention n
+    backward   attention n | start n | attention n-1 | start n-1 | … | local attention | wait n … 1, sum
+
+A step whose senders pass on what came to them starts after that has come, and the gradients of what they passed on
+join their own on the way home:
+
+    forward    start 1 | local attention | wait 1, start 2 | attention 1 | wait 2 | …
+    backward   … | start 2 | attention 1 | wait 2, add, start 1 | local attention | wait 1, sum
+
+An *anchor* joins start and wait: an output of the start and an input of the wait, without memory and never read, whose
+gradient is the collective under way. Every rank knows the plan, so no sizes travel.
+"""
+
+# A row is what travels for one token. R rows of a rank, S rows sent (a row may go to several ranks), N rows received,
+# F features of a row; B batch, H heads of K/V, T tokens, D head dim of K, E of V
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from spanwise import _torch
+from spanwise.attention.exchange import failure
+
+Tensors = tuple[torch.Tensor, ...]
+INDEXED, SHARD, GATHERED = "indexed", "shard", "gathered"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStep:
+    """What one rank sends and receives in a step; a pytree of tensors.
+
+    Attributes:
+        send: int64 ``[S]``, which rows of the source, those for rank 0 first; None where all of them leave.
+        order: int64 ``[keys]``, for each key its place among the rows received, rank 0's first; None where they stay
+            as they come. N, one past the last, stands for a row of zeros.
+        send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``, which carries a size in its shape. Of an
+            all-gather one tensor: the rows that each rank sends, padding included.
+        source: the step whose received rows are sent; -1: the rank's own.
+        kind: INDEXED: an all-to-all of rows; SHARD: of whole shards, K before V, that nobody copies; GATHERED: an
+            all-gather of the rank's own rows.
+        spare: whether `order` holds N, or a shard needs rows of zeros behind it: keys that no span reads.
+        passed: whether a later step sends rows of this one.
+        direct: brings the same rows straight from their owners, where `source` is another step.
+    """
+
+    send: torch.Tensor | None
+    order: torch.Tensor | None
+    send_sizes: tuple[torch.Tensor, ...]
+    recv_sizes: tuple[torch.Tensor, ...]
+    source: int = -1
+    kind: str = INDEXED
+    spare: bool = False
+    passed: bool = False
+    direct: RankStep | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows sent to rank 0, 1, …, then rows received from them."""
+        return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
+
+
+_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed"))
+
+
+class Link(NamedTuple):
+    """Where rows travel.
+
+    Attributes:
+        name: of the process group.
+        size: its ranks.
+        label: names what travels in errors.
+    """
+
+    name: str
+    size: int
+    label: str
+
+
+class Heads(NamedTuple):
+    """How K and V lie in rows: ``[T, B * H * (D + E)]``.
+
+    Attributes:
+        dims: B, H, D, E.
+        shard: whether the rows hold all of K as ``[B, H, T, D]``, then all of V, instead of both token by token.
+    """
+
+    dims: tuple[int, int, int, int]
+    shard: bool
+
+
+def heads_of(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> Heads:
+    """How `k` ``[B, H, T, D]`` and `v` ``[B, H, T, E]`` travel by these steps."""
+    return Heads((k.shape[0], k.shape[1], k.shape[3], v.shape[3]), any([step.kind == SHARD for step in steps]))
+
+
+def _pack(form: Heads | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of K and V; one copy. Without a form the rows are the only tensor."""
+    if form is None:
+        return tensors[0]
+    k, v = tensors
+    if not form.shard:
+        return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
+    rows = k.new_empty(k.shape[2], form.dims[0] * form.dims[1] * (form.dims[2] + form.dims[3]))
+    for part, x in zip(_unpack(form, rows), (k, v), strict=True):
+        part.copy_(x)
+    return rows
+
+
+def _unpack(form: Heads | None, rows: torch.Tensor) -> Tensors:
+    """K and V of rows; views."""
+    if form is None:
+        return (rows,)
+    batch, heads, k_dim, v_dim = form.dims
+    if not form.shard:
+        both = rows.view(-1, batch, heads, k_dim + v_dim).permute(1, 2, 0, 3)
+        return both[..., :k_dim], both[..., k_dim:]
+    tokens = rows.shape[0]
+    flat = rows.view(-1).split([batch * heads * tokens * dim for dim in (k_dim, v_dim)])
+    return flat[0].view(batch, heads, tokens, k_dim), flat[1].view(batch, heads, tokens, v_dim)
+
+
+def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Heads | None = None) -> Iterator[Tensors]:
+    """Start the steps that send the rank's own rows; iterate to wait for each step and get what it brings.
+
+    Differentiable. Collectives are in flight when this returns; between two items the caller computes. All ranks of
+    the group run the same steps.
+
+    Args:
+        tensors: K and V ``[B, H, T, D]`` and ``[B, H, T, E]`` with a `form`, else one tensor of rows ``[R, F]``.
+
+    Returns:
+        Iterator over tensors in the same form, of as many tokens as a step brings.
+
+    Raises:
+        spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
+    """
+    pending: dict[int, Tensors] = {}
+
+    def leave(source: int, rows: torch.Tensor | None, wide: Tensors) -> None:
+        which = [i for i, step in enumerate(steps) if step.source == source]
+        if which:
+            leaving = [steps[i] for i in which]
+            sends = [step.send for step in leaving if step.send is not None]
+            meta = [(i, step.kind, _halves(step)) for i, step in zip(which, leaving, strict=True)]
+            made = _Start.apply(form, link, len(steps), meta, len(wide), rows, *wide, *sends)
+            pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
+
+    def arrived(i: int) -> Tensors:
+        step = steps[i]
+        what = f"{link.label}, chunk {i + 1} of {len(steps)}"
+        meta = step.kind, _halves(step), step.spare, step.passed, step.order is not None
+        found = _Wait.apply(form, link, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
+        if step.passed:
+            *found, rows, anchor = found
+            leave(i, rows, (anchor,))
+        return tuple(found)
+
+    leave(-1, None, tensors)
+    return (arrived(i) for i in range(len(steps)))
+
+
+def with_spare(step: RankStep, kv: Tensors, keys: int) -> Tensors:
+    """K and V as a kernel takes them: padded copies to so many `keys`, if a shard needs spare ones."""
+    if step.kind != SHARD or not step.spare:
+        return kv
+    return tuple(torch.nn.functional.pad(x, (0, 0, 0, keys - x.shape[2])) for x in kv)
+
+
+def _halves(step: RankStep) -> tuple[list[int], list[int]]:
+    """Rows sent to each rank, and rows received."""
+    return [x.shape[0] for x in step.send_sizes], [x.shape[0] for x in step.recv_sizes]
+
+
+class _Start(torch.autograd.Function):
+    """Starts steps that send rows of one buffer; the backward waits for their gradients and sums them in float32.
+
+    Arguments: form, link, number of steps, number, kind and sizes of each step that starts, how many tensors follow,
+    the rows (None: pack the tensors), then these tensors, then `send` of each indexed step. A row sent to several ranks
+    gets several gradients; they are summed in float32 at least and cast once.
+    """
+
+    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensors:
+        form, link, of, meta, count, rows, *rest = args
+        tensors, sends = rest[:count], rest[count:]
+        packs = rows is None
+        if packs:
+            rows = _pack(form, tensors)
+        ctx.save_for_backward(*sends)
+        ctx.set_materialize_grads(False)
+        ctx.form, ctx.link, ctx.of, ctx.meta, ctx.packs, ctx.count = form, link, of, meta, packs, count
+        ctx.like, ctx.dtype = rows.shape, tensors[0].dtype
+        data, anchors, sends = [], [], list(sends)
+        for i, kind, (send, recv) in meta:
+            sent = rows
+            if kind == INDEXED:
+                sent = rows.index_select(0, sends.pop(0))
+            elif kind == GATHERED and recv[0] != rows.shape[0]:
+                sent = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
+            what = f"{link.label}, chunk {i + 1} of {of}"
+            data.append(_collective(link, kind, what, sent, send, recv, home=False))
+            anchors.append(_anchor(sent))
+        ctx.mark_non_differentiable(*data)
+        return *data, *anchors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        sends = list(ctx.saved_tensors)
+        total = None
+        for (i, kind, _), pending in zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True):
+            send = sends.pop() if kind == INDEXED else None  # the steps that left last come home first
+            if pending is None:
+                continue
+            grad = failure.wait(pending, f"gradients of {ctx.link.label}, chunk {i + 1} of {ctx.of}", ctx.link.name)
+            if send is not None:
+                total = grad.new_zeros(ctx.like) if total is None else total
+                total.index_add_(0, send, grad)
+            else:
+                grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
+                total = grad if total is None else total + grad
+        none = (None,) * (6 + len(ctx.saved_tensors))
+        if total is None:
+            return *none[:6], *[None] * ctx.count, *none[6:]
+        found = _unpack(ctx.form, total.to(ctx.dtype)) if ctx.packs else (total,)
+        return *none[:6], *found, *none[6:]
+
+
+class _Wait(torch.autograd.Function):
+    """Waits for a step: K and V in order, then its rows and an anchor for steps that pass them on.
+
+    Arguments: form, link, what travels, (kind, sizes, spare, whether rows are passed on, whether there is an order),
+    data and anchor of the start, and the order. The backward sends the gradients of the rows home.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensors:
+        form, link, what, meta, data, sent, *order = args
+        kind, _, spare, passed, _ = meta
+        ctx.save_for_backward(*order)
+        ctx.set_materialize_grads(False)
+        ctx.form, ctx.link, ctx.what, ctx.meta = form, link, what, meta
+        ctx.empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
+        rows = failure.wait(data, _name(kind, what, home=False), link.name)
+        arranged = rows
+        if order:
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
+            arranged = padded.index_select(0, order[0])
+        found = _unpack(form, arranged)
+        if not passed:
+            return found
+        ctx.mark_non_differentiable(rows)
+        return *found, rows, _anchor(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        check_first_order()
+        kind, (send, recv), spare, passed, ordered = ctx.meta
+        of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
+        total = _total(ctx.form, of_keys, through, ctx.empty, ctx.saved_tensors, spare)
+        home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
+        return None, None, None, None, None, returned(home), *([None] if ordered else [])
+
+
+def _total(
+    form: Heads | None,
+    of_keys: Sequence[torch.Tensor | None],
+    through: torch.Tensor | None,
+    like: torch.Tensor,
+    order: Sequence[torch.Tensor],
+    spare: bool,
+) -> torch.Tensor:
+    """Gradients of the rows received ``[N, F]``, as `like`: those of the keys, and of what others got of them."""
+    if form is not None and form.shard:
+        total = torch.zeros_like(like) if through is None else through
+        for part, x in zip(_unpack(form, total), of_keys, strict=True):
+            if x is not None:
+                part.add_(x)
+        return total
+    given = [x for x in of_keys if x is not None]
+    if not given:
+        return torch.zeros_like(like) if through is None else through
+    if form is not None and len(given) < 2:  # only keys, or only values, were used
+        sizes = [(*given[0].shape[:3], dim) for dim in form.dims[2:]]
+        of_keys = [given[0].new_zeros(n) if x is None else x for n, x in zip(sizes, of_keys, strict=True)]
+    rows = _pack(form, of_keys).to(like.dtype)  # type: ignore[arg-type]
+    if order:
+        total = rows.new_zeros(like.shape[0] + spare, like.shape[1]).index_add_(0, order[0], rows)
+        rows = total[: like.shape[0]] if spare else total
+    return rows.contiguous() if through is None else rows + through
+
+
+def _collective(
+    link: Link, kind: str, what: str, rows: torch.Tensor, send: list[int], recv: list[int], *, home: bool
+) -> torch.Tensor:
+    """Starts a step, or the way home of its gradients; do not read the result before a wait."""
+    name = _name(kind, what, home=home)
+    if kind == GATHERED:
+        begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
+        return failure.start(name, link.name, begin, rows, link.size, link.name)
+    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name)
+
+
+def _name(kind: str, what: str, *, home: bool) -> str:
+    if kind == GATHERED:
+        return f"reduce-scatter of gradients, {what}" if home else f"all-gather of {what}"
+    return f"all-to-all of gradients, {what}" if home else f"all-to-all of {what}"
+
+
+def _anchor(rows: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory of the shape of `rows`, in float32 at least; its gradient is a collective under way.
+
+    Gradients travel in this dtype: autograd would cast, and so read, another one before it has arrived.
+    """
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return torch.zeros((), dtype=dtype, device=rows.device).expand(rows.shape)
+
+
+def check_first_order() -> None:
+    """``NotImplementedError`` in a backward under ``create_graph=True``; call it before the collective."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "second derivatives through an exchange of K/V are not supported; call backward without create_graph=True"
+        )
+
+
+def returned(pending: torch.Tensor) -> torch.Tensor:
+    """`pending`, a started collective, as the gradient that a backward returns."""
+    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+        _torch.wait(pending)  # anomaly mode reads the gradient to look for nan
+    return pending

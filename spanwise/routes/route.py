@@ -1,0 +1,238 @@
+"""Route: who sends which tokens to whom, in which steps; and what follows from that for every group of ranks.
+
+A step is one collective. Its `moves` say in which batch row a group receives which run of tokens from whom. Its
+`source` says what the senders send: -1 is what they own, another number the rows that came to them in that step. An
+exchange is a function that makes steps (`exchanges`). Traffic, memory and predicted seconds of a plan, the index
+tensors of a rank, and what runs are readings of the steps.
+
+    needs, layout -> exchange(problem) -> steps -> Route -> planning (traffic, memory, seconds)
+                                                         -> attention (one rank's tensors, execution)
+"""
+
+# G groups: single ranks, or ranks that trade heads for tokens (Ulysses) and so read K/V as one; n steps; m moves
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from spanwise.layouts.layout import Layout
+from spanwise.layouts.traffic import Needs, row_of
+from spanwise.masks.arrays import Int64
+
+# Columns of moves, int64 `[m, 5]`.
+ROW, RECEIVER, SENDER, START, STOP = range(5)
+EVERYONE = -1  # as a receiver: all groups but the sender, by an all-gather
+
+
+class Step(NamedTuple):
+    """One collective of a route.
+
+    Attributes:
+        source: the earlier step whose arrived rows are sent; -1: what the senders own.
+        moves: int64 ``[m, 5]``: batch row, receiver, sender, start, stop; in any order.
+    """
+
+    source: int
+    moves: Int64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RouteProblem:
+    """What an exchange makes steps from.
+
+    Attributes:
+        needs: for each batch row and group, the runs of keys that it reads and does not hold, int64 ``[n, 2]``.
+        reads: the same as moves from the owners, int64 ``[m, 5]``; by batch row, receiver, start.
+        layout: the keys that each group holds.
+        num_chunks: in how many chunks the keys should come.
+        block_size: tile in tokens.
+        host_groups: groups on a host; all of them where no host holds several.
+    """
+
+    needs: Needs
+    reads: Int64
+    layout: Layout
+    num_chunks: int = 1
+    block_size: int = 128
+    host_groups: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, G."""
+        return self.layout.num_ranks
+
+    def held(self, row: int) -> Int64:
+        """What the groups hold in a batch row, int64 ``[n, 3]``: group, start, stop; ascending by group, then start."""
+        return self.layout.pieces(row_of(self.layout, row))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """The steps of an exchange, none of them empty, and what follows from them.
+
+    Tokens are summed over batch rows.
+
+    Attributes:
+        steps: in the order in which they run and attention reads what they bring.
+        layout: the keys that each group holds.
+        rows: batch rows of the moves.
+        batch_size: of the plan, a multiple of `rows`.
+    """
+
+    steps: tuple[Step, ...]
+    layout: Layout
+    rows: int
+    batch_size: int
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups, G."""
+        return self.layout.num_ranks
+
+    @functools.cached_property
+    def tokens(self) -> Int64:
+        """Tokens of each step and pair of groups, int64 ``[n, G receivers, G senders]``."""
+        size = self.num_groups
+        found = np.zeros((len(self.steps), size, size), np.int64)
+        for table, step in zip(found, self.steps, strict=True):
+            length = step.moves[:, STOP] - step.moves[:, START]
+            if gathers(step):
+                table += np.bincount(step.moves[:, SENDER], length, size).astype(np.int64)
+                np.fill_diagonal(table, 0)
+            else:
+                pair = step.moves[:, RECEIVER] * size + step.moves[:, SENDER]
+                table += np.bincount(pair, length, size * size).astype(np.int64).reshape(size, size)
+        return found * (self.batch_size // self.rows)
+
+    @functools.cached_property
+    def padded(self) -> Int64:
+        """`tokens` with the padding that travels: an all-gather takes shards of one size."""
+        found = self.tokens.copy()
+        for i in (i for i, step in enumerate(self.steps) if gathers(step)):
+            found[i] = found[i].max() * (1 - np.eye(self.num_groups, dtype=np.int64))
+        return found
+
+    @property
+    def chained(self) -> bool:
+        """Whether some group passes rows on, so that a step waits for the one before."""
+        return any(step.source >= 0 for step in self.steps)
+
+    @functools.cached_property
+    def of_shards(self) -> bool:
+        """Whether groups pass on whole shards, one to one other group in each step: such rows need no index."""
+        if not self.chained or any(gathers(step) for step in self.steps):
+            return False
+        one_to_one = all((np.count_nonzero(table, axis=axis) <= 1).all() for table in self.tokens for axis in (0, 1))
+        from_owners = self.direct.tokens
+        return one_to_one and bool(((from_owners == 0) | (from_owners == self.held)).all())
+
+    @functools.cached_property
+    def direct(self) -> Route:
+        """The same rows in as many steps, each straight from their owners; a step alone brings them again."""
+        if not self.chained:
+            return self
+        steps = []
+        for step in self.steps:
+            rows = [step.moves[step.moves[:, ROW] == row] for row in np.unique(step.moves[:, ROW])]
+            cut = [_cut_by_owner(self.layout, int(each[0, ROW]), each[:, RECEIVER], each[:, START:]) for each in rows]
+            steps.append(Step(-1, step.moves if step.source < 0 else np.concatenate(cut)))
+        return Route(tuple(steps), self.layout, self.rows, self.batch_size)
+
+    def joined(self) -> Int64:
+        """Which groups wait for one another in each step: those with equal numbers, int64 ``[n, G]``.
+
+        A group that neither sends nor receives has -1.
+        """
+        labels = [components(table) for table in self.tokens]
+        return np.array(labels, np.int64).reshape(len(labels), self.num_groups)
+
+    def most_held(self, *, keep: bool) -> Int64:
+        """Most tokens that each group holds while rows come, in addition to its shard: int64 ``[G]``.
+
+        Follows the executor. Times are 0 for the first start, then 3 i + 1 where rows of step i are put in order,
+        3 i + 2 where those that are passed on leave, and 3 i + 3 where attention has read them.
+
+        Args:
+            keep: whether chunks are kept for the backward.
+        """
+        count, came, left = len(self.steps), self.padded.sum(axis=2), self._packed()
+        change = np.zeros((3 * count + 2, self.num_groups), np.int64)
+
+        def lives(tokens: Int64, first: int, until: int) -> None:
+            change[first] += tokens
+            change[until] -= tokens
+
+        end, forever = 3 * count + 1, 3 * count + 1
+        waits = [3 * i + 1 for i, step in enumerate(self.steps) if step.source < 0]
+        lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
+        for i, step in enumerate(self.steps):
+            begin, used = 3 * step.source + 2 if step.source >= 0 else 0, forever if keep else 3 * i + 3
+            lives(left[i], begin, 3 * i + 1)
+            if self.of_shards:  # a shard stays where it came until it has been passed on
+                passed = [3 * j + 1 for j, later in enumerate(self.steps) if later.source == i]
+                lives(came[i], begin, max(used, *passed, 0))
+                continue
+            lives(came[i] + (left[i] if gathers(step) else 0), begin, 3 * i + 3)
+            lives(self.tokens[i].sum(axis=1), 3 * i + 1, used)
+        return np.asarray(change[:end].cumsum(axis=0).max(axis=0))
+
+    @property
+    def held(self) -> Int64:
+        """Tokens that each group owns; int64 ``[G]``."""
+        return self.batch_size * self.layout.tokens_per_rank
+
+    def _packed(self) -> Int64:
+        """Tokens that each group copies for each step before they leave; int64 ``[n, G]``."""
+        if self.of_shards:
+            return np.zeros((len(self.steps), self.num_groups), np.int64)
+        found = self.padded.sum(axis=1)
+        for i in (i for i, step in enumerate(self.steps) if gathers(step)):
+            found[i] = self.padded[i].max()
+        return found
+
+    def copied(self) -> Int64:
+        """Tokens that each group copies before they leave, all steps together; int64 ``[G]``."""
+        return self._packed().sum(axis=0)
+
+
+def from_owners(needs: Needs, layout: Layout) -> Int64:
+    """`RouteProblem.reads`: the groups' needs as moves from the groups of `layout` that hold the keys."""
+    found = [np.empty((0, 5), np.int64)]
+    for row, runs_of in enumerate(needs):
+        receiver = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
+        found.append(_cut_by_owner(layout, row, receiver, np.concatenate(runs_of)))
+    return np.concatenate(found)
+
+
+def _cut_by_owner(layout: Layout, row: int, receiver: Int64, runs: Int64) -> Int64:
+    """Moves of runs ``[n, 2]`` to their receivers ``[n]``, each from the group that holds the keys."""
+    run, owner, tokens = layout.owners_of(runs, row_of(layout, row))
+    before = np.cumsum(tokens) - tokens
+    start = runs[run, 0] + before - before[np.searchsorted(run, run)]
+    return np.column_stack([np.full(len(run), row), receiver[run], owner, start, start + tokens])
+
+
+def gathers(step: Step) -> bool:
+    """Whether all groups get all that the others own, by an all-gather."""
+    return bool(len(step.moves)) and int(step.moves[0, RECEIVER]) == EVERYONE
+
+
+def components(tokens: Int64) -> Int64:
+    """Groups that a table ``[G, G]`` joins get the same number, the lowest of them; -1 without traffic; ``[G]``."""
+    one, other = np.nonzero(tokens)
+    label = np.arange(len(tokens))
+    while True:  # each takes the lowest number of those that it talks to; doubling halves the distance
+        lowest = label.copy()
+        np.minimum.at(lowest, one, label[other])
+        np.minimum.at(lowest, other, label[one])
+        lowest = lowest[lowest]
+        if (lowest == label).all():
+            break
+        label = lowest
+    talks = np.zeros(len(tokens), bool)
+    talks[one] = talks[other] = True
+    return np.where(talks, label, -1)
