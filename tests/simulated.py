@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from spanwise import Plan
-from spanwise.attention.exchange.all_gather import Gathered
+from spanwise.attention.executor import GATHERED
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.merge import merge
 from spanwise.attention.kernels.table import KERNELS
@@ -28,10 +28,10 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
         for i, chunk in enumerate(local.chunks["default"]):
             if i == 0:
                 piece = [shards[rank] for shards in kv_shards]
-            elif isinstance(chunk.route, Gathered):
+            elif chunk.route.kind == GATHERED:
                 padded = local.padded.shape[0]
                 gathered = [torch.cat([pad(x, (0, 0, 0, padded - x.shape[2])) for x in xs], 2) for xs in kv_shards]
-                piece = [x.index_select(2, chunk.route.take[0]) for x in gathered]
+                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in gathered]
             else:
                 # From each sender the rows that its own route sends here.
                 routes = [other.chunks["default"][i].route for other in locals_]

@@ -106,15 +106,16 @@ class _Builder:
             sizes = (size(size_of_all[1], self.device),)
             return RankStep(None, order, sizes, sizes, kind=kind, spare=pads), arrived
         leave = step.moves[step.moves[:, SENDER] == self.group]
-        sizes_of = (self.sizes(leave, RECEIVER), self.sizes(come, SENDER))
         if kind == SHARD:
-            return RankStep(None, None, *sizes_of, kind=kind, spare=pads), arrived
+            peers = (int(leave[0, RECEIVER]) if len(leave) else -1, int(come[0, SENDER]) if len(come) else -1)
+            received = size(int(length.sum()), self.device)
+            return RankStep(None, None, (), (received,), kind=kind, spare=pads, peers=peers), arrived
         leave = leave[np.lexsort((leave[:, START], leave[:, ROW], leave[:, RECEIVER]))]
         send = ragged_arange(places_in(self.on_line(leave[:, ROW], leave[:, START:]), *held))
         order = self.index([np.column_stack([place, place + length])], spare, int(length.sum()))
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
         sent = _torch.mark_unbacked(on_device(send, self.device), 0)
-        return RankStep(sent, order, *sizes_of, spare=pads), arrived
+        return RankStep(sent, order, self.sizes(leave, RECEIVER), self.sizes(come, SENDER), spare=pads), arrived
 
     def _gathered_places(self, come: Int64) -> tuple[Int64, tuple[int, int]]:
         """Where the keys of `come` lie among the padded shards, with (groups, rows of a shard)."""

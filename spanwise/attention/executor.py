@@ -44,12 +44,13 @@ class RankStep:
         order: int64 ``[keys]``, for each key its place among the rows received, rank 0's first; None where they stay
             as they come. N, one past the last, stands for a row of zeros.
         send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``, which carries a size in its shape. Of an
-            all-gather one tensor: the rows that each rank sends, padding included.
+            all-gather one tensor: the rows that each rank sends, padding included. Of a shard `recv_sizes` is one.
         source: the step whose received rows are sent; -1: the rank's own.
         kind: INDEXED: an all-to-all of rows; SHARD: of whole shards, K before V, that nobody copies; GATHERED: an
             all-gather of the rank's own rows.
         spare: whether `order` holds N, or a shard needs rows of zeros behind it: keys that no span reads.
         passed: whether a later step sends rows of this one.
+        peers: of a shard, the rank that it goes to and the rank that another comes from; -1 for nobody.
         direct: brings the same rows straight from their owners, where `source` is another step.
     """
 
@@ -61,6 +62,7 @@ class RankStep:
     kind: str = INDEXED
     spare: bool = False
     passed: bool = False
+    peers: tuple[int, int] = (-1, -1)
     direct: RankStep | None = None
 
     @property
@@ -69,7 +71,7 @@ class RankStep:
         return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
 
 
-_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed"))
+_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed", "peers"))
 
 
 class Link(NamedTuple):
@@ -151,14 +153,14 @@ def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Heads |
         if which:
             leaving = [steps[i] for i in which]
             sends = [step.send for step in leaving if step.send is not None]
-            meta = [(i, step.kind, _halves(step)) for i, step in zip(which, leaving, strict=True)]
+            meta = [(i, step.kind, step.peers, _halves(step)) for i, step in zip(which, leaving, strict=True)]
             made = _Start.apply(form, link, len(steps), meta, len(wide), rows, *wide, *sends)
             pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
 
     def arrived(i: int) -> Tensors:
         step = steps[i]
         what = f"{link.label}, chunk {i + 1} of {len(steps)}"
-        meta = step.kind, _halves(step), step.spare, step.passed, step.order is not None
+        meta = step.kind, step.peers, _halves(step), step.spare, step.passed
         found = _Wait.apply(form, link, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
         if step.passed:
             *found, rows, anchor = found
@@ -174,6 +176,11 @@ def with_spare(step: RankStep, kv: Tensors, keys: int) -> Tensors:
     if step.kind != SHARD or not step.spare:
         return kv
     return tuple(torch.nn.functional.pad(x, (0, 0, 0, keys - x.shape[2])) for x in kv)
+
+
+def _at(size: int, peer: int, rows: int) -> list[int]:
+    """So many rows for one of `size` ranks, none for the others."""
+    return [rows if rank == peer else 0 for rank in range(size)]
 
 
 def _halves(step: RankStep) -> tuple[list[int], list[int]]:
@@ -202,11 +209,14 @@ class _Start(torch.autograd.Function):
         ctx.form, ctx.link, ctx.of, ctx.meta, ctx.packs, ctx.count = form, link, of, meta, packs, count
         ctx.like, ctx.dtype = rows.shape, tensors[0].dtype
         data, anchors, sends = [], [], list(sends)
-        for i, kind, (send, recv) in meta:
+        for i, kind, peers, (send, recv) in meta:
             sent = rows
             if kind == INDEXED:
                 sent = rows.index_select(0, sends.pop(0))
-            elif kind == GATHERED and recv[0] != rows.shape[0]:
+            elif kind == SHARD:
+                sent = rows if peers[0] >= 0 else rows[:0]
+                send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
+            elif recv[0] != rows.shape[0]:
                 sent = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
@@ -218,15 +228,16 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         sends = list(ctx.saved_tensors)
         total = None
-        for (i, kind, _), pending in zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True):
+        for (i, kind, peers, _), pending in zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True):
             send = sends.pop() if kind == INDEXED else None  # the steps that left last come home first
             if pending is None:
                 continue
-            grad = failure.wait(pending, f"gradients of {ctx.link.label}, chunk {i + 1} of {ctx.of}", ctx.link.name)
+            what = _name(kind, f"{ctx.link.label}, chunk {i + 1} of {ctx.of}", home=True)
+            grad = failure.wait(pending, what, ctx.link.name)
             if send is not None:
                 total = grad.new_zeros(ctx.like) if total is None else total
                 total.index_add_(0, send, grad)
-            else:
+            elif kind == GATHERED or peers[0] >= 0:
                 grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
                 total = grad if total is None else total + grad
         none = (None,) * (6 + len(ctx.saved_tensors))
@@ -239,17 +250,24 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     """Waits for a step: K and V in order, then its rows and an anchor for steps that pass them on.
 
-    Arguments: form, link, what travels, (kind, sizes, spare, whether rows are passed on, whether there is an order),
-    data and anchor of the start, and the order. The backward sends the gradients of the rows home.
+    Arguments: form, link, what travels, (kind, peers, sizes, spare, whether rows are passed on), data and anchor of the
+    start, and the order if there is one. The backward sends the gradients of the rows home.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensors:
         form, link, what, meta, data, sent, *order = args
-        kind, _, spare, passed, _ = meta
+        kind, _, _, spare, passed = meta
         ctx.save_for_backward(*order)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.link, ctx.what, ctx.meta = form, link, what, meta
+        ctx.form, ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = (
+            form,
+            link,
+            what,
+            meta,
+            sent.shape[0],
+            bool(order),
+        )
         ctx.empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         arranged = rows
@@ -265,11 +283,13 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         check_first_order()
-        kind, (send, recv), spare, passed, ordered = ctx.meta
+        kind, peers, (send, recv), spare, passed = ctx.meta
         of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
         total = _total(ctx.form, of_keys, through, ctx.empty, ctx.saved_tensors, spare)
+        if kind == SHARD:
+            send, recv = _at(ctx.link.size, peers[0], ctx.sent), _at(ctx.link.size, peers[1], total.shape[0])
         home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
-        return None, None, None, None, None, returned(home), *([None] if ordered else [])
+        return None, None, None, None, None, returned(home), *([None] if ctx.ordered else [])
 
 
 def _total(

@@ -87,5 +87,5 @@ def kv_chunks(
         pair = with_spare(chunk.route, next(arriving), chunk.kv_pos.shape[1])
         if refetch is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
-        yield ChunkKV(*pair, i, refetch)
+        yield ChunkKV(pair[0], pair[1], i, refetch)
         del pair  # otherwise this chunk lives until the next one has arrived

@@ -74,7 +74,8 @@ def ring(problem: RouteProblem) -> Steps:
 
     Ring attention: Liu, Zaharia and Abbeel, 2023 (arXiv 2310.01889).
     """
-    size, steps, before = problem.num_groups, [], 0
+    size, before = problem.num_groups, 0
+    steps: Steps = []
     hops = np.unique((problem.reads[:, RECEIVER] - problem.reads[:, SENDER]) % size)
     for hop in hops.tolist():
         tables = []
@@ -199,8 +200,9 @@ def _check_step(name: str, problem: RouteProblem, i: int, source: Any, moves: An
     if not isinstance(source, int) or not -1 <= source < i:
         raise ValueError(f"{what}: source must be -1 or an earlier step, got {source!r}")
     everyone = moves[:, RECEIVER] == EVERYONE
-    if everyone.any() and (source != -1 or not everyone.all()):
-        raise ValueError(f"{what}: a step to everyone sends what the groups own, and nothing else")
+    tokens = (moves[:, STOP] - moves[:, START]).sum()
+    if everyone.any() and (source != -1 or not everyone.all() or tokens != len(problem.needs) * problem.layout.seq_len):
+        raise ValueError(f"{what}: a step to everyone sends all that the groups own, and nothing else")
     limits = ((ROW, 0, len(problem.needs)), (RECEIVER, -1, size), (SENDER, 0, size), (START, 0, problem.layout.seq_len))
     for column, low, high in limits:
         if ((moves[:, column] < low) | (moves[:, column] >= high)).any():

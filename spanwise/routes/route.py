@@ -25,7 +25,7 @@ from spanwise.masks.arrays import Int64
 
 # Columns of moves, int64 `[m, 5]`.
 ROW, RECEIVER, SENDER, START, STOP = range(5)
-EVERYONE = -1  # as a receiver: all groups but the sender, by an all-gather
+EVERYONE = -1  # as a receiver: all groups but the sender get all that it owns, by an all-gather
 
 
 class Step(NamedTuple):

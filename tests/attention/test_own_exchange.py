@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +16,7 @@ import torch
 
 import spanwise
 from spanwise import Plan, SpanMask
-from spanwise.attention.exchange.base import Exchange
-from spanwise.attention.exchange.needed import Needed
+from spanwise.routes.route import EVERYONE, RECEIVER, SENDER, RouteProblem, Step
 from tests.oracle import make_problem, relative_error
 from tests.ranks.harness import run_ranks
 
@@ -25,15 +24,18 @@ PAGE = Path(__file__).parents[2] / "docs/add-an-exchange.md"
 LENGTH = 50
 
 
+Function = Callable[[RouteProblem], list[Step]]
+
+
 @pytest.fixture(scope="module")
-def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exchange]:
+def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Function]:
     """The page's exchange, out of a module that holds the page's code and lies outside of the package."""
     (code,) = re.findall(r"```python\n(import .*?)```", PAGE.read_text(), re.DOTALL)
     folder = tmp_path_factory.mktemp("outside")
     (folder / "the_users_exchange.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        yield importlib.import_module("the_users_exchange").Relay()
+        yield importlib.import_module("the_users_exchange").neighbours
 
 
 def with_empty_rows(mask: SpanMask) -> SpanMask:
@@ -51,7 +53,7 @@ MASKS = {
 }
 
 
-def make(mask: SpanMask, ranks: Any, relay: Exchange, **options: Any) -> Plan:
+def make(mask: SpanMask, ranks: Any, relay: Function, **options: Any) -> Plan:
     options = {"balancer": "head_tail", "block_size": 4, "num_q_heads": 4, "num_kv_heads": 2} | options
     return spanwise.make_plan(mask, ranks, exchange=relay, **options)
 
@@ -61,13 +63,13 @@ def make(mask: SpanMask, ranks: Any, relay: Exchange, **options: Any) -> Plan:
     ("ranks", "kernel", "keep_kv"),
     [(1, "sdpa", True), (2, "sdpa", True), (4, "sdpa", False), (4, "reference", True), (3, "sdpa", True)],
 )
-def test_exact(relay: Exchange, name: str, ranks: int, kernel: str, keep_kv: bool) -> None:
+def test_exact(relay: Function, name: str, ranks: int, kernel: str, keep_kv: bool) -> None:
     mask = MASKS[name]
     problem, plan = make_problem(mask.dense(), batch=mask.batch_size), make(mask, ranks, relay, keep_kv=keep_kv)
     check(problem, plan, kernel, ranks, {})
 
 
-def test_exact_on_two_levels(relay: Exchange) -> None:
+def test_exact_on_two_levels(relay: Function) -> None:
     """The exchange between groups of ranks that trade heads."""
     problem, plan = make_problem(DOCUMENTS.dense()), make(DOCUMENTS, (2, 2), relay)
     check(problem, plan, "sdpa", 4, {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")})
@@ -89,94 +91,103 @@ def check(problem: Any, plan: Plan, kernel: str, ranks: int, mesh_of: dict[str, 
             assert relative_error(got, plan.shard(wanted, rank, dim=2)) < 1e-10
 
 
-def test_plans_with_it_are_counted_saved_and_explained(relay: Exchange, tmp_path: Path) -> None:
+def test_plans_with_it_are_counted_saved_and_explained(relay: Function, tmp_path: Path) -> None:
     plan = make(DOCUMENTS, 4, relay, head_dim=8, dtype="float32")
-    tokens = plan.layout.tokens_per_rank
-    assert plan.exchange == "relay" and plan.num_chunks() == 3
-    assert plan.recv_tokens().tolist() == [LENGTH - n for n in tokens]
-    assert plan.recv_bytes().tolist() == [3 * tokens.max() * 2 * 16 * 4] * 4
+    assert plan.exchange == "neighbours" and plan.num_chunks() == 2
+    assert plan.recv_tokens().tolist() == plan.needed_tokens().tolist()
+    assert plan.recv_bytes().tolist() == (plan.needed_tokens() * 2 * 16 * 4).tolist()
     assert (plan.resident_bytes() >= plan.saved_bytes()).all() and plan.predict()["total"] > 0
-    assert "exchange relay" in plan.explain()
+    assert "exchange neighbours" in plan.explain()
     assert pickle.loads(pickle.dumps(plan)) == plan
     plan.save(tmp_path / "plan.npz")
     assert Plan.load(tmp_path / "plan.npz", exchange=relay) == plan
-    with pytest.raises(ValueError, match="its exchange 'relay' is not spanwise's: pass Plan.load"):
+    with pytest.raises(ValueError, match="its exchange 'neighbours' is not spanwise's: pass Plan.load"):
         Plan.load(tmp_path / "plan.npz")
     other = spanwise.make_plan(DOCUMENTS, 4, exchange="all_gather", balancer="head_tail", block_size=4)
     assert plan.fingerprint != other.fingerprint
 
 
-def test_what_is_no_exchange_is_refused(relay: Exchange) -> None:
-    with pytest.raises(ValueError, match=r"an exchange is an object, got the class Relay: pass Relay\(\)"):
-        make(DOCUMENTS, 2, type(relay))  # type: ignore[arg-type]
-    for wrong in (object(), ["needed"], {}):
+def test_what_is_no_exchange_is_refused(relay: Function, tmp_path: Path) -> None:
+    for wrong in (object(), ["needed"], {}, "relay", type("Relay", (), {})):
         with pytest.raises(ValueError, match="unknown exchange"):
             make(DOCUMENTS, 2, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got stages=3; use exchange='needed'"):
         make(DOCUMENTS, 2, relay, stages=3)
-
-
-def changed(relay: Exchange, **members: Any) -> Any:
-    return type("Changed", (type(relay),), members)()
-
-
-@pytest.mark.parametrize("name", ["", "auto", "needed", "ulysses"])
-def test_names_that_a_file_could_mistake_are_refused(relay: Exchange, name: str) -> None:
-    with pytest.raises(ValueError, match=f"the exchange Changed needs another name than '{name}'"):
-        make(DOCUMENTS, 2, changed(relay, name=name))
-
-
-def test_promises_that_planning_can_check(relay: Exchange, tmp_path: Path) -> None:
-    def started_late(self: Any, *args: Any) -> Iterator[Any]:
-        yield from type(relay).start(self, *args)
-
-    with pytest.raises(ValueError, match="start is a generator function, so nothing is in flight"):
-        make(DOCUMENTS, 2, changed(relay, start=started_late))
-    with pytest.raises(ValueError, match="must move K/V between all ranks"):
-        make(DOCUMENTS, 2, changed(relay, levels=lambda self, n: (1, n)))
     make(DOCUMENTS, 2, relay).save(tmp_path / "plan.npz")
-    with pytest.raises(ValueError, match=r"got the class Relay: pass Relay\(\)"):
-        Plan.load(tmp_path / "plan.npz", exchange=type(relay))
     with pytest.raises(ValueError, match="unknown exchange 'relay'"):
         Plan.load(tmp_path / "plan.npz", exchange="relay")
 
 
-def test_replace_takes_names_and_objects(relay: Exchange) -> None:
+@pytest.mark.parametrize("name", ["auto", "needed", "ulysses"])
+def test_names_that_a_file_could_mistake_are_refused(name: str) -> None:
+    def steps(problem: RouteProblem) -> list[Step]:
+        return []
+
+    steps.__name__ = name
+    with pytest.raises(ValueError, match=f"the function '{name}' needs another name"):
+        make(DOCUMENTS, 2, steps)
+
+
+def passed_on(problem: RouteProblem, source: int = 0) -> list[Step]:
+    """All that the others own goes to rank 0, which passes on what ranks read of one another."""
+    whole = [problem.held(row) for row in range(len(problem.needs))]
+    to_first = [
+        np.column_stack([np.full(len(x), row), np.zeros(len(x), int), x])[x[:, 0] > 0] for row, x in enumerate(whole)
+    ]
+    reads = problem.reads
+    own = reads[(reads[:, SENDER] == 0) & (reads[:, RECEIVER] > 0)]
+    rest = reads[(reads[:, SENDER] > 0) & (reads[:, RECEIVER] > 0)].copy()
+    rest[:, SENDER] = 0
+    return [Step(-1, np.concatenate(to_first)), Step(-1, own), Step(source, rest)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_any_steps_are_exact(name: str, keep_kv: bool) -> None:
+    mask = MASKS[name]
+    problem, plan = make_problem(mask.dense(), batch=mask.batch_size), make(mask, 4, passed_on, keep_kv=keep_kv)
+    check(problem, plan, "sdpa", 4, {})
+
+
+def test_promises_are_checked() -> None:
+    def changed(change: Callable[[list[Step]], Any]) -> Function:
+        def steps(problem: RouteProblem) -> list[Step]:
+            found = passed_on(problem)
+            return change(found) or found
+
+        return steps
+
+    def moved(i: int, column: int, value: int) -> Callable[[list[Step]], None]:
+        def change(steps: list[Step]) -> None:
+            steps[i].moves[0, column] = value
+
+        return change
+
+    wrong = {
+        "source must be -1 or an earlier step, got 2": functools.partial(passed_on, source=2),
+        "group 0 sends keys that it does not have": functools.partial(passed_on, source=1),
+        r"moves must be int64 \[m, 5\]": changed(lambda steps: [Step(-1, steps[0].moves.astype(np.int32))]),
+        r"column 2 of moves must be in \[0, 4\)": changed(moved(0, SENDER, 4)),
+        "a move is of a token at least, and to another group": changed(moved(1, RECEIVER, 0)),
+        "does not get all keys that it reads": changed(lambda steps: steps[:2]),
+        "gets a key twice": changed(lambda steps: [*steps, steps[1]]),
+        "a step to everyone sends all that the groups own": changed(moved(1, RECEIVER, EVERYONE)),
+    }
+    for message, steps in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            make(SpanMask.causal(LENGTH), 4, steps).num_chunks()
+
+
+def test_replace_takes_names_and_functions(relay: Function) -> None:
     plan = make(DOCUMENTS, 2, relay)
     assert plan.replace(exchange="ring").replace(exchange=relay) == plan
     assert plan.replace(exchange="ring") == make(DOCUMENTS, 2, "ring", keep_kv=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_chunks_that_lie_in_one_buffer_are_refetched(relay: Exchange, ranks: int) -> None:
-    """A chunk fetched alone begins at another place of its buffer than in the forward, where all came at once."""
-
-    def start(self: Any, *args: Any) -> Iterator[Any]:
-        pairs = list(type(relay).start(self, *args))
-        buffer = torch.cat([x.reshape(-1) for pair in pairs for x in pair])
-        views = iter(buffer.split([x.numel() for pair in pairs for x in pair]))
-        return iter([tuple(next(views).view(x.shape) for x in pair) for pair in pairs])
-
-    problem = make_problem(DOCUMENTS.dense())
-    plan = make(DOCUMENTS, ranks, changed(relay, name="one buffer", start=start), keep_kv=False)
-    check(problem, plan, "sdpa", ranks, {})
-
-
-@dataclasses.dataclass(frozen=True)
-class Slow(Needed):
-    """Needed, with a parameter."""
-
-    name: ClassVar[str] = "slow"
-    seconds_more: float = 0.0
-
-
-def test_parameters_of_an_exchange_are_part_of_the_fingerprint() -> None:
-    plans = [make(DOCUMENTS, 2, Slow(seconds), stages=1) for seconds in (0.0, 0.0, 1.0)]
+def test_steps_are_part_of_the_fingerprint() -> None:
+    plans = [make(DOCUMENTS, 4, functools.partial(cut, at=at)) for at in (2, 2, 3)]
     assert plans[0] == plans[1] != plans[2]
 
 
-def test_plans_pickled_by_the_first_version_are_refused() -> None:
-    plan = make(DOCUMENTS, 2, Needed(), stages=1)
-    old = {key: value for key, value in plan.__getstate__().items() if key != "kv_exchange"} | {"exchange": "needed"}
-    with pytest.raises(ValueError, match="pickled by spanwise 0.1"):
-        object.__new__(Plan).__setstate__(old)
+def cut(problem: RouteProblem, at: int) -> list[Step]:
+    return [Step(-1, problem.reads[:at]), Step(-1, problem.reads[at:])]

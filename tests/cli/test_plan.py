@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spanwise.attention.exchange.table import EXCHANGES
 from typer.testing import CliRunner
 
 from spanwise import GlobalBatches
 from spanwise import hardware as cost
-from spanwise.attention.exchange.table import EXCHANGES
 from spanwise.cli import plan as plan_command
 from spanwise.cli.app import app
 from spanwise.cli.bench.plan import document_offsets

@@ -14,8 +14,9 @@ import spanwise
 from spanwise import SpanMask, make_plan
 from spanwise.attention.rank_plan import build
 from spanwise.layouts.traffic import num_rows
-from spanwise.planning import network, relays
 from spanwise.planning.plan import Plan
+from spanwise.routes import relays
+from spanwise.routes.route import RouteProblem
 from tests.planning.test_traffic import Dense, problems
 
 
@@ -24,10 +25,13 @@ def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], 
     plan, dense = problem
     plan = plan.replace(hardware=spanwise.H100.with_host_size(host_size))
     groups = plan.num_groups
-    places = network.host_groups(plan.hardware, groups, plan.inner) or groups
+    places = plan.host_groups
     host = np.arange(groups) // places
-    found = relays.moves(plan, "default")
-    for row in range(num_rows(plan.mask(), plan.layout)):
+    rows = num_rows(plan.mask(), plan.layout)
+    found = relays.moves(
+        RouteProblem(plan._needs["default"][:rows], plan._reads["default"], plan.kv_groups, host_groups=places)
+    )
+    for row in range(rows):
         owner = dense.kv_rank[row] // plan.inner
         came = np.zeros((groups, plan.kv_len), int)
         for _, receiver, sender, start, stop in found.direct[found.direct[:, 0] == row]:
@@ -54,12 +58,12 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
     chunks = [build(plan, group * plan.inner).chunks["default"][1:] for group in range(plan.num_groups)]
     if plan.exchange == "ulysses":
         return
-    assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.moved())}
-    for i, tokens in enumerate(plan.moved()):
+    assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().padded)}
+    for i, tokens in enumerate(plan.route().padded):
         sizes = np.array([of_rank[i].route.sizes for of_rank in chunks])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
-    assert (plan.moved().sum(axis=(0, 2)) == plan.needed_traffic().sum(axis=1)).all()
+    assert (plan.route().padded.sum(axis=(0, 2)) == plan.needed_traffic().sum(axis=1)).all()
 
 
 @given(
@@ -84,7 +88,7 @@ def test_relays_share_what_enters(places: int) -> None:
     hardware = spanwise.H100.with_host_size(places)
     plan = make_plan(mask, 12, balancer="contiguous", exchange="hierarchical", hardware=hardware, block_size=1)
     host = np.arange(12) // places
-    entered = (plan.moved()[0] * (host[:, None] != host)).sum(axis=1)
+    entered = (plan.route().padded[0] * (host[:, None] != host)).sum(axis=1)
     assert entered.tolist() == [80 * (rank // places * places) // places for rank in range(12)]
     moved = plan.host_traffic()
     assert moved.between == moved.once == entered.sum()
@@ -106,11 +110,11 @@ def plan_of_reads(reads: list[dict[int, tuple[int, int]]]) -> Plan:
 
 def test_a_rank_that_must_take_rows_passes_fewer_on() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])  # rank 2 alone reads the first ten
-    direct, passed = plan.moved()
+    direct, passed = plan.route().padded
     assert direct.sum(axis=1).tolist() == [0, 0, 10, 10]
     assert passed.sum(axis=1).tolist() == [0, 0, 10, 0]
     plan = plan_of_reads([{2: (i, i + 1), 3: (i, i + 1)} for i in range(6)])  # one token a batch row
-    assert [each.sum(axis=1).tolist() for each in plan.moved()] == [[0, 0, 3, 3]] * 2
+    assert [each.sum(axis=1).tolist() for each in plan.route().padded] == [[0, 0, 3, 3]] * 2
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
@@ -122,17 +126,15 @@ def test_a_rank_that_passes_nothing_on_holds_most_in_the_second_chunk(keep_kv: b
         SpanMask(*spans[:, None], 80), 8, balancer="contiguous", exchange="hierarchical", block_size=1,
         hardware=spanwise.H100.with_host_size(4), keep_kv=keep_kv,
     )  # fmt: skip
-    assert [each[4].sum() for each in plan.moved()] == [10, 30] and not plan.moved()[1][:, 4].any()
-    assert plan.kv_exchange.most_held(plan, "default")[4] == 10 * keep_kv + 2 * 30
+    assert [each[4].sum() for each in plan.route().padded] == [10, 30] and not plan.route().padded[1][:, 4].any()
+    assert plan.route().most_held(keep=keep_kv)[4] == 10 * keep_kv + 2 * 30
 
 
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
-    joined = plan.kv_exchange.joined(plan, "default")
-    assert joined is not None and joined.tolist() == [[0, 0, 0, 0], [-1, -1, 1, 1]]
+    assert plan.route().joined().tolist() == [[0, 0, 0, 0], [-1, -1, 2, 2]]
     plan = plan_of_reads([{0: (20, 21), 1: (20, 21), 2: (0, 1), 3: (0, 1)}])
-    joined = plan.kv_exchange.joined(plan, "default")
-    assert joined is not None and joined.tolist() == [[0, -1, 0, -1], [0, 0, 1, 1]]
+    assert plan.route().joined().tolist() == [[0, -1, 0, -1], [0, 0, 2, 2]]
 
 
 def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
@@ -141,7 +143,7 @@ def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
         hardware=spanwise.H100.with_host_size(4),
     )  # fmt: skip
     needed = plan.replace(exchange="needed", stages=1)
-    assert plan.num_chunks() == 1 and (plan.moved() == needed.moved()).all()
+    assert plan.num_chunks() == 1 and (plan.route().padded == needed.route().padded).all()
     everyone = make_plan(SpanMask.full(512), 8, exchange="hierarchical", hardware=spanwise.H100)
     assert everyone.num_chunks() == 1 and (everyone.traffic() == everyone.needed_traffic()).all()
     nothing = SpanMask.documents(np.arange(0, 513, 64))

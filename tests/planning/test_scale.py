@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 import torch
+from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START, STOP
 
 import spanwise
 from spanwise import SpanMask, _torch, make_plan
 from spanwise.attention.rank_plan import build
 from spanwise.planning import chunking
-from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START, STOP
 from tests.oracle import chunk_of
 
 

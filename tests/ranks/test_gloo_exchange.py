@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from spanwise.planning.chunking import chunk_tokens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -25,7 +26,6 @@ from torch.utils.checkpoint import (
 
 import spanwise
 from spanwise import SpanMask, _torch
-from spanwise.planning.chunking import chunk_tokens
 from tests.oracle import Problem, make_problem
 from tests.ranks.gloo import GlooPool
 

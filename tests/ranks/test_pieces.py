@@ -12,9 +12,8 @@ import torch
 import spanwise
 from spanwise import SpanMask, _torch
 from spanwise.attention import rank_plan
-from spanwise.attention.exchange import needed
+from spanwise.attention.executor import RankStep
 from spanwise.attention.kernels.sdpa import Sdpa
-from spanwise.planning.chunking import chunk_tokens
 from tests.oracle import chunk_of, make_problem, relative_error
 from tests.ranks.harness import run_ranks
 from tests.simulated import all_ranks
@@ -25,17 +24,24 @@ MASK = SpanMask.documents([0, 1, 70, 70, 180, LENGTH])
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 3, 5])
 def test_pieces_partition_each_pair(num_pieces: int) -> None:
-    rng = np.random.default_rng(num_pieces)
-    traffic = rng.integers(0, 90, (6, 6)) * (rng.random((6, 6)) < 0.7)
-    tokens = chunk_tokens(traffic, num_pieces, 8)
-    assert (tokens.sum(axis=0) == traffic).all()
-    for receiver in range(6):
-        for sender in range(6):
-            count = int(traffic[receiver, sender])
-            piece = chunk_of(np.arange(count), count, num_pieces, 8, receiver - sender)
-            assert np.bincount(piece, minlength=num_pieces).tolist() == tokens[:, receiver, sender].tolist()
-            if count >= 8 * num_pieces:  # parts of whole blocks, as equal as they come
-                assert tokens[:, receiver, sender].max() - tokens[:, receiver, sender].min() <= 2 * 8
+    """Each list of tokens in parts of whole blocks, the first of which rotates from pair to pair."""
+    plan = spanwise.make_plan(MASK, 6, balancer="lpt", exchange="needed", stages=num_pieces, block_size=2)
+    traffic = plan.needed_traffic()
+    tokens = chunk_tokens(traffic, num_pieces, 2)
+    assert plan.num_chunks() == num_pieces and (tokens.sum(axis=0) == traffic).all()
+    assert plan.route().tokens.tolist() == tokens.tolist()
+    for receiver, sender in np.argwhere(traffic >= 2 * num_pieces):
+        assert tokens[:, receiver, sender].max() - tokens[:, receiver, sender].min() <= 2 * 2
+
+
+def chunk_tokens(traffic: np.ndarray, num_chunks: int, block_size: int) -> np.ndarray:
+    """Tokens of each chunk and pair, token by token."""
+    found = np.zeros((num_chunks, *traffic.shape), int)
+    for receiver, sender in np.argwhere(traffic):
+        count = int(traffic[receiver, sender])
+        of_token = chunk_of(np.arange(count), count, num_chunks, block_size, receiver - sender)
+        found[:, receiver, sender] = np.bincount(of_token, minlength=num_chunks)
+    return found
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 7, 40])
@@ -116,7 +122,7 @@ def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, k
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring"])
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exchange: str, keep_kv: bool) -> None:
     """Bytes that live between forward and backward, for a kernel that makes its keys contiguous as flex does."""
@@ -159,14 +165,14 @@ def test_stages_are_checked() -> None:
     for stages in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="stages must be a positive integer"):
             spanwise.make_plan(MASK, 2, stages=stages)
-    with pytest.raises(ValueError, match="exchange 'all_gather' brings K/V in one chunk, got stages=2"):
+    with pytest.raises(ValueError, match="exchange 'all_gather' chooses its number of chunks itself, got stages=2"):
         spanwise.make_plan(MASK, 2, exchange="all_gather", stages=2)
 
 
 def test_route_is_a_pytree_without_numbers() -> None:
     plan = spanwise.make_plan(MASK, 3, balancer="lpt", exchange="needed", stages=2, block_size=8)
     route = rank_plan.build(plan, 1).chunks["default"][1].route
-    assert isinstance(route, needed.Route) and all(isinstance(x, int) for x in route.sizes)
+    assert isinstance(route, RankStep) and all(isinstance(x, int) for x in route.sizes)
     assert _torch.tree_map(lambda x: x, route).sizes == route.sizes
 
 

@@ -9,12 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from spanwise.attention.exchange.heads import check_heads, kv_heads_of, kv_heads_read
+from spanwise.attention.exchange.ulysses import Trade
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.exchange import ulysses
-from spanwise.attention.exchange.heads import check_heads, kv_heads_of, kv_heads_read
-from spanwise.attention.exchange.ulysses import Trade
 from spanwise.attention.kernels.reference import reference
 from tests.oracle import dense_attention, make_problem
 from tests.ranks.gloo import GlooPool

@@ -1,4 +1,4 @@
-"""K/V round a ring: what arrives where, gradients on their way home, what is under way when, and how much is alive."""
+"""Shards round a ring: what arrives where, gradients on their way home, what is under way when, how much is alive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise import _torch
-from spanwise.attention.exchange import failure, ring
+from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.errors import ExchangeError
-from spanwise.attention.exchange.refetch import Refetch
+from spanwise.attention.executor import SHARD, Link, RankStep, bring, heads_of
 from tests.limits import HANG
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
@@ -35,12 +35,20 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float64
     shape: tuple[int, int, int, int] = (2, 3, 4, 5)  # B, H, D, Dv
 
-    def hops(self, rank: int) -> list[ring.Hop]:
-        before = (0, *self.offsets)
-        return [
-            ring.Hop(torch.empty(self.tokens[(rank - offset) % len(self.tokens)], 0), offset - before[i])
-            for i, offset in enumerate(self.offsets)
-        ]
+    def steps(self, rank: int) -> list[RankStep]:
+        """Each hop brings the shard of the rank `offset` before, from a rank that has it by then."""
+        size, found = len(self.tokens), []
+        for i, offset in enumerate(self.offsets):
+            stride = offset - (self.offsets[i - 1] if i else 0)
+            peers, received = ((rank + stride) % size, (rank - stride) % size), self.tokens[(rank - offset) % size]
+            passed = i + 1 < len(self.offsets)
+            sizes = (torch.empty(received, 0),)
+            found.append(RankStep(None, None, (), sizes, source=i - 1, kind=SHARD, passed=passed, peers=peers))
+        return found
+
+    def started(self, rank: int, k: torch.Tensor, v: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, ...]]:
+        steps = self.steps(rank)
+        return bring((k, v), steps, Link(name, len(self.tokens), "K/V"), heads_of(k, v, steps))
 
     def shard(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a rank, laid out as a model's projections leave them."""
@@ -82,33 +90,22 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5}
 def quiet(_: str) -> None: ...
 
 
-def unpacked(k: torch.Tensor, v: torch.Tensor) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    dims = (*k.shape[:2], k.shape[3], v.shape[3])
-    return lambda _, buffer: ring.unpack(buffer, dims)
-
-
-def step(
-    rank: int, mesh: DeviceMesh, case: Case, *, keep: bool = True, watch: Callable[[str], None] = quiet
-) -> list[torch.Tensor]:
+def step(rank: int, mesh: DeviceMesh, case: Case, *, watch: Callable[[str], None] = quiet) -> list[torch.Tensor]:
     """Gradients of this rank's shard; `watch` is called where attention to a piece would begin (own: -1)."""
     name, ranks = mesh.get_group().group_name, len(case.tokens)
     k, v = (x.requires_grad_() for x in case.shard(rank))
-    hops = case.hops(rank)
-    fetches = ring.fetches(k.detach(), v.detach(), hops, rank, ranks, name, "K/V again")
-    again = Refetch([] if keep else fetches, chained=True, saved=unpacked(k, v))
-    started = ring.start(k, v, hops, rank, ranks, name, "K/V")
+    started = case.started(rank, k, v, name)
     parts = []
-    for i in range(-1, len(hops)):
+    for i in range(-1, len(case.offsets)):
         pair = (k, v) if i == -1 else next(started)
         watch(f"attention {i}")
         owner = case.shard(rank if i == -1 else (rank - case.offsets[i]) % ranks)
         assert all(torch.equal(got.detach(), want) for got, want in zip(pair, owner, strict=True))
         assert i == -1 or all(x.is_contiguous() for x in pair)
-        with contextlib.nullcontext() if keep or i == -1 else again.not_saving(i, *pair):
-            part = case.loss(rank, i, *pair)
+        part = case.loss(rank, i, *pair)
         del pair
         part.register_hook(lambda _, i=i: watch(f"attention {i}'"))
-        parts += [part] if keep else again.in_backward(i, part)
+        parts.append(part)
     assert next(started, None) is None
     watch("backward")
     torch.stack(parts).sum().backward()
@@ -123,15 +120,9 @@ KEPT = [
     "attention 1'", "start 2 gradients", "attention 0'", "wait 2 gradients", "start 1 gradients", "attention -1'",
     "wait 1 gradients", "done",
 ]  # fmt: skip
-AGAIN = [
-    "start 2 again", "wait 2 again", "start 1 again", "attention 1'", "start 2 gradients",
-    "attention 0'", "wait 1 again", "wait 2 gradients", "start 1 gradients", "attention -1'",
-    "wait 1 gradients", "done",
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_order(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of starts, waits and attention on rank 0: each hop travels beside attention, forward and backward."""
     events: list[str] = []
     rank_0 = threading.local()
@@ -140,9 +131,9 @@ def test_order(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
 
         def recorded(*args: Any, moment: str = moment, what_at: int = at, original: Any = original) -> Any:
             what = args[what_at]
-            kind = " gradients" if "gradients" in what else " again" if "again" in what else ""
+            kind = " gradients" if "gradients" in what else ""
             if hasattr(rank_0, "events"):
-                rank_0.events.append(f"{moment} {what.split()[1]}{kind}")
+                rank_0.events.append(f"{moment} {re.findall('chunk ([0-9]+)', what)[0]}{kind}")
             return original(*args)
 
         monkeypatch.setattr(failure, moment, recorded)
@@ -150,13 +141,13 @@ def test_order(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
         if rank == 0:
             rank_0.events = events
-        step(rank, mesh, FOUR, keep=keep, watch=events.append if rank == 0 else quiet)
+        step(rank, mesh, FOUR, watch=events.append if rank == 0 else quiet)
 
     run_ranks(4, on_rank)
-    assert events == FORWARD + (KEPT if keep else AGAIN)
+    assert events == FORWARD + KEPT
 
 
-def slow_rank(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> list[torch.Tensor]:
+def slow_rank(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
     """Rank 0 stays in each attention until the others are in the one after it, which needs the hop between the two."""
     store = _torch.group_store(mesh.get_group())
     last = len(case.offsets) - 1
@@ -169,20 +160,19 @@ def slow_rank(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> list[torch
         store.set(f"{event} on {rank}", "")
 
     before = torch._C._distributed_c10d._get_work_registry_size()
-    result = step(rank, mesh, case, keep=keep, watch=watch)
+    result = step(rank, mesh, case, watch=watch)
     assert torch._C._distributed_c10d._get_work_registry_size() == before
     return result
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_hops_arrive_while_a_rank_computes(gloo_pool: GlooPool, keep: bool) -> None:
+def test_hops_arrive_while_a_rank_computes(gloo_pool: GlooPool) -> None:
     # Shards that are larger than what a socket holds.
     for case in (Case((3000, 1, 0, 4000), (1, 2, 3), shape=(1, 2, 64, 48)), FOUR):
-        for rank, got in enumerate(gloo_pool.run(4, slow_rank, case, keep)):
+        for rank, got in enumerate(gloo_pool.run(4, slow_rank, case)):
             assert all(close(x, want, 1e-12) for x, want in zip(got, case.gradients(rank), strict=True))
 
 
-def live_buffers(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> tuple[dict[str, int], dict[str, int]]:
+def live_buffers(rank: int, mesh: DeviceMesh, case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """Most buffers of K/V and of gradients that are alive at once, in the forward and in the backward."""
     begin = _torch.start_all_to_all
     buffers: dict[int, tuple[str, Any]] = {}
@@ -199,24 +189,22 @@ def live_buffers(rank: int, mesh: DeviceMesh, case: Case, keep: bool) -> tuple[d
         return received
 
     with mock.patch.object(_torch, "start_all_to_all", recorded):
-        step(rank, mesh, case, keep=keep, watch=lambda event: peaks.append({}) if event == "backward" else None)
+        step(rank, mesh, case, watch=lambda event: peaks.append({}) if event == "backward" else None)
     return peaks[0], peaks[1]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_two_shards_beside_the_own_are_alive(gloo_pool: GlooPool, keep: bool) -> None:
+def test_two_shards_beside_the_own_are_alive(gloo_pool: GlooPool) -> None:
     case = Case((2, 3, 4, 5), (1, 2, 3), torch.bfloat16)
-    for forward, backward in gloo_pool.run(4, live_buffers, case, keep):
+    for forward, backward in gloo_pool.run(4, live_buffers, case):
         # What is kept, the last attention's backward has let go of when the first gradient departs.
-        assert forward == {"K/V": 3 if keep else 2, "gradients": 0}
+        assert forward == {"K/V": 3, "gradients": 0}
         assert backward == {"K/V": 2, "gradients": 2}
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str, keep: bool) -> None:
+def test_gradients(name: str) -> None:
     case = CASES[name]
-    for rank, got in enumerate(run_ranks(len(case.tokens), step, case, keep=keep)):
+    for rank, got in enumerate(run_ranks(len(case.tokens), step, case)):
         for x, want in zip(got, case.gradients(rank), strict=True):
             assert x.dtype == case.dtype and x.shape == want.shape
             assert close(x, want, BOUNDS[case.dtype])
@@ -232,7 +220,7 @@ def test_gradients_are_summed_in_float32() -> None:
 
     def on_rank(rank: int, mesh: DeviceMesh) -> list[torch.Tensor]:
         k, v = (x.requires_grad_() for x in case.shard(rank))
-        started = ring.start(k, v, case.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        started = case.started(rank, k, v, mesh.get_group().group_name)
         (k_1, v_1), (k_2, v_2), (k_3, v_3) = started
         ((k_1 + k_2 + 256 * k_3).sum() + (256 * v_1 + v_2 + v_3).sum()).backward()
         return [k.grad, v.grad]
@@ -261,8 +249,8 @@ def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list
     name, ranks = mesh.get_group().group_name, mesh.size()
 
     @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
-    def attend(k: torch.Tensor, v: torch.Tensor, hops: list[ring.Hop]) -> torch.Tensor:
-        started = ring.start(k, v, hops, rank, ranks, name, "K/V")
+    def attend(k: torch.Tensor, v: torch.Tensor, steps: list[RankStep]) -> torch.Tensor:
+        started = bring((k, v), steps, Link(name, ranks, "K/V"), heads_of(k, v, steps))
         total = (k.sum() * v.sum()).sin()
         for k_piece, v_piece in started:
             total = total + (k_piece.sum() * v_piece.sum()).sin()
@@ -271,8 +259,10 @@ def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list
     results = []
     for case in cases:
         k, v = (_torch.mark_dynamic(x, 2).requires_grad_() for x in case.shard(rank))
-        hops = [ring.Hop(_torch.mark_unbacked(hop.received, 0), hop.stride) for hop in case.hops(rank)]
-        attend(k, v, hops).backward()
+        steps = case.steps(rank)
+        for each in steps:
+            _torch.mark_unbacked(each.recv_sizes[0], 0)
+        attend(k, v, steps).backward()
         results.append([k.grad, v.grad])
     return results, graphs
 
@@ -321,18 +311,14 @@ def test_no_zeros_are_made_for_what_is_under_way() -> None:
 
 def twice(rank: int, mesh: DeviceMesh, case: Case) -> list[torch.Tensor]:
     """Two backwards of one graph, and a second ring between its forward and its backward; halves of the sums."""
-    name, ranks = mesh.get_group().group_name, len(case.tokens)
+    name = mesh.get_group().group_name
     leaves = [[x.requires_grad_() for x in case.shard(rank)] for _ in range(2)]
     totals = []
     for k, v in leaves:
         total = case.loss(rank, -1, k, v)
-        fetches = ring.fetches(k.detach(), v.detach(), case.hops(rank), rank, ranks, name, "K/V")
-        again = Refetch(fetches, chained=True, saved=unpacked(k, v))
-        for i, pair in enumerate(ring.start(k, v, case.hops(rank), rank, ranks, name, "K/V")):
-            with again.not_saving(i, *pair):
-                part = case.loss(rank, i, *pair)
-            total = total + again.in_backward(i, part)[0]
-        totals.append(again.in_backward(-1, total)[0])
+        for i, pair in enumerate(case.started(rank, k, v, name)):
+            total = total + case.loss(rank, i, *pair)
+        totals.append(total)
     torch.autograd.backward(totals, retain_graph=True)
     torch.autograd.backward(totals)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(*leaves, strict=True))
@@ -351,7 +337,7 @@ def test_what_needs_no_gradient(which: str) -> None:
         k.requires_grad_(which in ("k", "anomaly"))
         v.requires_grad_(which in ("v", "anomaly"))
         total = FOUR.loss(rank, -1, k, v)
-        pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        pieces = FOUR.started(rank, k, v, mesh.get_group().group_name)
         for i, (k_piece, v_piece) in enumerate(pieces):
             total = total + FOUR.loss(rank, i, k_piece, v_piece)
         if total.requires_grad:
@@ -370,7 +356,7 @@ def test_what_needs_no_gradient(which: str) -> None:
 def test_second_derivatives_are_refused() -> None:
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
         k, v = (x.requires_grad_() for x in FOUR.shard(rank))
-        pieces = ring.start(k, v, FOUR.hops(rank), rank, 4, mesh.get_group().group_name, "K/V")
+        pieces = FOUR.started(rank, k, v, mesh.get_group().group_name)
         total = sum(FOUR.loss(rank, i, *pair) for i, pair in enumerate(pieces))
         with pytest.raises(NotImplementedError, match="without create_graph=True"):
             torch.autograd.grad(total, k, create_graph=True)
@@ -378,26 +364,25 @@ def test_second_derivatives_are_refused() -> None:
     run_ranks(4, on_rank)
 
 
-def dies(rank: int, mesh: DeviceMesh, case: Case, keep: bool, moment: str) -> None:
+def dies(rank: int, mesh: DeviceMesh, case: Case, moment: str) -> None:
     def watch(event: str) -> None:
         if rank == 2 and event == moment:
             lose("killed")
 
-    step(rank, mesh, case, keep=keep, watch=watch)
+    step(rank, mesh, case, watch=watch)
 
 
 @pytest.mark.slow  # test_lost_peer has rings, too
 def test_a_lost_rank_is_named() -> None:
     """Also by rank 0, whose neighbours are others; none waits for the timeout, which is out of reach."""
     case = Case((3, 1, 4, 2), (1, 2, 3))
-    # (kept, when rank 2 dies, where others can notice)
+    # (when rank 2 dies, where others can notice)
     cases = [
-        (True, "attention -1", "hop [123] of 3 of K/V"),
-        (True, "attention 1'", "hop [123] of 3 of gradients, K/V"),
-        (False, "attention 2'", "hop [123] of 3 of (gradients, K/V|K/V again)"),
+        ("attention -1", "all-to-all of K/V, chunk [123] of 3"),
+        ("attention 1'", "all-to-all of gradients, K/V, chunk [123] of 3"),
     ]
-    worlds = [World(dies, case, *each[:2], timeout=NEVER) for each in cases]
-    for (*_, what), world in zip(cases, worlds, strict=True):
+    worlds = [World(dies, case, each[0], timeout=NEVER) for each in cases]
+    for (_, what), world in zip(cases, worlds, strict=True):
         outcomes = world.outcomes()
         for rank in (0, 1, 3):
             error = outcomes[rank].error
