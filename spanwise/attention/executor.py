@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -88,72 +88,118 @@ class Link(NamedTuple):
     label: str
 
 
-class Heads(NamedTuple):
-    """How K and V lie in rows: ``[T, B * H * (D + E)]``.
+class Form(Protocol):
+    """How tensors lie in rows, on their way out and when they have come; a tuple of numbers.
 
     Attributes:
-        dims: B, H, D, E.
+        sums: whether gradients travel in float32 at least, because several of them are summed.
+    """
+
+    @property
+    def sums(self) -> bool: ...
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows ``[R, F]`` of the rank's own tensors."""
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        """Gradients of these tensors, from rows of gradients."""
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        """The tensors of a step, from its rows in order."""
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of gradients of these tensors."""
+
+
+class Rows(NamedTuple):
+    """One tensor of rows, as it is."""
+
+    sums: bool = True
+
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        return (rows,)
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        return (rows,)
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return gradients[0]
+
+
+class KV(NamedTuple):
+    """K ``[B, H, T, D]`` and V ``[B, H, T, E]`` as rows ``[T, B * H * (D + E)]``.
+
+    Attributes:
+        batch, heads, k_dim, v_dim: B, H, D and E.
         shard: whether the rows hold all of K as ``[B, H, T, D]``, then all of V, instead of both token by token.
     """
 
-    dims: tuple[int, int, int, int]
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
     shard: bool
+    sums: bool = True
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
+        """How `k` and `v` travel by these steps."""
+        return cls(k.shape[0], k.shape[1], k.shape[3], v.shape[3], any([step.kind == SHARD for step in steps]))
+
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        k, v = tensors
+        if not self.shard:
+            return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
+        rows = k.new_empty(k.shape[2], self.batch * self.heads * (self.k_dim + self.v_dim))
+        for part, x in zip(self.arrived(rows), (k, v), strict=True):
+            part.copy_(x)
+        return rows
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        if not self.shard:
+            both = rows.view(-1, self.batch, self.heads, self.k_dim + self.v_dim).permute(1, 2, 0, 3)
+            return both[..., : self.k_dim], both[..., self.k_dim :]
+        tokens, shape = rows.shape[0], (self.batch, self.heads, rows.shape[0])
+        flat = rows.view(-1).split([self.batch * self.heads * tokens * dim for dim in (self.k_dim, self.v_dim)])
+        return flat[0].view(*shape, self.k_dim), flat[1].view(*shape, self.v_dim)
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        return self.arrived(rows)
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.leaving(gradients)
 
 
-def heads_of(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> Heads:
-    """How `k` ``[B, H, T, D]`` and `v` ``[B, H, T, E]`` travel by these steps."""
-    return Heads((k.shape[0], k.shape[1], k.shape[3], v.shape[3]), any([step.kind == SHARD for step in steps]))
-
-
-def _pack(form: Heads | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of K and V; one copy. Without a form the rows are the only tensor."""
-    if form is None:
-        return tensors[0]
-    k, v = tensors
-    if not form.shard:
-        return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
-    rows = k.new_empty(k.shape[2], form.dims[0] * form.dims[1] * (form.dims[2] + form.dims[3]))
-    for part, x in zip(_unpack(form, rows), (k, v), strict=True):
-        part.copy_(x)
-    return rows
-
-
-def _unpack(form: Heads | None, rows: torch.Tensor) -> Tensors:
-    """K and V of rows; views."""
-    if form is None:
-        return (rows,)
-    batch, heads, k_dim, v_dim = form.dims
-    if not form.shard:
-        both = rows.view(-1, batch, heads, k_dim + v_dim).permute(1, 2, 0, 3)
-        return both[..., :k_dim], both[..., k_dim:]
-    tokens = rows.shape[0]
-    flat = rows.view(-1).split([batch * heads * tokens * dim for dim in (k_dim, v_dim)])
-    return flat[0].view(batch, heads, tokens, k_dim), flat[1].view(batch, heads, tokens, v_dim)
-
-
-def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Heads | None = None) -> Iterator[Tensors]:
+def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | None = None) -> Iterator[Tensors]:
     """Start the steps that send the rank's own rows; iterate to wait for each step and get what it brings.
 
     Differentiable. Collectives are in flight when this returns; between two items the caller computes. All ranks of
     the group run the same steps.
 
     Args:
-        tensors: K and V ``[B, H, T, D]`` and ``[B, H, T, E]`` with a `form`, else one tensor of rows ``[R, F]``.
+        tensors: what the form takes; by default one tensor of rows ``[R, F]``.
+        form: how they lie in rows; default `Rows`.
 
     Returns:
-        Iterator over tensors in the same form, of as many tokens as a step brings.
+        Iterator over the tensors that each step brings.
 
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
     """
     pending: dict[int, Tensors] = {}
+    form = Rows() if form is None else form
 
     def leave(source: int, rows: torch.Tensor | None, wide: Tensors) -> None:
         which = [i for i, step in enumerate(steps) if step.source == source]
         if which:
             leaving = [steps[i] for i in which]
             sends = [step.send for step in leaving if step.send is not None]
-            meta = [(i, step.kind, step.peers, _halves(step)) for i, step in zip(which, leaving, strict=True)]
+            meta = [
+                (i, step.kind, step.peers, _halves(step), step.send is not None)
+                for i, step in zip(which, leaving, strict=True)
+            ]
             made = _Start.apply(form, link, len(steps), meta, len(wide), rows, *wide, *sends)
             pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
 
@@ -203,24 +249,22 @@ class _Start(torch.autograd.Function):
         tensors, sends = rest[:count], rest[count:]
         packs = rows is None
         if packs:
-            rows = _pack(form, tensors)
+            rows = form.leaving(tensors)
         ctx.save_for_backward(*sends)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.link, ctx.of, ctx.meta, ctx.packs, ctx.count = form, link, of, meta, packs, count
         ctx.like, ctx.dtype = rows.shape, tensors[0].dtype
         data, anchors, sends = [], [], list(sends)
-        for i, kind, peers, (send, recv) in meta:
-            sent = rows
-            if kind == INDEXED:
-                sent = rows.index_select(0, sends.pop(0))
-            elif kind == SHARD:
+        for i, kind, peers, (send, recv), indexed in meta:
+            sent = rows.index_select(0, sends.pop(0)) if indexed else rows
+            if kind == SHARD:
                 sent = rows if peers[0] >= 0 else rows[:0]
                 send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
-            elif recv[0] != rows.shape[0]:
+            elif kind == GATHERED and recv[0] != rows.shape[0]:
                 sent = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
-            anchors.append(_anchor(sent))
+            anchors.append(_anchor(sent, form.sums))
         ctx.mark_non_differentiable(*data)
         return *data, *anchors
 
@@ -228,8 +272,9 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         sends = list(ctx.saved_tensors)
         total = None
-        for (i, kind, peers, _), pending in zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True):
-            send = sends.pop() if kind == INDEXED else None  # the steps that left last come home first
+        steps = zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True)
+        for (i, kind, peers, _, indexed), pending in steps:  # the steps that left last come home first
+            send = sends.pop() if indexed else None
             if pending is None:
                 continue
             what = _name(kind, f"{ctx.link.label}, chunk {i + 1} of {ctx.of}", home=True)
@@ -237,13 +282,14 @@ class _Start(torch.autograd.Function):
             if send is not None:
                 total = grad.new_zeros(ctx.like) if total is None else total
                 total.index_add_(0, send, grad)
-            elif kind == GATHERED or peers[0] >= 0:
+            elif kind != SHARD or peers[0] >= 0:
                 grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
                 total = grad if total is None else total + grad
         none = (None,) * (6 + len(ctx.saved_tensors))
         if total is None:
             return *none[:6], *[None] * ctx.count, *none[6:]
-        found = _unpack(ctx.form, total.to(ctx.dtype)) if ctx.packs else (total,)
+        # A form may sum, too: cast afterwards.
+        found = [x.to(ctx.dtype) for x in ctx.form.came_home(total)] if ctx.packs else [total]
         return *none[:6], *found, *none[6:]
 
 
@@ -274,18 +320,19 @@ class _Wait(torch.autograd.Function):
         if order:
             padded = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
             arranged = padded.index_select(0, order[0])
-        found = _unpack(form, arranged)
+        found = form.arrived(arranged)
+        ctx.shapes = [x.shape for x in found]
         if not passed:
             return found
         ctx.mark_non_differentiable(rows)
-        return *found, rows, _anchor(rows)
+        return *found, rows, _anchor(rows, form.sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         check_first_order()
         kind, peers, (send, recv), spare, passed = ctx.meta
         of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
-        total = _total(ctx.form, of_keys, through, ctx.empty, ctx.saved_tensors, spare)
+        total = _total(ctx, of_keys, through, spare)
         if kind == SHARD:
             send, recv = _at(ctx.link.size, peers[0], ctx.sent), _at(ctx.link.size, peers[1], total.shape[0])
         home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
@@ -293,27 +340,21 @@ class _Wait(torch.autograd.Function):
 
 
 def _total(
-    form: Heads | None,
-    of_keys: Sequence[torch.Tensor | None],
-    through: torch.Tensor | None,
-    like: torch.Tensor,
-    order: Sequence[torch.Tensor],
-    spare: bool,
+    ctx: Any, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
 ) -> torch.Tensor:
-    """Gradients of the rows received ``[N, F]``, as `like`: those of the keys, and of what others got of them."""
-    if form is not None and form.shard:
+    """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
+    form, like, order = ctx.form, ctx.empty, ctx.saved_tensors
+    if isinstance(form, KV) and form.shard:
         total = torch.zeros_like(like) if through is None else through
-        for part, x in zip(_unpack(form, total), of_keys, strict=True):
+        for part, x in zip(form.arrived(total), gradients, strict=True):
             if x is not None:
                 part.add_(x)
         return total
-    given = [x for x in of_keys if x is not None]
+    given = [x for x in gradients if x is not None]
     if not given:
         return torch.zeros_like(like) if through is None else through
-    if form is not None and len(given) < 2:  # only keys, or only values, were used
-        sizes = [(*given[0].shape[:3], dim) for dim in form.dims[2:]]
-        of_keys = [given[0].new_zeros(n) if x is None else x for n, x in zip(sizes, of_keys, strict=True)]
-    rows = _pack(form, of_keys).to(like.dtype)  # type: ignore[arg-type]
+    filled = [given[0].new_zeros(shape) if x is None else x for x, shape in zip(gradients, ctx.shapes, strict=True)]
+    rows = form.going_home(filled).to(like.dtype)
     if order:
         total = rows.new_zeros(like.shape[0] + spare, like.shape[1]).index_add_(0, order[0], rows)
         rows = total[: like.shape[0]] if spare else total
@@ -337,12 +378,13 @@ def _name(kind: str, what: str, *, home: bool) -> str:
     return f"all-to-all of gradients, {what}" if home else f"all-to-all of {what}"
 
 
-def _anchor(rows: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory of the shape of `rows`, in float32 at least; its gradient is a collective under way.
+def _anchor(rows: torch.Tensor, sums: bool) -> torch.Tensor:
+    """A tensor without memory of the shape of `rows`; its gradient is a collective under way.
 
-    Gradients travel in this dtype: autograd would cast, and so read, another one before it has arrived.
+    Gradients travel in its dtype, float32 at least if they are summed: autograd would cast, and so read, another one
+    before it has arrived.
     """
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = torch.promote_types(rows.dtype, torch.float32) if sums else rows.dtype
     return torch.zeros((), dtype=dtype, device=rows.device).expand(rows.shape)
 
 

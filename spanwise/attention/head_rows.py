@@ -45,25 +45,6 @@ def by_head(x_gTBhD: torch.Tensor) -> torch.Tensor:
     return x_gTBhD.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def in_token_order(x_WF: torch.Tensor, order: torch.Tensor, batch: int) -> torch.Tensor:
-    """Received rows as the group's tokens in ascending order, ``[B, S, h * F]``."""
-    if batch == 1:
-        return x_WF.index_select(0, order[0]).unsqueeze(0)
-    rows = torch.arange(batch, device=order.device).unsqueeze(1)
-    return x_WF.unflatten(1, (batch, x_WF.shape[1] // batch))[order.expand(batch, -1), rows]
-
-
-def in_rank_order(xs: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Rows to send: the group's tokens ``[B, h, S, D]``, those of rank 0 first; reverse of `in_token_order`."""
-    batch = xs[0].shape[0]
-    if batch == 1:
-        parts = [x[0].transpose(0, 1).index_select(0, places[0]).unsqueeze(1) for x in xs]
-    else:
-        rows = torch.arange(batch, device=places.device)
-        parts = [x.permute(2, 0, 1, 3)[places.expand(batch, -1).T, rows] for x in xs]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(1)
-
-
 def _readers(reads: tuple[int, ...]) -> list[int]:
     """Number of query heads that read each of the heads from ``reads[0]`` to ``reads[-1]``."""
     return [reads.count(head) for head in range(reads[0], reads[-1] + 1)]

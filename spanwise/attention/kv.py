@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.executor import bring, heads_of, with_spare
+from spanwise.attention.executor import KV, bring, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -81,7 +81,7 @@ def kv_chunks(
     if not local.keep_kv:
         refetch = Refetch(k, v, remote, link._replace(label=f"K/V refetched for the backward, mask {mask!r}"))
     steps = [chunk.route for chunk in remote]
-    arriving = bring((k, v), steps, link, heads_of(k, v, steps))
+    arriving = bring((k, v), steps, link, KV.of(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
     for i, chunk in enumerate(remote):
         pair = with_spare(chunk.route, next(arriving), chunk.kv_pos.shape[1])

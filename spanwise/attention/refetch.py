@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from spanwise import _torch
-from spanwise.attention.executor import Link, RankStep, bring, check_first_order, heads_of, with_spare
+from spanwise.attention.executor import KV, Link, RankStep, bring, check_first_order, with_spare
 from spanwise.attention.kernels.base import Chunk
 
 Fetched = Callable[[], tuple[torch.Tensor, ...]]  # waits for a chunk; its K and V, [B, H, K, D] each, contiguous
@@ -44,7 +44,7 @@ class Refetch:
 
     def _fetch(self, i: int) -> Fetched:
         step = self._steps[i]
-        arriving = bring(self._own, [step], self._link, heads_of(*self._own, [step]))
+        arriving = bring(self._own, [step], self._link, KV.of(*self._own, [step]))
         return lambda: tuple(x.contiguous() for x in with_spare(step, next(arriving), self._keys[i]))
 
     def not_saving(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:

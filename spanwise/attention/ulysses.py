@@ -5,7 +5,7 @@ some heads of all tokens of the group. After attention the output goes the other
 "DeepSpeed Ulysses" (arXiv 2309.14509). Here shards may be uneven or empty, and ranks may outnumber K/V heads
 (`heads`).
 
-Gradients take the reverse trade. As in the other exchanges a trade is two autograd functions, start and wait. So the
+A trade is a step of the executor whose rows are tokens with a rank's heads. Gradients take the reverse trade. The
 transfers of q and of K/V both start before the first wait, forward and backward alike.
 """
 
@@ -16,24 +16,16 @@ transfers of q and of K/V both start before the first wait, forward and backward
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.exchange import failure
-from spanwise.attention.executor import check_first_order, returned
-from spanwise.attention.head_rows import (
-    by_head,
-    for_queries,
-    from_queries,
-    in_rank_order,
-    in_token_order,
-    join_heads,
-    split_heads,
-)
+from spanwise.attention.executor import Link, RankStep, Tensors, bring
+from spanwise.attention.head_rows import by_head, for_queries, from_queries, join_heads, split_heads
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import positions_in
 from spanwise.planning.heads import kv_heads_of, kv_heads_read
@@ -56,11 +48,6 @@ class Trade:
     places: torch.Tensor
     rank: int
     num_ranks: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens of rank 0, 1, …"""
-        return [x.shape[0] for x in self.sizes]
 
 
 _torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks"))
@@ -121,18 +108,14 @@ def to_heads(
     count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
     own = num_heads // num_ranks
     reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))
-    tokens, kv_tokens = trade.tokens, kv_trade.tokens
-    q_label, kv_label = f"heads of q, {label}", f"heads of K/V, {label}"
-    started_q = _StartHeads.apply(tokens, own, tuple(range(0, num_heads, own)), name, q_label, q)
-    started_kv = _StartHeads.apply(kv_tokens, count, firsts, name, kv_label, k, v)
-    tables_q, tables_kv = (trade.order, trade.places), (kv_trade.order, kv_trade.places)
-    batch, k_dim, v_dim = q.shape[0], k.shape[3], v.shape[3]
-    (q,) = _WaitHeads.apply(
-        *started_q, *tables_q, trade.rank, batch, tuple(range(own)), (q.shape[3],), name, q_label, *trade.sizes
-    )
-    k, v = _WaitHeads.apply(
-        *started_kv, *tables_kv, trade.rank, batch, reads, (k_dim, v_dim), name, kv_label, *kv_trade.sizes
-    )
+    batch, rows = q.shape[0], trade.order.shape[0]
+    of_q = _Heads(batch, rows, num_heads, own, tuple(range(0, num_heads, own)), tuple(range(own)), (q.shape[3],))
+    of_kv = _Heads(batch, rows, k.shape[1], count, firsts, reads, (k.shape[3], v.shape[3]))
+    arriving = [
+        bring(tensors, [_step(each, heads=True)], Link(name, num_ranks, f"heads of {what}, {label}"), form)
+        for tensors, each, what, form in (((q,), trade, "q", of_q), ((k, v), kv_trade, "K/V", of_kv))
+    ]
+    (q,), (k, v) = (next(each) for each in arriving)
     return q, k, v
 
 
@@ -143,124 +126,110 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Ten
     ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, the result ``[B, Hq, T, D]`` or ``[B, Hq, T]``, a strided view.
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
-    started = _StartTokens.apply(x_BhSD, trade.order, trade.places, trade.tokens, trade.rank, name, label)
-    batch, dim = x_BhSD.shape[0], x_BhSD.shape[3]
-    x_BHTD = _WaitTokens.apply(*started, trade.rank, batch, dim, name, label, *trade.sizes)
+    batch, count, _, dim = x_BhSD.shape
+    form = _Tokens(batch, trade.order.shape[0], count, trade.num_ranks, dim)
+    ((x_BHTD,),) = bring((x_BhSD,), [_step(trade, heads=False)], Link(name, trade.num_ranks, label), form)
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
 
-class _StartHeads(torch.autograd.Function):
-    """Sends each rank its heads of own tokens; its backward waits for their gradients and sums those of shared heads.
+def _step(trade: Trade, *, heads: bool) -> RankStep:
+    """The all-to-all of heads, or the one back to tokens. Where layouts differ, a row is a batch row's token."""
+    rows, length = trade.order.shape
+    of_ranks = trade.sizes if rows == 1 else tuple([x.repeat(rows, 1) for x in trade.sizes])
+    own = (of_ranks[trade.rank],) * trade.num_ranks
+    row = torch.arange(rows, device=trade.order.device).unsqueeze(1)
+    if heads:
+        order = trade.order[0] if rows == 1 else (trade.order * rows + row).flatten()
+        return RankStep(None, order, own, of_ranks)
+    send = trade.places[0] if rows == 1 else (trade.places + length * row).t().flatten()
+    return RankStep(send, None, of_ranks, own)
 
-    Arguments: tokens of each rank, count, firsts, name, label, and the tensors.
+
+class _Heads(NamedTuple):
+    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; `executor.Form`.
+
+    Attributes:
+        batch, rows: B, and batch rows with layouts of their own, 1 or B.
+        heads: H; `width` and `firsts` are each rank's window of them.
+        reads: the head of its window that each of the rank's query heads reads.
+        dims: D of each tensor.
     """
 
-    # Arguments are not named, here and below: with as many arguments as names, torch.compile without gradients passes
-    # no ctx.
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, count, firsts, name, label, *xs = args
-        ctx.count, ctx.firsts, ctx.name, ctx.label = count, firsts, name, label
-        ctx.batch, ctx.num_heads, ctx.num_tokens = xs[0].shape[:3]
-        ctx.dims, ctx.dtype = [x.shape[3] for x in xs], xs[0].dtype
-        sent_WF = split_heads(tuple(xs), count, firsts)
-        data = _trade(f"all-to-all of {label}", name, sent_WF, tokens, [ctx.num_tokens] * len(tokens))
-        ctx.mark_non_differentiable(data)
-        shared = count * len(firsts) > ctx.num_heads
-        dtype = torch.promote_types(ctx.dtype, torch.float32) if shared else ctx.dtype
-        return data, _anchor(sent_WF, [ctx.num_tokens] * len(tokens), dtype)
+    batch: int
+    rows: int
+    heads: int
+    width: int
+    firsts: tuple[int, ...]
+    reads: tuple[int, ...]
+    dims: tuple[int, ...]
 
-    @staticmethod
-    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_WF = failure.wait(grad_pending, f"all-to-all of gradients, {ctx.label}", ctx.name)
-        shape = (len(ctx.firsts), ctx.num_tokens, ctx.batch, ctx.count, sum(ctx.dims))
-        grad = join_heads(grad_WF.view(shape), ctx.num_heads, ctx.firsts)
-        grads = [by_head(part).to(ctx.dtype) for part in grad.split(ctx.dims, dim=-1)]
-        return None, None, None, None, None, *grads
+    @property
+    def sums(self) -> bool:
+        """Gradients of a head that several ranks have are summed."""
+        return self.width * len(self.firsts) > self.heads
 
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return split_heads(tuple(tensors), self.width, self.firsts).view(-1, self._features)
 
-class _WaitHeads(torch.autograd.Function):
-    """Arguments: data_WF and its anchor, order, places, rank, batch, reads, dims, name, label, and the sizes."""
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        shape = (len(self.firsts), -1, self.batch, self.width, sum(self.dims))
+        joined = join_heads(rows.view(shape), self.heads, self.firsts)
+        return tuple([by_head(x) for x in joined.split(self.dims, dim=-1)])
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        data_WF, anchor_WF, order, places, rank, batch, reads, dims, name, label, *sizes = args
-        ctx.save_for_backward(places, *sizes)  # as tensors: torch.compile loses numbers that only a backward uses
-        ctx.rank, ctx.reads, ctx.name, ctx.label = rank, reads, name, label
-        ctx.count, ctx.sum_dtype = data_WF.shape[1] // (batch * sum(dims)), anchor_WF.dtype
-        arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
-        x_BShF = in_token_order(arrived_WF, order, batch).unflatten(2, (ctx.count, sum(dims)))
-        return tuple(x.transpose(1, 2) for x in for_queries(x_BShF, reads).split(dims, dim=-1))
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        x_BShF = _of_rows(rows, self.batch, self.rows, self.width, sum(self.dims))
+        return tuple([x.transpose(1, 2) for x in for_queries(x_BShF, self.reads).split(self.dims, dim=-1)])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        check_first_order()
-        places, *sizes = ctx.saved_tensors
-        tokens = [x.shape[0] for x in sizes]
-        folded = [from_queries(grad, ctx.reads, ctx.count, ctx.sum_dtype) for grad in grads]
-        sent_WF = in_rank_order(folded, places)
-        back = [tokens[ctx.rank]] * len(tokens)
-        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, back, tokens)
-        return None, returned(pending), *[None] * (8 + len(sizes))
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        dtype = gradients[0].dtype
+        if self.sums:
+            dtype = torch.promote_types(dtype, torch.float32)
+        folded = [from_queries(grad, self.reads, self.width, dtype) for grad in gradients]
+        return _to_rows(folded[0] if len(folded) == 1 else torch.cat(folded, dim=-1), self.rows)
+
+    @property
+    def _features(self) -> int:
+        return self.batch // self.rows * self.width * sum(self.dims)
 
 
-class _StartTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_BhSD: torch.Tensor,
-        order: torch.Tensor,
-        places: torch.Tensor,
-        tokens: list[int],
-        rank: int,
-        name: str,
-        label: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(order)
-        ctx.batch, ctx.name, ctx.label, ctx.row = x_BhSD.shape[0], name, label, (x_BhSD.shape[1], x_BhSD.shape[3])
-        sent_WF = in_rank_order([x_BhSD], places)
-        data = _trade(f"all-to-all of {label}", name, sent_WF, [tokens[rank]] * len(tokens), tokens)
-        ctx.mark_non_differentiable(data)
-        return data, _anchor(sent_WF, tokens, x_BhSD.dtype)
+class _Tokens(NamedTuple):
+    """A tensor ``[B, h, S, D]`` on its way to the ranks whose tokens it holds; `executor.Form`.
 
-    @staticmethod
-    def backward(ctx: Any, _: Any, grad_pending: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        grad_WF = failure.wait(grad_pending, f"all-to-all of gradients, {ctx.label}", ctx.name)
-        grad_BShD = in_token_order(grad_WF, order, ctx.batch).unflatten(2, ctx.row)
-        return grad_BShD.transpose(1, 2), *[None] * 6
-
-
-class _WaitTokens(torch.autograd.Function):
-    """Arguments: data_WF and its anchor, rank, batch, dim, name, label, and the sizes."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        data_WF, _, rank, batch, dim, name, label, *sizes = args
-        ctx.save_for_backward(*sizes)
-        ctx.name, ctx.label = name, label
-        arrived_WF = failure.wait(data_WF, f"all-to-all of {label}", name)
-        ctx.count = arrived_WF.shape[1] // (batch * dim)
-        return by_head(arrived_WF.view(len(sizes), sizes[rank].shape[0], batch, ctx.count, dim))
-
-    @staticmethod
-    def backward(ctx: Any, grad_BHTD: torch.Tensor) -> tuple[Any, ...]:
-        check_first_order()
-        tokens = [x.shape[0] for x in ctx.saved_tensors]
-        firsts = tuple(range(0, grad_BHTD.shape[1], ctx.count))
-        sent_WF = split_heads((grad_BHTD,), ctx.count, firsts)
-        sizes = [grad_BHTD.shape[2]] * len(tokens)
-        pending = _trade(f"all-to-all of gradients, {ctx.label}", ctx.name, sent_WF, tokens, sizes)
-        return None, returned(pending), *[None] * (5 + len(tokens))
-
-
-def _trade(what: str, name: str, sent_WF: torch.Tensor, recv: list[int], send: list[int]) -> torch.Tensor:
-    return failure.start(what, name, _torch.start_all_to_all, sent_WF, recv, send, name)
-
-
-def _anchor(sent_WF: torch.Tensor, back: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """As `_gradients.anchor`: its gradient is the trade of gradients under way, in the dtype in which they travel.
-
-    The number of rows is the same expression as in that collective; compiled code cannot prove others equal.
+    Attributes:
+        batch, rows: as in `_Heads`.
+        width: h, the same on all of `num_ranks` ranks.
+        dim: D.
     """
-    return torch.zeros((), dtype=dtype, device=sent_WF.device).expand(sum(back), sent_WF.shape[1])
+
+    batch: int
+    rows: int
+    width: int
+    num_ranks: int
+    dim: int
+    sums: bool = False
+
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _to_rows(tensors[0], self.rows)
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        return (_of_rows(rows, self.batch, self.rows, self.width, self.dim).transpose(1, 2),)
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        return (by_head(rows.view(self.num_ranks, -1, self.batch, self.width, self.dim)),)
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        heads = self.num_ranks * self.width
+        sent = split_heads(tuple(gradients), self.width, tuple(range(0, heads, self.width)))
+        return sent.view(-1, self.batch // self.rows * self.width * self.dim)
+
+
+def _to_rows(x_BhSD: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows by token, or by batch row and token."""
+    return x_BhSD.permute(2, 0, 1, 3).flatten(1) if rows == 1 else x_BhSD.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _of_rows(rows: torch.Tensor, batch: int, num_rows: int, count: int, dim: int) -> torch.Tensor:
+    """``[B, S, h, D]`` from rows as `_to_rows` makes them."""
+    if num_rows == 1:
+        return rows.view(-1, batch, count, dim).transpose(0, 1)
+    return rows.view(batch, -1, count, dim)
