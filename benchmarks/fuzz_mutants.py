@@ -36,9 +36,9 @@ MUTANTS = [
     ),
     (
         "keys of a chunk in another order",
-        "attention/exchange/needed.py",
-        'order[np.argsort(sender, kind="stable")] = np.arange(len(order))',
-        'order[:] = np.argsort(sender, kind="stable")',
+        "attention/chunks.py",
+        "place[by_sender] = np.cumsum(length[by_sender]) - length[by_sender]",
+        "place[:] = np.cumsum(length) - length",
     ),
     (
         "chunks merged without rescaling (sdpa)",
@@ -66,17 +66,17 @@ MUTANTS = [
     ),
     (
         "gradients of keys that several ranks read are not summed",
-        "attention/exchange/needed.py",
+        "attention/executor.py",
         "total.index_add_(0, send,",
         "total.index_copy_(0, send,",
     ),
     (
         "gradients of K/V heads that ranks share are not summed (Ulysses)",
-        "attention/exchange/head_rows.py",
+        "attention/head_rows.py",
         ".unflatten(0, (num_heads, num_ranks // num_heads)).sum(1)",
         ".unflatten(0, (num_heads, num_ranks // num_heads))[:, 0]",
     ),
-    ("a ring passes on only the last gradient", "attention/exchange/ring.py", "part.add_(grad)", "part.copy_(grad)"),
+    ("a ring passes on only the last gradient", "attention/executor.py", "part.add_(x)", "part.copy_(x)"),
     (
         "part of the gradient of the sinks is lost",
         "attention/attention.py",

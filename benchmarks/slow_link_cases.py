@@ -12,6 +12,7 @@ import spanwise
 from spanwise.cli.bench.plan import document_offsets
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.heads import trades
 from spanwise.planning.memory import kv_token_bytes
 
 HEADS, HEAD_DIM = 8, 64
@@ -101,12 +102,12 @@ def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -
 def bytes_between(plan: spanwise.Plan) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that each rank gets from each other one, forward and backward, float32: ``[receivers, senders]`` each."""
     ranks, inner = np.arange(plan.num_ranks), plan.inner
-    tokens = plan.kv_exchange.moved(plan, "default").sum(axis=0)
+    tokens = plan.route().padded.sum(axis=0)
     exchanged = np.kron(tokens, np.eye(inner, dtype=np.int64)) * kv_token_bytes(plan)[:, None]
     forward, backward = exchanged.copy(), exchanged.T + (0 if plan.keep_kv else 1) * exchanged
     if inner > 1:
         for table, gradients in ((forward, False), (backward, True)):
-            into, back = plan.head_exchange.traded(plan, backward=gradients)
+            into, back = trades(plan, backward=gradients)
             for group, one in enumerate((into + back).transpose(0, 2, 1) if gradients else into + back):
                 members = ranks[group * inner : (group + 1) * inner]
                 table[np.ix_(members, members)] += one

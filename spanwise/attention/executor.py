@@ -312,7 +312,7 @@ class _Wait(torch.autograd.Function):
             what,
             meta,
             sent.shape[0],
-            bool(order),
+            len(order) > 0,
         )
         ctx.empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
         rows = failure.wait(data, _name(kind, what, home=False), link.name)

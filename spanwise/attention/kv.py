@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.executor import KV, bring, with_spare
+from spanwise.attention.executor import KV, Link, bring, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
 from spanwise.attention.rank_plan import RankPlan, outer_link
-from spanwise.attention.refetch import Refetch
+from spanwise.attention.refetch import Fetched, Refetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,8 @@ def kv_chunks(
         )
     remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}"), None
     if not local.keep_kv:
-        refetch = Refetch(k, v, remote, link._replace(label=f"K/V refetched for the backward, mask {mask!r}"))
+        label = f"K/V refetched for the backward, mask {mask!r}"
+        refetch = Refetch([_fetch(k.detach(), v.detach(), chunk, link._replace(label=label)) for chunk in remote])
     steps = [chunk.route for chunk in remote]
     arriving = bring((k, v), steps, link, KV.of(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
@@ -89,3 +90,14 @@ def kv_chunks(
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
         yield ChunkKV(pair[0], pair[1], i, refetch)
         del pair  # otherwise this chunk lives until the next one has arrived
+
+
+def _fetch(k: torch.Tensor, v: torch.Tensor, chunk: Chunk, link: Link) -> Callable[[], Fetched]:
+    """Starts to bring a chunk again, straight from the owners of its keys."""
+    step = chunk.route.direct or chunk.route
+
+    def start() -> Fetched:
+        arriving = bring((k, v), [step], link, KV.of(k, v, [step]))
+        return lambda: tuple([x.contiguous() for x in with_spare(step, next(arriving), chunk.kv_pos.shape[1])])
+
+    return start

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from spanwise import _torch
-from spanwise.attention.executor import KV, Link, RankStep, bring, check_first_order, with_spare
-from spanwise.attention.kernels.base import Chunk
+from spanwise.attention.executor import check_first_order
 
 Fetched = Callable[[], tuple[torch.Tensor, ...]]  # waits for a chunk; its K and V, [B, H, K, D] each, contiguous
 
@@ -30,22 +29,13 @@ class Refetch:
     """The chunks of one attention call, to be fetched in its backward.
 
     Args:
-        k, v: the rank's own.
-        chunks: those that arrive.
-        link: where they travel.
+        fetches: for each chunk, in forward order, a function that starts its collective.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
-        self._own, self._link = (k.detach(), v.detach()), link
-        self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
-        self._keys = [chunk.kv_pos.shape[1] for chunk in chunks]
+    def __init__(self, fetches: Sequence[Callable[[], Fetched]]) -> None:
+        self._fetches = fetches
         self._under_way: dict[int, Fetched] = {}
         self._arrived: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    def _fetch(self, i: int) -> Fetched:
-        step = self._steps[i]
-        arriving = bring(self._own, [step], self._link, KV.of(*self._own, [step]))
-        return lambda: tuple(x.contiguous() for x in with_spare(step, next(arriving), self._keys[i]))
 
     def not_saving(self, i: int, k: torch.Tensor, v: torch.Tensor) -> AbstractContextManager[Any]:
         """Context in which autograd saves no tensor that lies in ``k`` or ``v``, the contiguous ``i``-th chunk.
@@ -87,7 +77,7 @@ class Refetch:
         with torch.no_grad():
             for j in (i, i - 1):
                 if j >= 0 and j not in self._under_way:
-                    self._under_way[j] = self._fetch(j)
+                    self._under_way[j] = self._fetches[j]()
 
     def _take(self, i: int) -> tuple[torch.Tensor, ...]:
         if i not in self._arrived:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from spanwise.attention.exchange.refetch import Refetch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spanwise
 from spanwise._torch import storage_id, tree_leaves
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
+from spanwise.attention.refetch import Refetch
 
 
 @pytest.mark.parametrize("kernel", ["reference", "flex", "varlen"])

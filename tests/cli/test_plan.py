@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spanwise.attention.exchange.table import EXCHANGES
 from typer.testing import CliRunner
 
 from spanwise import GlobalBatches
@@ -308,7 +307,7 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     assert "ring, Ulysses inside 2" in said and "for 16 of 32 heads" in said
     assert f"holds at most {units.num_bytes(plan.resident_bytes().max())} a rank" in said
     assert "2 ranks trade heads" in page.read_text() and "Held for the exchange" in page.read_text()
-    least = plan.replace(kv_exchange=EXCHANGES["ring"]).resident_bytes().max()
+    least = plan.replace(exchange="ring").resident_bytes().max()
     said, figures = found("--ranks", "4", "--memory-budget", str(least))
     assert figures["exchange"] == "ring" and "trade heads" not in said
     said, figures = found("--compare-ranks", "2,4", "--inner", "2", "--exchange", "ring")

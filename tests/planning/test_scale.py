@@ -7,13 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from spanwise.planning.chunking import RECEIVER, ROW, SENDER, START, STOP
 
 import spanwise
 from spanwise import SpanMask, _torch, make_plan
 from spanwise.attention.rank_plan import build
-from spanwise.planning import chunking
-from tests.oracle import chunk_of
 
 
 def lognormal(tokens, count, median, sigma):
@@ -68,41 +65,6 @@ def test_a_rank_writes_its_indices_once(exchange):
             seconds[what].append(time.process_time() - started)
     # Sorted by token, they took ten times as long.
     assert min(seconds["tensors"]) < 3 * min(seconds["indices"])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_chunks_of_each_pair_are_what_chunk_of_says(seed):
-    rng = np.random.default_rng(seed)
-    traffic = rng.integers(0, 50, (7, 7)) * (rng.random((7, 7)) < 0.4)
-    found = chunking.chunk_tokens(traffic, 4, 5)
-    for receiver in range(7):
-        for sender in range(7):
-            count = traffic[receiver, sender]
-            chunks = chunk_of(np.arange(count), max(count, 1), 4, 5, receiver - sender)
-            assert found[:, receiver, sender].tolist() == np.bincount(chunks, minlength=4).tolist()
-
-
-@pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize("sends", [False, True])
-def test_moves_are_cut_into_the_chunks_that_chunk_of_says(num_chunks, sends):
-    rng = np.random.default_rng(0)
-    peer, tokens = rng.integers(0, 6, 60), rng.integers(1, 19, 60)
-    start = np.cumsum(tokens + rng.integers(0, 3, 60))
-    ends = (peer, np.full(60, 4)) if sends else (np.full(60, 4), peer)  # receiver, sender
-    moves = np.column_stack([np.repeat([0, 1], 30), *ends, start, start + tokens])
-    found, chunk = chunking.cut(moves, num_chunks, 5)
-    assert (found[:, STOP] > found[:, START]).all()
-    for one in range(6):
-        mine = moves[peer == one]
-        mine_found = found[:, RECEIVER if sends else SENDER] == one
-        listed = [(move[ROW], token) for move in mine for token in range(move[START], move[STOP])]
-        cut = [(move[ROW], token) for move in found[mine_found] for token in range(move[START], move[STOP])]
-        assert cut == listed
-        chunks = chunk_of(np.arange(len(listed)), max(len(listed), 1), num_chunks, 5, one - 4 if sends else 4 - one)
-        mine_tokens = found[mine_found, STOP] - found[mine_found, START]
-        assert np.repeat(chunk[mine_found], mine_tokens).tolist() == chunks.tolist()
-    empty, none = chunking.cut(moves[:0], num_chunks, 5)
-    assert len(empty) == len(none) == 0
 
 
 def test_all_to_all_counts_each_pair_on_the_innermost_level_that_joins_it():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from spanwise.planning.chunking import chunk_tokens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -294,7 +293,7 @@ def test_attention(gloo_pool: GlooPool, num_ranks: int) -> None:
             for keep_kv in (True, False):
                 plan = needed_plan(num_ranks, stages, keep_kv, balancer)
                 assert plan.num_chunks() == stages
-                received = chunk_tokens(plan.traffic(), stages, BLOCK).sum(axis=2)  # piece, receiver
+                received = plan.route().tokens.sum(axis=2)  # piece, receiver
                 idle += int((received == 0).sum())
                 for kernel, dtype, bound in (FLOAT64, FLOAT32):
                     cases.append((plan, problem_of(dtype), kernel))
@@ -311,7 +310,7 @@ def test_a_rank_that_is_idle_in_one_piece_only(gloo_pool: GlooPool, keep_kv: boo
     start[0, :100], start[0, 100:103] = 0, 97
     mask = SpanMask(start, np.arange(1, LENGTH + 1)[None], LENGTH)
     plan = needed_plan(3, 3, keep_kv, "contiguous", mask)
-    received = chunk_tokens(plan.traffic(), plan.num_chunks(), BLOCK).sum(axis=2)
+    received = plan.route().tokens.sum(axis=2)
     assert plan.num_chunks() == 3 and received[:, 2].any() and not received[:, 2].all() and received[:, 1].all()
     cases = [(plan, problem_of(dtype, mask=mask), kernel) for kernel, dtype, _ in (FLOAT64, FLOAT32)]
     for found in gloo_pool.run(3, attend, cases):
@@ -333,7 +332,7 @@ def test_attention_by_ring_and_ulysses(gloo_pool: GlooPool, num_ranks: int) -> N
                 cases.append((plan, problem_of(dtype, heads=(6, 2) if num_ranks == 3 else (4, 2)), kernel))
                 bounds.append(bound)
     if num_ranks == 4:
-        assert len(cases[0][0].kv_exchange.hops(cases[0][0], "default")) == 2  # contiguous shards leave a hop out
+        assert cases[0][0].num_chunks() == 2  # contiguous shards leave a hop out
     for found in gloo_pool.run(num_ranks, attend, cases):
         assert all(max(each) <= bound for each, bound in zip(found, bounds, strict=True)), found
 
