@@ -103,7 +103,7 @@ class _Builder:
         if kind == GATHERED:
             place, size_of_all = self._gathered_places(come)
             order = self.index([np.column_stack([place, place + length])], spare, size_of_all[0] * size_of_all[1])
-            sizes = (size(size_of_all[1], self.device),)
+            sizes = (_torch.mark_dynamic(torch.empty(size_of_all[1], 0, device=self.device), 0),)
             return RankStep(None, order, sizes, sizes, kind=kind, spare=pads), arrived
         leave = step.moves[step.moves[:, SENDER] == self.group]
         if kind == SHARD:

@@ -260,7 +260,7 @@ class _Start(torch.autograd.Function):
             if kind == SHARD:
                 sent = rows if peers[0] >= 0 else rows[:0]
                 send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
-            elif kind == GATHERED and recv[0] != rows.shape[0]:
+            elif kind == GATHERED:
                 sent = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
@@ -271,7 +271,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         sends = list(ctx.saved_tensors)
-        total = None
+        total, none = None, (None,) * (6 + len(sends))
         steps = zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True)
         for (i, kind, peers, _, indexed), pending in steps:  # the steps that left last come home first
             send = sends.pop() if indexed else None
@@ -285,7 +285,6 @@ class _Start(torch.autograd.Function):
             elif kind != SHARD or peers[0] >= 0:
                 grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
                 total = grad if total is None else total + grad
-        none = (None,) * (6 + len(ctx.saved_tensors))
         if total is None:
             return *none[:6], *[None] * ctx.count, *none[6:]
         # A form may sum, too: cast afterwards.
