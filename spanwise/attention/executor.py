@@ -217,11 +217,11 @@ def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | 
     return (arrived(i) for i in range(len(steps)))
 
 
-def with_spare(step: RankStep, kv: Tensors, keys: int) -> Tensors:
-    """K and V as a kernel takes them: padded copies to so many `keys`, if a shard needs spare ones."""
+def with_spare(step: RankStep, kv: Tensors, kv_pos: torch.Tensor) -> Tensors:
+    """K and V as a kernel takes them: padded copies, if a shard needs spare keys to fill `kv_pos` ``[rows, keys]``."""
     if step.kind != SHARD or not step.spare:
         return kv
-    return tuple(torch.nn.functional.pad(x, (0, 0, 0, keys - x.shape[2])) for x in kv)
+    return tuple([torch.nn.functional.pad(x, (0, 0, 0, kv_pos.shape[1] - x.shape[2])) for x in kv])
 
 
 def _at(size: int, peer: int, rows: int) -> list[int]:

@@ -85,7 +85,7 @@ def kv_chunks(
     arriving = bring((k, v), steps, link, KV.of(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
     for i, chunk in enumerate(remote):
-        pair = with_spare(chunk.route, next(arriving), chunk.kv_pos.shape[1])
+        pair = with_spare(chunk.route, next(arriving), chunk.kv_pos)
         if refetch is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
         yield ChunkKV(pair[0], pair[1], i, refetch)
@@ -98,6 +98,6 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, chunk: Chunk, link: Link) -> Callab
 
     def start() -> Fetched:
         arriving = bring((k, v), [step], link, KV.of(k, v, [step]))
-        return lambda: tuple([x.contiguous() for x in with_spare(step, next(arriving), chunk.kv_pos.shape[1])])
+        return lambda: tuple([x.contiguous() for x in with_spare(step, next(arriving), chunk.kv_pos)])
 
     return start
