@@ -3,7 +3,6 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.context_parallel import ContextParallel
 from spanwise.attention.exchange.errors import ExchangeError, MismatchError
@@ -86,12 +85,8 @@ __all__ = [
     "verify",
 ]
 
-__path__.append(f"{__path__[0]}/_moved")  # module paths of version 0.1, for one release
-
 
 def __getattr__(name: str) -> _Any:
     if name == "hf":  # imports transformers
         return _importlib.import_module("spanwise.integrations.transformers")
-    if name in _moved.MODULES:
-        return _importlib.import_module(f"spanwise.{name}")
     raise AttributeError(f"module 'spanwise' has no attribute {name!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from spanwise.layouts.packing import Side
@@ -228,16 +227,6 @@ class Plan(PlanData):
         if "exchange" in changes:
             changes["kv_exchange"] = requests.exchange_of(changes.pop("exchange"))
         return super().replace(**changes)
-
-    def num_pieces(self, mask: str = "default") -> int:
-        """Deprecated name of `num_chunks`."""
-        warnings.warn("Plan.num_pieces is now Plan.num_chunks", DeprecationWarning, stacklevel=2)
-        return self.num_chunks(mask)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "kv_exchange" not in state:
-            raise ValueError("this Plan was pickled by spanwise 0.1 and lacks fields; use Plan.save and Plan.load")
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return (

@@ -29,7 +29,6 @@ DOORS = [
 ]
 HOT = [
     *DOORS,
-    "_moved/__init__.py",
     "_torch.py",
     "attention/kv.py",
     "attention/rank_plan.py",

@@ -173,10 +173,3 @@ class Slow(Needed):
 def test_parameters_of_an_exchange_are_part_of_the_fingerprint() -> None:
     plans = [make(DOCUMENTS, 2, Slow(seconds), stages=1) for seconds in (0.0, 0.0, 1.0)]
     assert plans[0] == plans[1] != plans[2]
-
-
-def test_plans_pickled_by_the_first_version_are_refused() -> None:
-    plan = make(DOCUMENTS, 2, Needed(), stages=1)
-    old = {key: value for key, value in plan.__getstate__().items() if key != "kv_exchange"} | {"exchange": "needed"}
-    with pytest.raises(ValueError, match="pickled by spanwise 0.1"):
-        object.__new__(Plan).__setstate__(old)
