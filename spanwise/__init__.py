@@ -15,9 +15,9 @@ from spanwise.batch.global_batch import GlobalBatch
 from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
 from spanwise.batch.global_stream import GlobalBatchStream
 from spanwise.batch.linear_loss import linear_cross_entropy
-from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
+from spanwise.batch.token_scores import token_logprobs
 from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
 from spanwise.layouts.layout import Layout
