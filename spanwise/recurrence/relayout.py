@@ -189,12 +189,8 @@ def _build(
 ) -> RelayoutRoute:
     before, after = from_plan.layout, to_plan.layout
     rows = max(before.batch_size, after.batch_size)
-    target, source = (np.stack([owners(layout, row) for row in range(rows)]) for layout in (after, before))
-    had = [before.indices(rank, row if before.batch_size > 1 else 0) for row in range(rows)]
-    gets = [after.indices(rank, row if after.batch_size > 1 else 0) for row in range(rows)]
-    # Rows of the shard, and of what it becomes, are (batch row, token); each by the rank at the other end.
-    goes_to = np.concatenate([target[row, tokens] for row, tokens in enumerate(had)])
-    comes_from = np.concatenate([source[row, tokens] for row, tokens in enumerate(gets)])
+    had, gets = (layout.num_tokens(rank) for layout in (before, after))
+    goes_to, comes_from = _others(before, after, rank, rows), _others(after, before, rank, rows)
     order = np.empty(len(comes_from), dtype=np.int64)
     order[np.argsort(comes_from, kind="stable")] = np.arange(len(order))
     num_ranks = from_plan.num_ranks
@@ -206,8 +202,8 @@ def _build(
             recv_sizes=tuple(size(n, device) for n in np.bincount(comes_from, minlength=num_ranks).tolist()),
             spare=False,
         ),
-        before=_torch.mark_dynamic(torch.empty(len(had[0]), 0, device=device), 0),
-        after=size(len(gets[0]), device),
+        before=_torch.mark_dynamic(torch.empty(had, 0, device=device), 0),
+        after=size(gets, device),
         digest=torch.tensor(list(digest), dtype=torch.uint8),
         rank=rank,
         num_ranks=num_ranks,
@@ -216,8 +212,10 @@ def _build(
     )
 
 
-def owners(layout: Layout, row: int) -> Int64:
-    """The rank that holds each token of a batch row; int64 ``[seq_len]``."""
-    held = layout.pieces(row if layout.batch_size > 1 else 0)
-    held = held[np.argsort(held[:, 1], kind="stable")]
-    return np.repeat(held[:, 0], held[:, 2] - held[:, 1])
+def _others(held: Layout, other: Layout, rank: int, rows: int) -> Int64:
+    """The rank that holds each token of `rank` in the `other` layout, batch row by batch row; int64 ``[R]``."""
+    found = []
+    for row in range(rows):
+        _, owner, tokens = other.owners_of(held.runs(rank, row), row)
+        found.append(np.repeat(owner, tokens))
+    return np.concatenate(found)
