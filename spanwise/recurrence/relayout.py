@@ -21,7 +21,7 @@ from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import compare_backward, compare_relayout, tells_refusals
 from spanwise.attention.exchange import needed
 from spanwise.attention.exchange.needed import Route
-from spanwise.attention.rank_plan import compare_fingerprints
+from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.thd_order import check_dim
 from spanwise.masks.arrays import Int64
@@ -154,7 +154,12 @@ def relayout_route(
     """
     if torch.compiler.is_compiling():
         raise ValueError("plans were given inside a compiled region; call relayout_route outside and pass the result")
-    rank = _checked_rank(from_plan, to_plan, mesh)
+    sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
+        )
+    rank = rank_on(mesh, from_plan.num_ranks)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"
     digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
@@ -162,26 +167,6 @@ def relayout_route(
         compare_fingerprints("relayout_route", digest.hex(), mesh)
     with _torch.plain_tensors() as to_active_mode:
         return to_active_mode(_build(from_plan, to_plan, rank, mesh, device, digest))
-
-
-def _checked_rank(from_plan: Plan, to_plan: Plan, mesh: DeviceMesh | None) -> int:
-    """This rank's number, after all checks that one rank can make."""
-    sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
-        )
-    num_ranks = from_plan.num_ranks
-    if mesh is None:
-        if num_ranks > 1:
-            raise ValueError(f"the plans are for {num_ranks} ranks and need their mesh; got mesh=None")
-        return 0
-    if mesh.ndim != 1 or mesh.size() != num_ranks:
-        raise ValueError(
-            f"relayout needs a 1-D mesh of the plans' {num_ranks} ranks, got shape {tuple(mesh.shape)}; of a 2-D cp "
-            f"mesh pass mesh._flatten()"
-        )
-    return mesh.get_local_rank()
 
 
 def _build(
