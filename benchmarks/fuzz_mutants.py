@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 #: Name, file, text, its replacement.
 MUTANTS = [
-    ("a window is one key too wide", "masks/patterns.py", "right + np.int32(1)", "right + np.int32(2)"),
+    ("a window is one key too wide", "masks/named.py", "right + np.int32(1)", "right + np.int32(2)"),
     (
         "a causal slice ends one key early",
         "masks/slices.py",

@@ -11,6 +11,7 @@ thread of its own for a device; on the CPU it runs in the caller's, so it is rec
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def path_of(act: Callable[[], Any]) -> dict[str, Any]:
         act()
     finally:
         sys.setprofile(None)
-    changes = sum(a != b for a, b in zip(files, files[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(files))
     order = list(dict.fromkeys(files))
     return {"files": len(order), "changes": changes, "classes": sorted(classes), "calls": len(files), "path": order}
 

@@ -3,7 +3,6 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.context_parallel import ContextParallel
 from spanwise.attention.exchange.errors import ExchangeError, MismatchError
@@ -16,9 +15,9 @@ from spanwise.batch.global_batch import GlobalBatch
 from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
 from spanwise.batch.global_stream import GlobalBatchStream
 from spanwise.batch.linear_loss import linear_cross_entropy
-from spanwise.batch.logprobs import token_logprobs
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard
+from spanwise.batch.token_scores import token_logprobs
 from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
 from spanwise.layouts.layout import Layout
@@ -86,12 +85,8 @@ __all__ = [
     "verify",
 ]
 
-__path__.append(f"{__path__[0]}/_moved")  # module paths of version 0.1, for one release
-
 
 def __getattr__(name: str) -> _Any:
     if name == "hf":  # imports transformers
         return _importlib.import_module("spanwise.integrations.transformers")
-    if name in _moved.MODULES:
-        return _importlib.import_module(f"spanwise.{name}")
     raise AttributeError(f"module 'spanwise' has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -136,20 +135,3 @@ def test_training_uses_public_names_only() -> None:
     for path in (PACKAGE / "train").glob("*.py"):
         names = {name for name in imported(path, modules()) if not name.startswith("spanwise.train")}
         assert names <= {"spanwise"}, path.name
-
-
-def test_the_tables_of_moved_modules_and_names_are_true() -> None:
-    rows = re.findall(r"^\| `[\w.]+` \| (`.*`) \|$", (ROOT / "docs/moved.md").read_text(), re.MULTILINE)
-    named = {f"spanwise.{name.removeprefix('spanwise.')}" for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    assert len(named & set(modules())) > 90
-    gone = []
-    for name in named - set(modules()):
-        parts = name.split(".")
-        longest = next(i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in modules())
-        found: object = importlib.import_module(".".join(parts[:longest]))
-        for part in parts[longest:]:
-            fields = getattr(found, "__dataclass_fields__", {})
-            found = fields[part] if part in fields else getattr(found, part, None)
-        if found is None:
-            gone.append(name)
-    assert gone == []

@@ -9,6 +9,7 @@ import torch
 
 from spanwise import _torch
 from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.masks.checks import check_finite
 
 _NO_TRANSFORM = (
     "context parallelism does not run inside torch.func (vmap, grad, vjp, jvp, jacrev, …): its collectives and kernels "
@@ -43,12 +44,12 @@ def fix_sizes(*sizes: int) -> None:
 
 def check_numbers(options: AttentionOptions) -> None:
     """``ValueError`` for a scale or softcap that is not a usable number, or for options that exclude each other."""
-    if options.scale is not None and not -math.inf < options.scale < math.inf:
-        raise ValueError(f"scale must be finite, got {options.scale}; None is 1 / sqrt(head_dim)")
+    if options.scale is not None:
+        check_finite(options.scale, "scale", like="; None is 1 / sqrt(head_dim)")
     if options.softcap is not None and options.score_mod is not None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
-    if options.softcap is not None and not 0 < options.softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {options.softcap}")
+    if options.softcap is not None:
+        check_finite(options.softcap, "softcap", positive=True)
 
 
 def first_order_only(*results: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spanwise import _moved, _torch
+from spanwise import _torch
 from spanwise.attention import ulysses
 from spanwise.attention._limits import (
     check_numbers,
@@ -89,7 +89,6 @@ def context_parallel_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
-    mask: str | None = None,
 ) -> Any:
     """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
 
@@ -115,7 +114,6 @@ def context_parallel_attention(
             (gpt-oss). The gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp
             ranks, like the gradient of any parameter.
         return_aux: ask for lse or max_logit.
-        mask: deprecated name of `mask_name`.
 
     Returns:
         out ``[B, Hq, T, Dv]`` in the dtype of q, or ``(out, Aux)`` if `return_aux` is given. A row without a key gives
@@ -140,9 +138,8 @@ def context_parallel_attention(
     torch.Size([1, 4, 6, 8])
     """
     request = AuxRequest() if return_aux is None else return_aux
-    name = _moved.mask_name(mask_name, mask, wrappers=1)
     options = AttentionOptions(_torch.constant(scale), score_mod, _torch.constant(softcap))
-    call = _Call(plan, mesh, name, kernel, options, sinks, request)
+    call = _Call(plan, mesh, mask_name, kernel, options, sinks, request)
     out, aux = _attend(q, k, v, call)
     return out if return_aux is None else (out, aux)
 

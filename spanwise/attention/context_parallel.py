@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.packed import packed_attention
@@ -77,7 +76,6 @@ class ContextParallel(ParallelStyle):
         scale, score_mod: those that the module applies inside; arguments of a call override them.
         probe: ``(num_q_heads, num_kv_heads, head_dim)`` of the small problem that checks the module when the style is
             applied: causal, one sequence; two causal sequences for "varlen", in bfloat16 on a GPU.
-        mask: deprecated name of `mask_name`.
 
     Attributes:
         num_applied: modules that this style was applied to. `parallelize_module` only warns where a pattern matches
@@ -100,7 +98,6 @@ class ContextParallel(ParallelStyle):
         scale: float | None = None,
         score_mod: Callable[..., Any] | None = None,
         probe: tuple[int, int, int] = (2, 2, 16),
-        mask: str | None = None,
     ) -> None:
         super().__init__()
         if attention_type not in ATTENTION_TYPES:
@@ -115,7 +112,7 @@ class ContextParallel(ParallelStyle):
         self.seq_dim = seq_dim
         self.attention_type = attention_type
         self.plan = plan
-        self.mask_name = _moved.mask_name(mask_name, mask)
+        self.mask_name = mask_name
         self.kernel = kernel
         self.scale = scale
         self.score_mod = score_mod

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spanwise import _moved
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.compare import tells_refusals
 from spanwise.attention.kernels.base import Kernel
@@ -38,7 +37,6 @@ def packed_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
-    mask: str | None = None,
 ) -> Any:
     """`context_parallel_attention` on packed shards.
 
@@ -64,7 +62,7 @@ def packed_attention(
     >>> spanwise.packed_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([10, 2, 8])
     """
-    name, tensors = _moved.mask_name(mask_name, mask, wrappers=1), {"q": q, "k": k, "v": v}
+    tensors = {"q": q, "k": k, "v": v}
     for called, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(
@@ -97,7 +95,7 @@ def packed_attention(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, aux = context_parallel_attention(
         q, k, v, plan, mesh,
-        mask_name=name, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
+        mask_name=mask_name, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
         return_aux=AuxRequest() if return_aux is None else return_aux,
     )  # fmt: skip
     out = out.squeeze(0).transpose(0, 1)

@@ -41,9 +41,10 @@ class RankPlan:
         tokens: int64 ``[B, T]``, global positions of the rank's tokens, ascending.
         kv_tokens: int64 ``[B, T of K/V]``, positions of the rank's keys; None where they equal `tokens`.
         group_tokens: int64 ``[B, S]``, positions of the tokens of the rank's group; None without Ulysses.
-        restore: int64 ``[B, seq_len]``, where each token lies in the gathered, padded shards of all ranks, ordered
-            ``[rank, row, token]`` and flattened.
-        padded: ``[padded shard length, 0]``; carries a size in its shape.
+        all_runs: int64 ``[2, runs of all ranks and rows]``, ascending: tokens of each run, and how far its tokens move
+            in `restore`.
+        extent: ``[seq_len, 0]``; carries a size in its shape.
+        padded: ``[padded shard length, 0]``.
         kv_extent: ``[kv_len, 0]``, as many rows as there are keys.
         valid, kv_valid: bool ``[T]``, ``[T of K/V]``, False in padding; None where there is no padding.
         trade, kv_trade: how the group trades heads for tokens; None without Ulysses. `kv_trade` is also None where it
@@ -70,7 +71,8 @@ class RankPlan:
     tokens: torch.Tensor
     kv_tokens: torch.Tensor | None
     group_tokens: torch.Tensor | None
-    restore: torch.Tensor
+    all_runs: torch.Tensor
+    extent: torch.Tensor
     padded: torch.Tensor
     kv_extent: torch.Tensor
     valid: torch.Tensor | None
@@ -98,7 +100,26 @@ class RankPlan:
     @property
     def seq_len(self) -> int:
         """Tokens of the whole sequence."""
-        return self.restore.shape[1]
+        return self.extent.shape[0]
+
+    @property
+    def restore(self) -> torch.Tensor:
+        """Where each token lies in the gathered, padded shards of all ranks, ordered ``[rank, row, token]``, flattened.
+
+        int64 ``[B, seq_len]``, as long as the whole sequence: made when first needed.
+        """
+        if torch.compiler.is_compiling():
+            return self._restored()
+        if "restored" not in self.__dict__:  # serves training too, whatever mode the first call is made in
+            with _torch.plain_tensors():
+                self.__dict__["restored"] = self._restored()
+        return self.__dict__["restored"]
+
+    def _restored(self) -> torch.Tensor:
+        rows = self.tokens.shape[0]
+        length, shift = self.all_runs
+        tokens = torch.arange(rows * self.seq_len, device=length.device)
+        return tokens.add_(shift.repeat_interleave(length, output_size=rows * self.seq_len)).view(rows, self.seq_len)
 
     @property
     def kv_len(self) -> int:
@@ -181,7 +202,8 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
         group_tokens=group_tokens,
-        restore=on_device(layout.slots(), device),
+        all_runs=_torch.mark_unbacked(on_device(layout.shifts(), device), 1),
+        extent=torch.empty(layout.seq_len, 0, device=device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
         kv_extent=torch.empty(plan.kv_len, 0, device=device),
         valid=valid,

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise import _moved
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
 from spanwise.attention.rank_plan import RankPlan
@@ -101,7 +100,6 @@ def verify(
     num_probes: int = 8,
     seed: int = 0,
     tolerance: float | None = None,
-    mask: str | None = None,
 ) -> VerifyReport:
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
@@ -128,7 +126,6 @@ def verify(
             Ulysses can divide).
         num_probes: tokens to change; shard edges first.
         tolerance: largest relative error; by default from the dtype.
-        mask: deprecated name of `mask_name`.
 
     Parameters do not change. Gradients of a module's parameters, summed over ranks, are compared too, as "dparameters":
     also those that FSDP2 or tensor parallelism shards as DTensors. Then every rank of their mesh calls `verify`.
@@ -147,7 +144,7 @@ def verify(
         raise ValueError(f"verify needs the Plan, which holds all ranks and the mask; got {type(plan).__name__}")
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
-    attention, name = inputs is None, _moved.mask_name(mask_name, mask)
+    attention = inputs is None
     cross = plan.kv_layout != plan.layout
     if cross and not attention:
         raise ValueError(
@@ -155,7 +152,7 @@ def verify(
             f"inputs belong to the keys; verify the attention call alone, without inputs"
         )
     tokens = _probe_tokens(plan, num_probes)
-    names = [name] if attention or name in plan.masks else sorted(plan.masks)
+    names = [mask_name] if attention or mask_name in plan.masks else sorted(plan.masks)
     must, may = _reach(plan, names, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -171,7 +168,7 @@ def verify(
         plan=plan,
         local=plan.local(mesh, where),
         mesh=mesh,
-        mask=name,
+        mask=mask_name,
         dim=(2 if attention else 1) if dim is None else dim,
         whole=tuple(x.detach().to(where) for x in whole),
         names=("q", "k", "v") if attention else by_name or tuple(f"inputs[{i}]" for i in range(len(whole))),

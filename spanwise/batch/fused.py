@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,47 +17,61 @@ from spanwise.batch.token_scores import Tokens
 #: Type of the devices that the kernels run on.
 DEVICE = "cuda"
 
-#: ``(tokens, softcap, reduction) -> losses``
-Fused = Callable[..., torch.Tensor]
+#: Package of each kernel, in the order in which "auto" tries them.
+_PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
 
 
-def resolve(kernel: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> Fused | None:
-    """The library's kernel to call, or None for spanwise's own code.
+def resolve(kernel: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> str | None:
+    """Name of the library's kernel to call, or None for spanwise's own code.
 
     Raises:
         ValueError: no kernel of that name, or it cannot do what is asked.
         ImportError: the named kernel's library is not installed.
     """
-    if kernel not in ("auto", "chunked", *_LIBRARIES):
-        raise ValueError(f'kernel must be "auto", "chunked", {", ".join(map(repr, _LIBRARIES))}, got {kernel!r}')
-    if kernel == "chunked":
-        return None
-    if kernel == "auto":
-        fits = (name for name in _LIBRARIES if why_not(name, tokens, reduction, vocab_mesh) is None and installed(name))
-        kernel = next(fits, "chunked")
-        if kernel == "chunked":
-            return None
-    elif reason := why_not(kernel, tokens, reduction, vocab_mesh):
-        raise ValueError(f'kernel "{kernel}" {reason}; use kernel="chunked"')
-    elif not installed(kernel):
-        raise ImportError(f'kernel "{kernel}" needs the package {_LIBRARIES[kernel][0]}, which is not installed')
-    return _LIBRARIES[kernel][1] if tokens.x.numel() else None  # a grid of no blocks cannot be launched
+    if kernel not in ("auto", "chunked", *_PACKAGES):
+        raise ValueError(f'kernel must be "auto", "chunked", {", ".join(map(repr, _PACKAGES))}, got {kernel!r}')
+    for name, package in _PACKAGES.items():
+        if kernel not in ("auto", name):
+            continue
+        reason = _why_not(name, tokens, reduction, vocab_mesh)
+        installed = importlib.util.find_spec(package) is not None
+        if kernel == name and reason:
+            raise ValueError(f'kernel "{kernel}" {reason}; use kernel="chunked"')
+        if kernel == name and not installed:
+            raise ImportError(f'kernel "{kernel}" needs the package {package}, which is not installed')
+        if installed and not reason:
+            return name if tokens.x.numel() else None  # a grid of no blocks cannot be launched
+    return None
 
 
-def installed(name: str) -> bool:
-    """Whether the library of a kernel can be imported; imports only its outermost package's spec."""
-    return importlib.util.find_spec(_LIBRARIES[name][0]) is not None
+def losses(kernel: str, tokens: Tokens, softcap: float | None, reduction: str) -> torch.Tensor:
+    """Losses in float32: each token's for ``"none"`` (cce only), else their sum.
+
+    Liger sums the weight's gradient in float32; "cce_exact" leaves no small gradient out.
+    """
+    dtype, labels = _dtype(tokens), tokens.labels
+    x, w, b = (None if t is None else t.to(dtype).contiguous() for t in (tokens.x, tokens.weight, tokens.bias))
+    assert x is not None
+    options = {"bias": b, "ignore_index": IGNORE_INDEX, "softcap": softcap}
+    with torch.autocast(x.device.type, enabled=False):
+        if kernel == "cce":
+            library = importlib.import_module("cut_cross_entropy")
+            reduction = "none" if reduction == "none" else "sum"
+            return library.linear_cross_entropy(x, w, labels, reduction=reduction, impl="cce_exact", **options).float()
+        library = importlib.import_module("liger_kernel.transformers.functional")
+        return library.liger_fused_linear_cross_entropy(
+            x.flatten(0, -2), w, labels.flatten(), reduction="sum", accum_dtype=torch.float32, **options
+        ).float()
 
 
-def why_not(name: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> str | None:
+def _why_not(name: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | None) -> str | None:
     """Why a kernel cannot do what is asked, or None."""
-    hidden, _, weight, _ = tokens
+    hidden, weight, dtype = tokens.x, tokens.weight, _dtype(tokens)
     assert weight is not None
     if hidden.device.type != DEVICE:
         return f"needs a {DEVICE} device, got hidden on {hidden.device}"
     if vocab_mesh is not None and vocab_mesh.size() > 1:
         return f"needs the whole vocabulary, got one shared by {vocab_mesh.size()} ranks"
-    dtype = _dtype(hidden, weight)
     if dtype == torch.float64:
         return "has no float64"
     if name == "cce" and dtype not in (torch.bfloat16, torch.float16):
@@ -69,44 +81,10 @@ def why_not(name: str, tokens: Tokens, reduction: str, vocab_mesh: DeviceMesh | 
     return None
 
 
-def _dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def _dtype(tokens: Tokens) -> torch.dtype:
     """Dtype that the kernel gets: autocast's, or that of both inputs."""
+    hidden, weight = tokens.x, tokens.weight
+    assert weight is not None
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
-
-
-def _liger(tokens: Tokens, softcap: float | None, reduction: str) -> torch.Tensor:
-    """Sum of losses by ``liger_fused_linear_cross_entropy``, with the weight's gradient summed in float32."""
-    library = importlib.import_module("liger_kernel.transformers.functional")
-    x, w, b = _cast(tokens)
-    with torch.autocast(x.device.type, enabled=False):
-        loss = library.liger_fused_linear_cross_entropy(
-            x.flatten(0, -2), w, tokens.labels.flatten(), bias=b, ignore_index=IGNORE_INDEX, reduction="sum",
-            softcap=softcap, accum_dtype=torch.float32,
-        )  # fmt: skip
-    return loss.float()
-
-
-def _cce(tokens: Tokens, softcap: float | None, reduction: str) -> torch.Tensor:
-    """Losses by ``linear_cross_entropy`` of cut-cross-entropy, whose "cce_exact" leaves no small gradient out."""
-    library = importlib.import_module("cut_cross_entropy")
-    x, w, b = _cast(tokens)
-    with torch.autocast(x.device.type, enabled=False):
-        losses = library.linear_cross_entropy(
-            x, w, tokens.labels, bias=b, ignore_index=IGNORE_INDEX, softcap=softcap,
-            reduction="none" if reduction == "none" else "sum", impl="cce_exact",
-        )  # fmt: skip
-    return losses.float()
-
-
-def _cast(tokens: Tokens) -> list[Any]:
-    """Hidden states, weight and bias as the kernels take them."""
-    hidden, _, weight, bias = tokens
-    assert weight is not None
-    dtype = _dtype(hidden, weight)
-    return [None if t is None else t.to(dtype).contiguous() for t in (hidden, weight, bias)]
-
-
-#: Package and function of each kernel, in the order in which "auto" tries them.
-_LIBRARIES: dict[str, tuple[str, Fused]] = {"cce": ("cut_cross_entropy", _cce), "liger": ("liger_kernel", _liger)}

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.compare import compared, plain, tells_refusals
 from spanwise.batch import fused
-from spanwise.batch.logprobs import checked, scored
-from spanwise.batch.loss import check_count, check_weights, compare_loss, global_mean, global_sum
-from spanwise.batch.token_scores import Scoring
+from spanwise.batch.loss import IGNORE_INDEX, check_count, check_weights, compare_loss, counted, over_ranks
+from spanwise.batch.token_scores import Scoring, checked, score
 
 
 @tells_refusals("loss_mesh", "vocab_mesh")
@@ -80,24 +79,20 @@ def linear_cross_entropy(
     tokens = checked(hidden, labels, vocab_weight, bias, scoring)
     check_weights(weights, labels)
     inner = reduction if weights is None else "none"
-    call = fused.resolve(kernel, tokens, inner, vocab_mesh)
+    library = fused.resolve(kernel, tokens, inner, vocab_mesh)
     name = f'linear_cross_entropy(reduction="{reduction}")'
-    compared_with = (name, hidden, num_valid, weights, loss_mesh, {"softcap": plain(softcap)})
-    if reduction == "none":  # no sum of which it is a part
-        compare = compare_loss(*compared_with)
-        tokens = tokens._replace(labels=compared((tokens.labels,), compare)[0])
-    if call is not None:
-        losses = call(tokens, softcap, inner)
+    if library is None:
+        caller = f"{name}{'' if weights is None else ', weighted'}"
+        losses = -score(tokens, scoring, caller, num_valid if vocab_mesh is not None else None)[0]
     else:
-        count = num_valid if vocab_mesh is not None else None
-        of = f"{name}{'' if weights is None else ', weighted'}"
-        losses = -scored(tokens, scoring, of, count)[0]
+        losses = fused.losses(library, tokens, softcap, inner)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
-    if reduction == "none":
-        return losses
-    compare = compare_loss(*compared_with)  # after the labels were checked: a rank that raises has not made the call
-    losses = losses.sum()  # of one number, where a fused kernel has summed
-    if reduction == "sum":
-        return global_sum(losses, loss_mesh, compare)
-    return global_mean(losses, labels, num_valid, weights, loss_mesh, compare)
+    # After the labels were checked: a rank that raises has not made the call.
+    compare = compare_loss(name, hidden, num_valid, weights, loss_mesh, {"softcap": plain(softcap)})
+    if reduction == "none":  # no sum of which the comparison is a part
+        (labels,) = compared((labels,), compare)
+        return losses.masked_fill(labels == IGNORE_INDEX, 0)
+    count = None if reduction == "sum" else counted(labels, num_valid, weights)
+    # The sum of one number, where a fused kernel has summed.
+    return over_ranks(losses.sum(), count, reduction == "mean" and num_valid is None, loss_mesh, compare)

@@ -19,7 +19,7 @@ from spanwise.attention.exchange import failure
 IGNORE_INDEX = -100
 
 
-class _GlobalMean(torch.autograd.Function):
+class _OverRanks(torch.autograd.Function):
     """Sum over ranks divided by their count; the backward scales by the mesh size, because reducers average gradients.
 
     The comparison of compiled code returns what the all-reduces take, so that they cannot start before it.
@@ -27,27 +27,20 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        total: torch.Tensor,
-        count: torch.Tensor | None,
-        mesh: DeviceMesh | None,
-        counted: bool,
+        ctx: Any, total: torch.Tensor, count: torch.Tensor | None, local: bool, mesh: DeviceMesh | None,
         compare: Compare | None,
-    ) -> torch.Tensor:
-        size = 1 if mesh is None else mesh.size()
-        if counted:
-            assert count is not None
+    ) -> torch.Tensor:  # fmt: skip
+        if local and count is not None:
             total, count = compared((total, count), compare)
+            count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
         else:
             (total,) = compared((total,), compare)
-        if count is not None and counted and mesh is not None:
-            count = failure.all_reduce(count, "sum", mesh, "the token count")
         total = total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")
+        ctx.scale = 1 if mesh is None else mesh.size()
         if count is None:
-            ctx.scale = size
             return total
         count = count.masked_fill((count == 0) & (total == 0), 1).to(total.dtype)
-        ctx.scale = size / count
+        ctx.scale = ctx.scale / count
         return total / count
 
     @staticmethod
@@ -55,28 +48,29 @@ class _GlobalMean(torch.autograd.Function):
         return grad * ctx.scale, None, None, None, None
 
 
-def global_sum(total: torch.Tensor, mesh: DeviceMesh | None, compare: Compare | None) -> torch.Tensor:
-    """`total` summed over the ranks of `mesh`.
+def over_ranks(
+    total: torch.Tensor, count: torch.Tensor | None, local: bool, mesh: DeviceMesh | None, compare: Compare | None
+) -> torch.Tensor:
+    """`total` summed over the ranks of `mesh`, divided by `count`.
 
     Averaging parameter gradients over `mesh` gives the gradient of the result.
 
     Args:
+        count: from `counted`; None divides by nothing.
+        local: the count is this rank's, to be summed too.
         compare: from `compare_loss`.
     """
-    return _GlobalMean.apply(total, None, mesh, False, compare)
+    return _OverRanks.apply(total, count, local, mesh, compare)
 
 
-def global_mean(
-    total: torch.Tensor,
-    labels: torch.Tensor,
-    num_valid: float | torch.Tensor | None,
-    weights: torch.Tensor | None,
-    mesh: DeviceMesh | None,
-    compare: Compare | None,
-) -> torch.Tensor:
-    """`global_sum` divided by `num_valid`; without it by the valid tokens, or their weights, of all ranks of `mesh`."""
-    count = valid_tokens(labels, weights) if num_valid is None else as_count(num_valid, labels.device)
-    return _GlobalMean.apply(total, count, mesh, num_valid is None, compare)
+def counted(labels: torch.Tensor, num_valid: float | torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+    """`num_valid` on the labels' device; without it this rank's valid tokens, or the sum of their weights."""
+    if isinstance(num_valid, torch.Tensor):
+        return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
+    if num_valid is not None:
+        return scalar(num_valid, labels.device)
+    valid = labels != IGNORE_INDEX
+    return valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
 
 
 def check_count(num_valid: Any, labels: torch.Tensor) -> None:
@@ -149,19 +143,6 @@ def compare_loss(
     return compare_sums(name, facts | (options or {}), mesh, of=x, sizes=sizes, amount=num_valid)
 
 
-def valid_tokens(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Valid tokens of this rank, or the sum of their weights."""
-    valid = labels != IGNORE_INDEX
-    return valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
-
-
-def as_count(num_valid: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`num_valid` on a device."""
-    if isinstance(num_valid, torch.Tensor):
-        return num_valid.to(device, non_blocking=device.type != "cpu")
-    return scalar(num_valid, device)
-
-
 @tells_refusals("mesh")
 def cross_entropy(
     logits: torch.Tensor,
@@ -212,4 +193,4 @@ def cross_entropy(
         scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
     )
     total = losses if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
-    return global_mean(total, labels, num_valid, weights, mesh, compare)
+    return over_ranks(total, counted(labels, num_valid, weights), num_valid is None, mesh, compare)

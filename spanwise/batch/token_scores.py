@@ -1,22 +1,29 @@
 """Log-probability and entropy of each token, from logits or from hidden states, one chunk of tokens after the other.
 
-`logprobs` and `linear_loss` build on it. Nothing here is larger than a chunk of tokens × the vocabulary, except what
-the caller gave and gradients of that. The backward computes a chunk's logits again: docs/decisions compares.
+`linear_loss` builds on `score`. Nothing here is larger than a chunk of tokens × the vocabulary, except what the caller
+gave and gradients of that. The backward computes a chunk's logits again: docs/decisions compares.
 """
 
 # N tokens, C tokens of a chunk, D hidden size, V vocabulary of this rank
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from spanwise.attention._limits import check_transforms
+from spanwise.attention.compare import compare_backward, compare_sums, compared, plain, tells_refusals
 from spanwise.attention.exchange import failure
-from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.loss import IGNORE_INDEX, check_labels
+from spanwise.masks.checks import check_finite, check_shape
+
+Tensor = torch.Tensor
 
 # Logits of a chunk by default, 64 MiB in float32. A forward and backward of 4,096 tokens, vocabulary 32,768, takes
 # 1.61, 1.35, 1.27, 1.22 and 1.23 times the time of all logits with chunks of 2^21 to 2^25, and 107 to 226 MiB where all
@@ -27,27 +34,8 @@ CHUNK_LOGITS = 1 << 24
 _LOWEST = -1000.0
 
 
-class Tokens(NamedTuple):
-    """Tokens to score.
-
-    Attributes:
-        x: ``[…, D]`` hidden states; without a weight, ``[…, V]`` logits.
-        labels: int64 ``[…]``.
-        weight, bias: this rank's rows ``[V, D]`` and ``[V]`` of the last linear layer, or None.
-    """
-
-    x: torch.Tensor
-    labels: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
 class Scoring(NamedTuple):
-    """How tokens are scored; `spanwise.token_logprobs` describes the options.
-
-    Attributes:
-        mesh: ranks that share the vocabulary, with the same tokens.
-    """
+    """How tokens are scored; `token_logprobs` describes the options. `mesh` is its `vocab_mesh`."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -55,246 +43,313 @@ class Scoring(NamedTuple):
     chunk: int | None = None
     mesh: DeviceMesh | None = None
 
-    def check(self) -> None:
-        """``ValueError`` for a number that is not usable, or a mesh of several axes."""
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"softcap must be positive and finite, got {self.softcap}")
-        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise ValueError(f"chunk must be a positive number of tokens, got {self.chunk!r}")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            axes = f"{self.mesh.ndim} ({self.mesh.mesh_dim_names})"
-            raise ValueError(f"vocab_mesh must have one axis, got {axes}; pass one of them")
+
+class Tokens(NamedTuple):
+    """Hidden states ``[…, D]``, or logits ``[…, V]`` without a weight; labels; this rank's rows of weight and bias."""
+
+    x: Tensor
+    labels: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-def score(tokens: Tokens, offset: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label, and the entropy of each token's distribution.
+@overload
+def token_logprobs(
+    logits: Tensor, labels: Tensor, *, temperature: float = ..., entropy: Literal[False] = ...,
+    vocab_weight: Tensor | None = ..., bias: Tensor | None = ..., vocab_mesh: DeviceMesh | None = ...,
+    softcap: float | None = ..., chunk: int | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def token_logprobs(
+    logits: Tensor, labels: Tensor, *, temperature: float = ..., entropy: Literal[True],
+    vocab_weight: Tensor | None = ..., bias: Tensor | None = ..., vocab_mesh: DeviceMesh | None = ...,
+    softcap: float | None = ..., chunk: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@tells_refusals("vocab_mesh")
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    vocab_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    vocab_mesh: DeviceMesh | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of each label, on this rank's tokens; differentiable.
+
+    A token's result depends on that token alone, so `unshard` puts the shards of all ranks into the global order.
+    Nothing is communicated, except over `vocab_mesh`. Nothing is scaled: if reducers average parameter gradients over
+    ``n`` ranks, multiply a rank's loss by ``n`` and divide it by a global count.
 
     Args:
-        offset: number of the first row of this rank's vocabulary, a scalar on the device.
+        logits: ``[…, V]``, any floating dtype; with a `vocab_weight`, hidden states ``[…, D]``. Computed in float32 at
+            least.
+        labels: int64 ``[…]``, shifted as `shard_batch` does. −100 is ignored: result 0 and gradient 0, whatever the
+            logits hold.
+        temperature: logits are divided by it, after the `softcap`.
+        entropy: also return the entropy of each token's distribution.
+        vocab_weight: ``[V, D]``, the weight of the last linear layer. The logits of one chunk of tokens exist at a
+            time, in the forward and in the backward, which computes them again.
+        bias: ``[V]``, of that layer.
+        vocab_mesh: 1-D mesh of the ranks that share the vocabulary (tensor parallelism) and hold the same tokens. Each
+            gives its rows of `vocab_weight` (or columns of `logits`) and `bias`, in the order of ranks, any number of
+            them; or a DTensor ``Shard(0)`` on that mesh. All ranks get the same result, and the whole gradient of
+            hidden states.
+        softcap: logits are ``softcap * tanh(logits / softcap)``; with `vocab_weight` only.
+        chunk: tokens of a chunk; default: about 2^24 logits, 64 MiB.
 
     Returns:
-        logprobs and entropies (zeros unless asked for) in the shape of the labels, float32 at least; 0 for ignored
-        labels. All ranks of the mesh get the same, and the whole gradient of hidden states.
+        Log-probabilities ``[…]``, float32 at least; with `entropy` a pair, log-probabilities and entropies (in nats; 0
+        for ignored labels).
 
     Raises:
-        NotImplementedError: in a backward with ``create_graph=True``.
-        spanwise.ExchangeError: a rank of the mesh is gone or too late.
+        ValueError: shapes, dtypes or numbers that do not fit; labels outside the vocabulary, on the CPU (elsewhere
+            their log-probability is −inf).
+        NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
+        spanwise.MismatchError: ranks of `vocab_mesh` make different calls.
+        spanwise.ExchangeError: a rank of `vocab_mesh` is gone or too late.
+
+    >>> import torch, spanwise
+    >>> spanwise.token_logprobs(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]))
+    tensor([[-2.0794,  0.0000, -2.0794]])
+    """
+    if softcap is not None and vocab_weight is None:
+        raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
+    scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
+    logprobs, entropies = score(checked(logits, labels, vocab_weight, bias, scoring), scoring, "token_logprobs")
+    return (logprobs, entropies) if entropy else logprobs
+
+
+def checked(x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring) -> Tokens:
+    """The tokens, with this rank's rows of a DTensor `weight` or `bias`; refuses what one rank sees to be wrong."""
+    mesh, chunk = scoring.mesh, scoring.chunk
+    check_finite(scoring.temperature, "temperature", positive=True)
+    if scoring.softcap is not None:
+        check_finite(scoring.softcap, "softcap", positive=True)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive number of tokens, got {chunk!r}")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
+    if bias is not None and weight is None:
+        raise ValueError("bias needs vocab_weight: a model's logits contain it already")
+    check_transforms(*(t for t in (x, weight, bias) if t is not None))
+    name, size = ("logits", "vocab") if weight is None else ("hidden", "D")
+    for what, t in ((name, x), ("labels", labels)):
+        if isinstance(t, DTensor):
+            raise ValueError(f"{what} must be a plain tensor, got a DTensor {tuple(t.placements)}; use to_local()")
+    if x.shape[:-1] != labels.shape or x.dim() == 0:
+        raise ValueError(
+            f"{name} must be [*labels.shape, {size}], got {name} {tuple(x.shape)} and labels {tuple(labels.shape)}"
+        )
+    check_labels(labels)
+    if weight is not None:
+        weight = _local_rows(weight, "vocab_weight", mesh)
+        check_shape(weight, "vocab_weight", "vocab", x.shape[-1], like=f" for hidden {tuple(x.shape)}")
+    if bias is not None and weight is not None:
+        bias = _local_rows(bias, "bias", mesh)
+        check_shape(bias, "bias", weight.shape[0], like=f" for vocab_weight {tuple(weight.shape)}")
+    for what, given in ((name, x), ("vocab_weight", weight), ("bias", bias)):
+        if given is not None and not given.is_floating_point():
+            raise ValueError(f"{what} must be floating point, got {given.dtype}")
+        if given is not None and given.device != labels.device:
+            raise ValueError(f"{what} and labels must be on one device, got {given.device} and {labels.device}")
+    return Tokens(x, labels, weight, bias)
+
+
+def _local_rows(x: Tensor, what: str, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's rows of a weight or bias, differentiably; ``ValueError`` for a DTensor cut otherwise than `mesh`."""
+    if not isinstance(x, DTensor):
+        return x
+    if mesh is None or x.device_mesh != mesh or tuple(x.placements) != (Shard(0),):
+        cut = f"{tuple(x.placements)} on the mesh axes {x.device_mesh.mesh_dim_names}"
+        given = "None" if mesh is None else f"a mesh with the axes {mesh.mesh_dim_names}"
+        raise ValueError(
+            f"{what} is a DTensor {cut}, and vocab_mesh is {given}; a DTensor must be Shard(0) on vocab_mesh alone. "
+            f"Under FSDP, call this inside the forward of the module that owns the weight, where it is whole; pass a "
+            f"replicated DTensor as {what}.to_local()"
+        )
+    return x.to_local()
+
+
+def score(tokens: Tokens, scoring: Scoring, caller: str, amount: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (zeros unless asked for) in the shape of the labels.
+
+    Args:
+        tokens: from `checked`.
+        caller: in words, equal on the ranks that share the vocabulary: what it does with the scores decides on their
+            gradients.
+        amount: a number of the caller that changes from call to call, also equal; in a tensor it is not compared.
     """
     x, labels, weight, bias = tokens
+    mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
+    rows = x.shape[-1] if weight is None else weight.shape[0]
+    first, compare = labels.new_zeros(()), None
+    if mesh is None:
+        check_labels(labels, rows)
+    else:
+        grads = torch.is_grad_enabled() and x.requires_grad
+        facts = {
+            "for": caller, "given": "logits" if weight is None else "hidden states", "dtype": x.dtype,
+            "requires grad": grads, "temperature": plain(scoring.temperature), "softcap": plain(scoring.softcap),
+            "entropy": scoring.entropy, "bias": bias is not None,
+        }  # fmt: skip
+        sizes = ("[tokens, hidden size]", (labels.numel(), *([] if weight is None else x.shape[-1:])))
+        name = "token scores of a sharded vocabulary"
+        compare = compare_sums(name, facts, mesh, of=x, sizes=sizes, amount=amount)
+        # A rank does not know the others' rows. The sum keeps the answer on the device.
+        rank = mesh.get_local_rank()
+        counts = labels.new_zeros(mesh.size())
+        counts[rank : rank + 1] = rows
+        (counts,) = compared((counts,), compare)
+        counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
+        check_labels(labels, counts.sum())
+        first = counts[:rank].sum()
+        if not grads or weight is None:
+            compare = None  # the backward has no collective
     x_ND = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    logprobs_N, entropies_N = _TokenScores.apply(x_ND, weight, bias, labels.flatten(), offset, *scoring)
-    return logprobs_N.view(labels.shape), entropies_N.view(labels.shape)
+    logprobs, entropies = _TokenScores.apply(x_ND, weight, bias, labels.flatten(), first, *scoring._replace(mesh=mesh))
+    # Entropies that nobody asked for get no gradient.
+    logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
+    return logprobs.view(labels.shape), (rest[0] if rest else entropies).view(labels.shape)
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_ND: torch.Tensor,
-        weight_VD: torch.Tensor | None,
-        bias_V: torch.Tensor | None,
-        labels_N: torch.Tensor,
-        offset: torch.Tensor,
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, bias_V: Tensor | None, labels_N: Tensor, first: Tensor,
         *given: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         scoring = ctx.scoring = Scoring(*given)
         entropy, mesh = scoring.entropy, scoring.mesh
-        ctx.operand_dtype, ctx.dtype = _dtypes(x_ND, weight_VD, bias_V)
+        ctx.dtypes = _dtypes(x_ND, weight_VD, bias_V)
+        # Largest logit, finite for differences that are not NaN; with z = logit - largest: sum of exp(z); the label's
+        # logit; minus the sum of exp(z) z. A rank without a row of the vocabulary keeps these.
+        lowest = torch.finfo(ctx.dtypes[1]).min
+        start = (lowest, 0, -math.inf, 0)
+        top_N, sum_N, picked_N, spread_N = (x_ND.new_full((len(x_ND),), x, dtype=ctx.dtypes[1]) for x in start)
         with torch.autocast(x_ND.device.type, enabled=False):
-            weight, bias = _operands(weight_VD, bias_V, ctx.operand_dtype, ctx.dtype)
-            # Largest logit; with z = logit - largest: sum of exp(z); the label's logit; minus the sum of exp(z) z.
-            top_N, sum_N, picked_N, spread_N = (x_ND.new_empty(len(x_ND), dtype=ctx.dtype) for _ in range(4))
-            for part in _chunks(x_ND, weight, scoring):
-                h = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
-                z_CV = _logits(h, weight, bias, ctx.dtype, scoring)
-                picked_N[part] = _pick(z_CV, labels_N[part] - offset)
-                top_N[part] = _top(z_CV)
-                z_CV.sub_(_finite(top_N[part]))
+            for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, bias_V, labels_N, first, ctx.dtypes, scoring):
+                if z_CV.shape[1]:
+                    picked_N[part] = z_CV.gather(1, index).masked_fill_(~own, -math.inf).squeeze(1)
+                    top_N[part] = z_CV.amax(-1).clamp_(min=lowest)
+                z_CV.sub_(top_N[part].unsqueeze(-1))
+                e_CV = z_CV.exp() if entropy else z_CV.exp_()
+                sum_N[part] = e_CV.sum(-1)
                 if entropy:
-                    e_CV = z_CV.exp()
-                    sum_N[part] = e_CV.sum(-1)
                     spread_N[part] = e_CV.mul_(z_CV.clamp_(min=_LOWEST)).sum(-1).neg_()
-                else:
-                    sum_N[part] = z_CV.exp_().sum(-1)
-                del z_CV
+                del h, z_CV, e_CV
             if mesh is not None:
-                top_N, sum_N, picked_N, spread_N = _join(top_N, sum_N, picked_N, spread_N, entropy, mesh)
-            ignored = labels_N == IGNORE_INDEX
-            log_sum_N = sum_N.log()
-            logprobs = (picked_N - top_N - log_sum_N).masked_fill_(ignored, 0)
-            entropies = (spread_N / sum_N + log_sum_N).masked_fill_(ignored, 0) if entropy else torch.zeros_like(top_N)
-        ctx.save_for_backward(x_ND, weight_VD, bias_V, labels_N, offset, top_N, log_sum_N, entropies)
+                tops = failure.all_reduce(torch.stack([top_N, picked_N]), "max", mesh, "the largest logits")
+                shift_N = (top_N - tops[0]).clamp(min=_LOWEST)
+                sums = torch.stack([sum_N, spread_N - sum_N * shift_N]) * shift_N.exp()
+                sum_N, spread_N = failure.all_reduce(sums, "sum", mesh, "sums of exponentials").unbind()
+                top_N, picked_N = tops.unbind()
+            ignored_N, log_sum_N = labels_N == IGNORE_INDEX, sum_N.log()
+            logprobs = (picked_N - top_N - log_sum_N).masked_fill_(ignored_N, 0)
+            entropies = (
+                (spread_N / sum_N + log_sum_N).masked_fill_(ignored_N, 0) if entropy else torch.zeros_like(top_N)
+            )
+        ctx.save_for_backward(x_ND, weight_VD, bias_V, labels_N, first, top_N, log_sum_N, entropies)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "second derivatives through token_logprobs and linear_cross_entropy are not supported; call backward "
                 "without create_graph=True"
             )
-        scoring = ctx.scoring
+        scoring, (operand_dtype, dtype) = ctx.scoring, ctx.dtypes
         temperature, softcap, entropy, _, mesh = scoring
-        x_ND, weight_VD, bias_V, labels_N, offset, top_N, log_sum_N, entropies = ctx.saved_tensors
+        x_ND, weight_VD, bias_V, labels_N, first, top_N, log_sum_N, entropies = ctx.saved_tensors
+        g_N1, ge_N1 = (g.to(dtype).masked_fill(labels_N == IGNORE_INDEX, 0).unsqueeze(-1) for g in grads)
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # Hidden states are the same on all ranks of the mesh; their gradient is a sum over these, in float32.
+        summed = mesh is not None and weight_VD is not None
+        grad_x = torch.empty_like(x_ND, dtype=dtype if summed else x_ND.dtype) if need_x else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if need_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=dtype) if need_bias else None
         with torch.autocast(x_ND.device.type, enabled=False):
-            weight, bias = _operands(weight_VD, bias_V, ctx.operand_dtype, ctx.dtype)
-            ignored_N = labels_N == IGNORE_INDEX
-            g_N, ge_N = (g.to(ctx.dtype).masked_fill(ignored_N, 0) for g in grads)
-            need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-            # Hidden states are the same on all ranks of the mesh; their gradient is a sum over these, in float32.
-            summed = mesh is not None and weight is not None
-            grad_x = torch.empty_like(x_ND, dtype=ctx.dtype if summed else x_ND.dtype) if need_x else None
-            grad_weight = torch.zeros_like(weight_VD, dtype=ctx.dtype) if need_weight else None
-            grad_bias = torch.zeros_like(bias_V, dtype=ctx.dtype) if need_bias else None
-            for part in _chunks(x_ND, weight, scoring):
-                h = _without_ignored(x_ND[part], labels_N[part], ctx.operand_dtype)
-                z_CV = _logits(h, weight, bias, ctx.dtype, scoring)
+            weight = None if weight_VD is None else weight_VD.to(operand_dtype)
+            for part, h, z_CV, index, own in _chunks(x_ND, weight, bias_V, labels_N, first, ctx.dtypes, scoring):
                 slope = None if softcap is None else (z_CV * (temperature / softcap)).square_().neg_().add_(1)
-                z_CV.sub_(_finite(top_N[part])).sub_(log_sum_N[part].unsqueeze(-1))  # log-probabilities
-                g, ge = g_N[part].unsqueeze(-1), ge_N[part].unsqueeze(-1)
+                z_CV.sub_(top_N[part].unsqueeze(-1)).sub_(log_sum_N[part].unsqueeze(-1))  # log-probabilities
+                g, ge = g_N1[part], ge_N1[part]
+                d_CV = z_CV.exp() if entropy else z_CV.exp_()
                 if entropy:
-                    p_CV = z_CV.exp()
-                    d_CV = z_CV.clamp_(min=_LOWEST).add_(entropies[part].unsqueeze(-1)).mul_(ge).add_(g).mul_(p_CV)
-                    d_CV.neg_()
-                    del p_CV
+                    d_CV.mul_(z_CV.clamp_(min=_LOWEST).add_(entropies[part].unsqueeze(-1)).mul_(-ge).sub_(g))
                 else:
-                    d_CV = z_CV.exp_().mul_(-g)
-                _add_at_labels(d_CV, labels_N[part] - offset, g)
+                    d_CV.mul_(-g)
+                if d_CV.shape[1]:
+                    d_CV.scatter_add_(1, index, g * own)
                 if slope is not None:
                     d_CV.mul_(slope)
                 if temperature != 1:
                     d_CV.div_(temperature)
                 if grad_bias is not None:
                     grad_bias += d_CV.sum(0)
-                d_CV = d_CV.to(ctx.operand_dtype)
+                d_CV = d_CV.to(operand_dtype)
                 if grad_x is not None:
-                    grad_x[part] = d_CV if weight is None else _product(d_CV, weight, ctx.dtype)
-                if grad_weight is not None:
-                    _add_product(grad_weight, d_CV.t(), h)
-                del z_CV, d_CV, slope
+                    grad_x[part] = d_CV if weight is None else _product(d_CV, weight, dtype)
+                if grad_weight is not None and operand_dtype == dtype:
+                    grad_weight.addmm_(d_CV.t(), h)
+                elif grad_weight is not None:
+                    grad_weight += _product(d_CV.t(), h, dtype)
+                del h, z_CV, d_CV, slope
             if grad_x is not None and summed:
                 grad_x = failure.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
-        return (*_as_given((grad_x, grad_weight, grad_bias), (x_ND, weight_VD, bias_V)), *[None] * 7)
+        found = zip((grad_x, grad_weight, grad_bias), (x_ND, weight_VD, bias_V), strict=True)
+        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
 
 
-def _dtypes(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of the operands of products, and of everything else: float32 at least.
 
     A CUDA device multiplies bfloat16 (its own, or autocast's) into float32 sums without a copy in float32. Elsewhere
     the operands are float32, too, so that no product is rounded.
     """
-    dtype = torch.float32
-    for given in (x, *others):
-        dtype = dtype if given is None else torch.promote_types(dtype, given.dtype)
-    weight = others[0]
+    given = [t.dtype for t in (x, weight, bias) if t is not None]
+    dtype = functools.reduce(torch.promote_types, given, torch.float32)
     if weight is None or x.device.type != "cuda" or dtype != torch.float32:
         return dtype, dtype
-    if torch.is_autocast_enabled("cuda"):
-        low = torch.get_autocast_dtype("cuda") == torch.bfloat16
-    else:
-        low = x.dtype == weight.dtype == torch.bfloat16
-    return (torch.bfloat16 if low else dtype), dtype
+    low = [torch.get_autocast_dtype("cuda")] if torch.is_autocast_enabled("cuda") else given[:2]
+    return torch.bfloat16 if all(one == torch.bfloat16 for one in low) else dtype, dtype
 
 
-def _operands(
-    weight: torch.Tensor | None, bias: torch.Tensor | None, operand_dtype: torch.dtype, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (
-        None if weight is None else weight.to(operand_dtype),
-        None if bias is None else bias.to(dtype),
-    )
+def _chunks(
+    x_ND: Tensor, weight: Tensor | None, bias: Tensor | None, labels_N: Tensor, first: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype], scoring: Scoring,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Slices of tokens, their operands ``[C, D]`` and logits ``[C, V]``, which may be written to.
 
-
-def _as_given(
-    grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor | None, ...]
-) -> list[torch.Tensor | None]:
-    return [None if g is None or given is None else g.to(given.dtype) for g, given in zip(grads, inputs, strict=True)]
-
-
-def _chunks(x_ND: torch.Tensor, weight: torch.Tensor | None, scoring: Scoring) -> Iterator[slice]:
-    length, vocab = len(x_ND), x_ND.shape[-1] if weight is None else weight.shape[0]
+    And the labels' columns ``[C, 1]``, clipped to this rank's, and which of them are this rank's.
+    """
+    operand_dtype, dtype = dtypes
+    weight = None if weight is None else weight.to(operand_dtype)
+    bias = None if bias is None else bias.to(dtype)
+    vocab = x_ND.shape[-1] if weight is None else weight.shape[0]
     chunk = scoring.chunk or max(1, CHUNK_LOGITS // max(1, vocab))
-    for start in range(0, length, chunk):
-        yield slice(start, min(start + chunk, length))
+    column_N1 = (labels_N - first).unsqueeze(-1)
+    index_N1, own_N1 = column_N1.clamp(0, max(vocab - 1, 0)), (column_N1 >= 0) & (column_N1 < vocab)
+    for start in range(0, len(x_ND), chunk):
+        part = slice(start, min(start + chunk, len(x_ND)))
+        # What padding holds, NaN included, is never read.
+        h = x_ND[part].masked_fill((labels_N[part] == IGNORE_INDEX).unsqueeze(-1), 0).to(operand_dtype)
+        z = h if weight is None else _product(h, weight.t(), dtype)
+        if bias is not None:
+            z.add_(bias)
+        if scoring.softcap is not None:
+            z.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+        if scoring.temperature != 1:
+            z.div_(scoring.temperature)
+        yield part, h, z, index_N1[part], own_N1[part]
+        del h, z  # before the next chunk is made
 
 
-def _without_ignored(x: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of `x` in which rows of ignored labels are 0: what padding holds, NaN included, is never read."""
-    return x.masked_fill((labels == IGNORE_INDEX).unsqueeze(-1), 0).to(dtype)
-
-
-def _logits(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, scoring: Scoring
-) -> torch.Tensor:
-    """A chunk's logits ``[C, V]``, in a tensor that may be written to."""
-    z = x if weight is None else _product(x, weight.t(), dtype)
-    if bias is not None:
-        z.add_(bias)
-    if scoring.softcap is not None:
-        z.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    return z if scoring.temperature == 1 else z.div_(scoring.temperature)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(_product(a, b, total.dtype))
-
-
-def _finite(top_C: torch.Tensor) -> torch.Tensor:
-    """`top_C` as a column, 0 where every logit of this rank is -inf, for a difference that is not NaN."""
-    return top_C.masked_fill(top_C == -math.inf, 0).unsqueeze(-1)
-
-
-def _top(z_CV: torch.Tensor) -> torch.Tensor:
-    # A rank may have no row of the vocabulary.
-    return z_CV.amax(-1) if z_CV.shape[-1] else z_CV.new_full(z_CV.shape[:1], -math.inf)
-
-
-def _own(z_CV: torch.Tensor, index_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices as a column inside ``[0, V)``, and which of them were."""
-    vocab = z_CV.shape[-1]
-    return index_C.clamp(0, vocab - 1).unsqueeze(-1), ((index_C >= 0) & (index_C < vocab)).unsqueeze(-1)
-
-
-def _pick(z_CV: torch.Tensor, index_C: torch.Tensor) -> torch.Tensor:
-    """The label's logit, or -inf where another rank has it."""
-    if not z_CV.shape[-1]:
-        return _top(z_CV)
-    index, own = _own(z_CV, index_C)
-    return z_CV.gather(1, index).masked_fill_(~own, -math.inf).squeeze(-1)
-
-
-def _add_at_labels(d_CV: torch.Tensor, index_C: torch.Tensor, g: torch.Tensor) -> None:
-    if d_CV.shape[-1]:
-        index, own = _own(d_CV, index_C)
-        d_CV.scatter_add_(1, index, g * own)
-
-
-def _join(
-    top_N: torch.Tensor,
-    sum_N: torch.Tensor,
-    picked_N: torch.Tensor,
-    spread_N: torch.Tensor,
-    entropy: bool,
-    mesh: DeviceMesh,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The four statistics of the whole vocabulary from those of each rank's rows."""
-    both = failure.all_reduce(torch.stack([top_N, picked_N]), "max", mesh, "the largest logits")
-    top, picked = both.unbind()
-    shift = (top_N - top).clamp(min=_LOWEST)  # both -inf: NaN, as one device has it
-    share = shift.exp()
-    sums = [sum_N * share]
-    if entropy:
-        sums.append(share * (spread_N - sum_N * shift))
-    joined = failure.all_reduce(torch.stack(sums), "sum", mesh, "sums of exponentials")
-    return top, joined[0], picked, joined[1] if entropy else spread_N

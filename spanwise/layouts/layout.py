@@ -271,10 +271,20 @@ class Layout:
         >>> Layout.from_owners([0, 0, 1], num_ranks=2, seq_len=3, block_size=1).slots()
         array([[0, 1, 2]])
         """
+        length, shift = self.shifts()
+        tokens = np.arange(self.batch_size * self.seq_len)
+        return (tokens + np.repeat(shift, length)).reshape(self.batch_size, self.seq_len)
+
+    def shifts(self) -> Int64:
+        """`slots` in runs: their tokens, and the differences of slots to positions, counted through all batch rows.
+
+        Returns:
+            int64 ``[2, num_runs]``, the runs of a batch row behind those of the one before.
+        """
         rows = [self.slot_runs(row) for row in range(self.batch_size)]
-        first = np.concatenate([slot for _, slot in rows])
         length = np.concatenate([runs[:, 1] - runs[:, 0] for runs, _ in rows])
-        return ragged_arange(np.column_stack([first, first + length])).reshape(self.batch_size, self.seq_len)
+        shift = [slot - runs[:, 0] - row * self.seq_len for row, (runs, slot) in enumerate(rows)]
+        return np.stack([length, np.concatenate(shift)])
 
     def slot_runs(self, row: int = 0) -> tuple[Int64, Int64]:
         """All runs of a batch row, ascending, int64 ``[n, 2]``, and the slot of the first token of each, ``[n]``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, SupportsIndex
 
@@ -45,6 +46,19 @@ def check_positive(value: SupportsIndex, name: str) -> int:
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
+
+
+def check_finite(value: Any, name: str, *, positive: bool = False, like: str = "") -> None:
+    """``ValueError`` unless `value` is a finite number, above 0 if `positive`; `like` ends the message."""
+    if not (0 if positive else -math.inf) < value < math.inf:
+        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}{like}")
+
+
+def check_shape(x: Any, name: str, *wanted: int | str, like: str = "") -> None:
+    """``ValueError`` unless an array or tensor has the sizes `wanted`; a name stands for any size."""
+    given = tuple(x.shape)
+    if len(given) != len(wanted) or any(not isinstance(w, str) and w != n for w, n in zip(wanted, given, strict=True)):
+        raise ValueError(f"{name} must be [{', '.join(map(str, wanted))}]{like}, got {given}")
 
 
 def check_window(window: Any, seq_len: int, *, causal: bool = True) -> tuple[np.int32, np.int32]:

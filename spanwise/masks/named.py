@@ -1,15 +1,17 @@
-"""Constructors of named masks; `SpanMask` inherits them. `patterns` holds the array functions behind them."""
+"""Constructors of named masks; `SpanMask` inherits them. Each makes canonical arrays, which nobody sorts."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import offsets, patterns, spans, trees
-from spanwise.masks.checks import check_length, check_offsets
+from spanwise.masks import offsets, spans, trees
+from spanwise.masks.arrays import Int32
+from spanwise.masks.checks import check_length, check_lengths, check_offsets, check_positive, check_window
 from spanwise.masks.span_arrays import SpanArrays
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class NamedMasks(SpanArrays):
         """
         rows = check_length(q_len, "q_len")
         keys = rows if kv_len is None else check_length(kv_len, "kv_len")
-        return cls._trusted(*patterns.full(rows, keys), keys)
+        return cls._trusted(np.zeros((1, 1, rows), np.int32), np.full((1, 1, rows), keys, np.int32), keys)
 
     @classmethod
     def causal(cls, seq_len: SupportsIndex) -> Self:
@@ -44,7 +46,7 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.causal(4).area()
         array([[1, 2, 3, 4]])
         """
-        return cls._trusted(*patterns.causal(seq_len))
+        return cls.documents([0, check_length(seq_len, "seq_len")])._with_offsets(None)
 
     @classmethod
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
@@ -54,7 +56,9 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.sliding_window(6, left=2).area()
         array([[1, 2, 3, 3, 3, 3]])
         """
-        return cls._trusted(*patterns.sliding_window(seq_len, left, right))
+        length = check_length(seq_len, "seq_len")
+        start, end = _window(length, *check_window((left, right), length))
+        return cls._trusted(start[None, None], end[None, None])
 
     @classmethod
     def documents(
@@ -86,8 +90,20 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.documents([0, 2, 7], chunk=3).area()
         array([[1, 2, 1, 2, 3, 1, 2]])
         """
-        made = cls._trusted(*patterns.documents(cu_seqlens, causal, window, chunk))
-        return made._with_offsets((check_offsets(cu_seqlens),))
+        offsets = cu = check_offsets(cu_seqlens)
+        if chunk is not None:  # chunks are documents of their own
+            size = min(check_positive(chunk, "chunk"), max(int(cu[-1]), 1))
+            counts = -(-np.diff(cu) // size)
+            nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            cu = np.append(np.repeat(cu[:-1], counts) + nth * size, cu[-1])
+        seq_len, lengths = int(cu[-1]), np.diff(cu)
+        start = np.repeat(cu[:-1].astype(np.int32), lengths)
+        end = _next_key(seq_len) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
+        if window is not None:
+            window_start, window_end = _window(seq_len, *check_window(window, seq_len, causal=causal))
+            np.maximum(start, window_start, out=start)
+            np.minimum(end, window_end, out=end)
+        return cls._trusted(start[None, None], end[None, None])._with_offsets((offsets,))
 
     @classmethod
     def from_position_ids(
@@ -166,8 +182,14 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.prefix_lm([0, 5], [3]).area()
         array([[3, 3, 3, 4, 5]])
         """
-        made = cls._trusted(*patterns.prefix_lm(cu_seqlens, prefix_lens))
-        return made._with_offsets((check_offsets(cu_seqlens),))
+        cu, prefixes = check_offsets(cu_seqlens), check_lengths(prefix_lens, "prefix_lens")
+        if len(prefixes) != len(cu) - 1:
+            raise ValueError(f"prefix_lens needs an entry for each of {len(cu) - 1} documents, got {len(prefixes)}")
+        for at in np.flatnonzero(prefixes > np.diff(cu))[:1]:
+            raise ValueError(f"prefix_lens[{at}] = {prefixes[at]}, but document {at} has {cu[at + 1] - cu[at]} tokens")
+        causal = cls.documents(cu)
+        prefix_end = np.repeat((cu[:-1] + prefixes).astype(np.int32), np.diff(cu))
+        return cls._trusted(causal.start, np.maximum(causal.end, prefix_end))._with_offsets(causal.cu_seqlens)
 
     @classmethod
     def shared_prefix(cls, prefix_len: SupportsIndex, suffix_lens: Any) -> Self:
@@ -181,7 +203,11 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.shared_prefix(2, [1, 2]).area()
         array([[1, 2, 3, 3, 4]])
         """
-        return cls._trusted(*patterns.shared_prefix(prefix_len, suffix_lens))
+        prefix, suffixes = check_length(prefix_len, "prefix_len"), check_lengths(suffix_lens, "suffix_lens")
+        seq_len = check_length(prefix + int(suffixes.sum()), "prefix_len + sum(suffix_lens)")
+        own = np.zeros(seq_len, np.int32)  # first token of the row's own answer
+        own[prefix:] = np.repeat((prefix + np.cumsum(suffixes) - suffixes).astype(np.int32), suffixes)
+        return cls._trusted(*_with_shared(prefix, own, _next_key(seq_len)))
 
     @classmethod
     def tree(
@@ -236,7 +262,18 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.block_causal(6, 2, num_previous=1).area()
         array([[2, 2, 4, 4, 4, 4]])
         """
-        return cls._trusted(*patterns.block_causal(seq_len, block_len, num_previous, global_tokens))
+        length, size = check_length(seq_len, "seq_len"), check_positive(block_len, "block_len")
+        previous, shared = (operator.index(x) if x is not None else None for x in (num_previous, global_tokens))
+        if previous is not None and previous < 0:
+            raise ValueError(f"num_previous must be at least 0, or None for all earlier blocks, got {previous}")
+        if shared is None or not 0 <= shared <= length:
+            raise ValueError(f"global_tokens must be between 0 and seq_len = {length}, got {shared}")
+        width = np.int32(min(size, max(length, 1)))
+        block = np.arange(length, dtype=np.int32) // width
+        start, end = np.zeros(length, np.int32), np.minimum((block + np.int32(1)) * width, np.int32(length))
+        if previous is not None:
+            start = np.maximum(block - np.int32(min(previous, length)), np.int32(0)) * width
+        return cls._trusted(*_with_shared(shared, start, np.maximum(end, np.int32(shared))))
 
     @classmethod
     def _stacked(cls, rows: Sequence[Self]) -> Self:
@@ -245,3 +282,23 @@ class NamedMasks(SpanArrays):
             return rows[0]
         made = cls._trusted(*spans.stack([(row.start, row.end, row.kv_len) for row in rows]))
         return made._with_offsets(offsets.stacked([(row.cu_seqlens, 1) for row in rows]))
+
+
+def _next_key(seq_len: int) -> Int32:
+    """The end of a causal row: ``i + 1``."""
+    return np.arange(1, seq_len + 1, dtype=np.int32)
+
+
+def _window(seq_len: int, left: np.int32, right: np.int32) -> tuple[Int32, Int32]:
+    """One span for each row, int32 ``[q_len]`` each: the keys ``i - left … i + right`` that exist."""
+    row = np.arange(seq_len, dtype=np.int32)
+    return np.maximum(row - left, np.int32(0)), np.minimum(row + (right + np.int32(1)), np.int32(seq_len))
+
+
+def _with_shared(shared: int, start: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """Spans ``[start, end)`` ``[q_len]``, and the first `shared` keys for rows that start behind them."""
+    apart = start > shared  # otherwise the shared keys and the row's own are one span
+    if shared == 0 or not apart.any():
+        return (start if shared == 0 else np.zeros_like(start))[None, None], end[None, None]
+    starts = np.stack([np.zeros_like(start), start * apart])
+    return starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None]

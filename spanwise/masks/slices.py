@@ -16,6 +16,7 @@ import numpy as np
 from spanwise.masks import spans
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, int_array
+from spanwise.masks.stretches import Stretches, span_arrays
 
 _PAIRS_AT_ONCE = 2**21
 """Pairs of a band and a slice that are looked at together; they take about 300 MiB."""
@@ -192,20 +193,14 @@ def _check_spans(pairs: _Pairs, edges: Int64, limit: int) -> None:
 
 def _rows(pairs: _Pairs, edges: Int64, q_len: int) -> tuple[Int32, Int32]:
     """Canonical arrays ``[1, num_spans, q_len]`` of the bands."""
-    heights = np.diff(edges)
-    count = np.bincount(pairs.band, minlength=len(heights))
+    count = np.bincount(pairs.band, minlength=max(len(edges) - 1, 1))
     slot = np.arange(len(pairs.band)) - (np.cumsum(count) - count)[pairs.band]
-    out = np.zeros((2, 1, max(int(count.max(initial=0)), 1), q_len), np.int32)
-    later = np.arange(q_len, dtype=np.int32) - np.repeat(edges[:-1].astype(np.int32), heights)
-    for j in range(out.shape[2]):
-        at = np.flatnonzero(slot == j)
-        for side, (begin, step) in enumerate(((pairs.start, pairs.start_step), (pairs.end, pairs.end_step))):
-            begins, steps = np.zeros((2, len(heights)), np.int32)
-            begins[pairs.band[at]], steps[pairs.band[at]] = begin[at], step[at]
-            out[side, 0, j] = np.repeat(begins, heights)
-            if steps.any():
-                out[side, 0, j] += np.repeat(steps, heights) * later
-    start, end = spans.canonicalise(out[0], out[1])
+    slots = []
+    for j in range(max(int(count.max(initial=0)), 1)):
+        of = pairs.take(np.flatnonzero(slot == j))
+        slots.append(Stretches(edges[of.band], edges[of.band + 1], of.start, of.end, of.start_step, of.end_step))
+    start, end = span_arrays(slots, q_len)
+    start, end = spans.canonicalise(start[None], end[None])
     return spans.trim(start.copy(), end.copy())
 
 

@@ -8,10 +8,10 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from spanwise.masks import slices, steps
+from spanwise.masks import slices
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.checks import check_unbatched
-from spanwise.masks.stretches import Stretches, stretches_of
+from spanwise.masks.stretches import Stretches, span_arrays, stretches_of
 
 _Mask = TypeVar("_Mask", bound="SpanArrays")
 
@@ -172,12 +172,20 @@ class SpanArrays:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = steps.packed(self.start), steps.packed(self.end)
-        return type(self)._unpickled, (*arrays, self.kv_len, self.cu_seqlens)
+        # 1M tokens of documents are some 20 kB of stretches, 8 MB of spans.
+        slots = [np.array(of, np.int32) for row in range(self.batch_size) for of in self.stretches(row)]
+        short = sum(of.size for of in slots) < self.start.size
+        spans = slots if short else [self.start, self.end]
+        return type(self)._unpickled, (spans, short, self.start.shape, self.kv_len, self.cu_seqlens)
 
     @classmethod
-    def _unpickled(cls: type[_Mask], start: Any, end: Any, kv_len: int, cu_seqlens: Any) -> _Mask:
-        return cls._trusted(steps.unpacked(start), steps.unpacked(end), kv_len, cu_seqlens)
+    def _unpickled(
+        cls: type[_Mask], spans: list[Int32], short: bool, shape: tuple[int, ...], kv_len: int, cu_seqlens: Any
+    ) -> _Mask:
+        if short:
+            spans = list(span_arrays([Stretches(*of.astype(np.int64)) for of in spans], shape[2]))
+        start, end = (x.reshape(shape) for x in spans)
+        return cls._trusted(start, end, kv_len, cu_seqlens)
 
     def __repr__(self) -> str:
         cells = self.batch_size * self.q_len * self.kv_len

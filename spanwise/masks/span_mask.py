@@ -211,8 +211,7 @@ class SpanMask(NamedMasks):
                [4, 8]])
         """
         check_unbatched("keys_read", self.batch_size)
-        runs = check_runs(q_runs, self.q_len, "q_runs")
-        return spans.keys_read(spans.take_runs(self.start[0], runs), spans.take_runs(self.end[0], runs))
+        return self.keys_read_many([check_runs(q_runs, self.q_len, "q_runs")])[0]
 
     def keys_read_many(self, q_runs: Sequence[Any]) -> list[Int64]:
         """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask's stretches.

@@ -225,7 +225,7 @@ def merge_runs(start: IntArray, end: IntArray) -> Int64:
     return np.stack([start[first], reach[last]], axis=1)
 
 
-# ---------------------------------------------------------------- chains and unions over rows
+# ---------------------------------------------------------------- chains of rows
 
 
 def chain_breaks(start: IntArray, end: IntArray) -> Bool:
@@ -236,16 +236,3 @@ def chain_breaks(start: IntArray, end: IntArray) -> Bool:
     breaks[1:] |= start[1:] < start[:-1]
     breaks[1:] |= end[1:] < end[:-1]
     return breaks
-
-
-def keys_read(start: Int32, end: Int32) -> Int64:
-    """Union of all spans of ``[num_spans, rows]`` arrays as int64 runs ``[n, 2]``."""
-    lows, highs = [start[0, :0]], [end[0, :0]]
-    for s, e in zip(start, end, strict=True):
-        filled = s < e
-        if not filled.all():
-            s, e = s[filled], e[filled]
-        first = np.flatnonzero(chain_breaks(s, e))
-        lows.append(s[first])
-        highs.append(e[np.append(first[1:], len(s))[: len(first)] - 1])
-    return merge_runs(np.concatenate(lows), np.concatenate(highs))

@@ -91,6 +91,22 @@ def stretches_of(start: Int32, end: Int32) -> Stretches:
     return Stretches(first, stop, start_at, end_at, start[second] - start_at, end[second] - end_at)
 
 
+def span_arrays(slots: Sequence[Stretches], q_len: int) -> tuple[Int32, Int32]:
+    """``start, end`` ``[num_slots, q_len]`` of the stretches of each slot; (0, 0) in rows of none."""
+    found = np.empty((2, len(slots), q_len), np.int32)
+    for j, of in enumerate(slots):
+        rows = np.append(0, np.column_stack([of.first, of.stop]))  # each stretch, and the gap behind it
+        length = np.diff(rows, append=q_len)
+        for side, (begin, step) in enumerate(((of.start, of.start_step), (of.end, of.end_step))):
+            value, steps = (np.append(0, np.column_stack([x, np.zeros_like(x)])) for x in (begin, step))
+            last = value + steps * (length - 1)
+            some = np.flatnonzero(length)
+            changes = np.repeat(steps.astype(np.int32), length)
+            changes[rows[some]] = value[some] - np.append(0, last[some[:-1]])[: len(some)]
+            np.cumsum(changes, dtype=np.int32, out=found[side, j])
+    return found[0], found[1]
+
+
 def cut(slots: Sequence[Stretches], runs: Int64) -> tuple[Int64, Stretches]:
     """The parts of stretches that lie in runs of rows ``[m, 2]``; each part with the index of its run, ``[n]``.
 

@@ -9,13 +9,14 @@ Segments come in the order of the plan, and go through `chunkwise` by length. Au
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from spanwise.recurrence import chunkwise, chunkwise_backward, tokenwise
-from spanwise.recurrence.chunkwise import Inputs, wide
+from spanwise.recurrence import chunkwise, tokenwise
+from spanwise.recurrence.slabs import Inputs, passed, slabs, wide
 
 Tensor = torch.Tensor
 Given = ParamSpec("Given")
@@ -40,10 +41,12 @@ def run(
     order: Tensor, counts: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs ``[T, H, V]`` of segments, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
-    out = v.new_zeros(v.shape[0] + 1, *v.shape[1:])
-    state = state.index_select(0, order)
-    run_chunks = tokenwise.run if _tokenwise(beta, v) else chunkwise.run
-    run_chunks(Inputs(q, k, v, log_decay, beta), tokens, counts, state, scale, out)
+    inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
+    out, state = _one_more(v), state.index_select(0, order)
+    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+        for slab in group:
+            of = form.terms(slab, inputs)
+            form.put(out, slab.tokens, form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale))
     return out[:-1].clone(), _restored(state, order)
 
 
@@ -64,11 +67,25 @@ def opened(
         ``[T, H, V]`` and ``[T, H, K]``: outputs are the first and the second times S; 0 elsewhere. And the maps of the
         segments, ``[P, F]``.
     """
-    dtype, rows = wide(v.dtype), v.shape[0] + 1
-    out = v.new_zeros(rows, *v.shape[1:], dtype=dtype)
-    reads = v.new_zeros(rows, log_decay.shape[1], k.shape[2], dtype=dtype)
-    open_chunks = tokenwise.opened if _tokenwise(beta, v) else chunkwise.opened
-    a, b = open_chunks(Inputs(q, k, v, log_decay, beta), tokens, counts, order.shape[0], scale, out, reads)
+    inputs, form, keys, values = Inputs(q, k, v, log_decay, beta), _form(beta, v), k.shape[2], v.shape[2]
+    dtype, heads, dense = wide(v.dtype), inputs.heads, beta is not None
+    out = v.new_zeros(v.shape[0] + 1, heads, values, dtype=dtype)
+    reads = v.new_zeros(v.shape[0] + 1, heads, keys, dtype=dtype)
+    decay = v.new_ones(order.shape[0], heads, log_decay.shape[2], dtype=dtype)
+    # The columns of a dense A are states that begin as the identity and get no values.
+    state = v.new_zeros(order.shape[0], heads, keys, values + dense * keys, dtype=dtype)
+    state[..., values:] = torch.eye(keys, dtype=dtype, device=v.device)[:, : dense * keys]
+    for first, stop, group in slabs(tokens, counts, heads, form.largest(inputs)):
+        for slab in group:
+            of = form.terms(slab, inputs)
+            found = form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale)
+            form.put(out, slab.tokens, found[..., :values])
+            if dense:
+                form.put(reads, slab.tokens, found[..., values:])
+            else:
+                earlier = passed(slab.sizes, of.since.select(form.TOKENS, -1), decay[first:stop])
+                form.put(reads, slab.tokens, scale * of.q * (earlier.unsqueeze(form.TOKENS) * of.since))
+    a, b = state[..., values:] if dense else decay, state[..., :values]
     maps = _restored(torch.cat([a.flatten(1), b.flatten(1)], dim=1), order)
     return out[:-1].clone(), reads[:-1].clone(), maps
 
@@ -94,7 +111,7 @@ def read(
     heads, keys, values = state.shape[1:]
     out = reads.new_zeros(reads.shape[0] + 1, heads, values)
     by_length = state.index_select(0, order)
-    for first, _, group in chunkwise.slabs(tokens, counts, heads, keys + values):
+    for first, _, group in slabs(tokens, counts, heads, keys + values):
         for slab in group:
             before = torch.cat([by_length[first : first + size] for size in slab.sizes])
             chunkwise.put(out, slab.tokens, chunkwise.taken(reads, slab.tokens, heads) @ before)
@@ -117,9 +134,13 @@ def adjoint(
     counts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Gradients ``[P, H, K, V]`` of the states before segments through the outputs of the segments."""
-    back = tokenwise.adjoint if _tokenwise(beta, d_out) else chunkwise_backward.adjoint
-    inputs = Inputs(q, k, None, log_decay, beta)
-    return _restored(back(inputs, tokens, counts, order.shape[0], d_out, scale), order)
+    inputs, form = Inputs(q, k, None, log_decay, beta), _form(beta, d_out)
+    d_state = d_out.new_zeros(order.shape[0], inputs.heads, k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
+    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+        for slab in reversed(group):
+            slab_out = form.taken(d_out, slab.tokens, inputs.heads) * scale
+            form.scan_back(slab, form.terms(slab, inputs), slab_out, d_state[first:stop])
+    return _restored(d_state, order)
 
 
 @adjoint.register_fake
@@ -138,15 +159,23 @@ def vjp(
     Args:
         state, d_state: ``[P, H, K, V]``, states before the segments, gradients of those after.
     """
-    inputs = Inputs(q, k, v, log_decay, beta)
-    grads = Inputs(
-        _one_more(q), _one_more(k), _one_more(v), _one_more(log_decay), None if beta is None else _one_more(beta)
-    )
+    inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
+    grads = [None if x is None else _one_more(x) for x in inputs]
     state, d_state = state.index_select(0, order), d_state.index_select(0, order)
-    vjp_chunks = tokenwise.vjp if _tokenwise(beta, v) else chunkwise_backward.vjp
-    vjp_chunks(inputs, tokens, counts, state, d_out, d_state, scale, grads)
-    found = [k.new_empty(0) if x is None else x[:-1].clone() for x in grads]
-    return [*found, _restored(d_state, order)]
+    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+        mine, entries = state[first:stop], []
+        for slab in group[:-1]:  # the states before each slab, computed again
+            entries.append(mine.clone())
+            form.scan(slab, form.terms(slab, inputs), mine)
+        for slab, entry in zip(reversed(group), [mine, *reversed(entries)], strict=True):
+            of, slab_out = form.terms(slab, inputs), form.taken(d_out, slab.tokens, inputs.heads) * scale
+            states = form.scan(slab, of, entry)
+            back = form.scan_back(slab, of, slab_out, d_state[first:stop])
+            for grad, found in zip(grads, form.gradients(of, states, slab_out, back), strict=True):
+                if grad is not None:
+                    form.put(grad, slab.tokens, found)
+    each = [k.new_empty(0) if x is None else x[:-1].clone() for x in grads]
+    return [*each, _restored(d_state, order)]
 
 
 @vjp.register_fake
@@ -199,9 +228,9 @@ def map_features(heads: int, keys: int, values: int, decays: int, dense: bool) -
     return heads * ((keys * keys if dense else decays) + keys * values)
 
 
-def _tokenwise(beta: Tensor | None, values: Tensor) -> bool:
-    """Whether `tokenwise` computes the layer: a linear one whose heads have one value each."""
-    return beta is None and values.shape[-1] == 1
+def _form(beta: Tensor | None, values: Tensor) -> types.ModuleType:
+    """The form in which a layer is computed: `tokenwise` a linear one whose heads have one value each."""
+    return tokenwise if beta is None and values.shape[-1] == 1 else chunkwise
 
 
 def _one_more(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """One rank's chunks of a gated recurrence: states, outputs and gradients, without a loop over tokens.
 
+`_ops` calls these functions slab by slab.
+
 Inside a chunk the recurrence is a few products of matrices; states pass from chunk to chunk, all segments and heads at
 once. With S the state before a chunk, D[i, j] the decay from token j to token i, and tril the lower triangle:
 
@@ -11,123 +13,61 @@ once. With S the state before a chunk, D[i, j] the decay from token j to token i
 The delta rule's form is that of DeltaNet (Yang et al., arXiv 2406.06484) with decays (arXiv 2412.06464). Sums of log
 decays run over exactly the tokens between j and i, so that nothing cancels: decays may be 0 and products may underflow,
 but no exponent is positive.
+
+In the backward the adjoint state passes from the end to the start. With G the gradient of the state after a chunk and
+dO that of its outputs, times the scale:
+
+    dU = tril(Q Kᵀ · D)ᵀ dO + (decay to the end · K) G
+    G' = (decay · Q)ᵀ dO + decay G - Wᵀ dU         W = (I + …)⁻¹ β (decay · K), delta rule only
+
+Everything else follows chunk by chunk, from the states before and the gradients after each chunk, all at once.
+docs/decisions says how much slower autograd of the forward is.
 """
 
 # n chunks, H heads, C tokens of a chunk, K key dim, V value dim, d 1 or K: dims of a decay; P segments
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from spanwise.recurrence.slabs import Inputs, Slab, rows, write
+
 Tensor = torch.Tensor
 
-
-class Inputs(NamedTuple):
-    """Tokens of a rank: q, k ``[T, h, K]``, v ``[T, H, V]``, log_decay ``[T, H, d]``, beta ``[T, H]``.
-
-    h divides H: a head of q or k serves consecutive heads of v. `beta` is None for linear attention, q or v where
-    they are not used.
-    """
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor | None
-    log_decay: Tensor
-    beta: Tensor | None
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self.log_decay.shape[1]
-
-
-class Slab(NamedTuple):
-    """Consecutive steps of some segments: their chunks ``[n, C]``, and how many chunks each step has."""
-
-    tokens: Tensor
-    sizes: list[int]
+#: Dim of the tokens in tensors of chunks.
+TOKENS = 2
 
 
 class Terms(NamedTuple):
     """What the chunks of a slab need whatever the state; ``[n, H, …]``, in float32 at least."""
 
     k: Tensor  # [C, K]
-    q: Tensor | None  # [C, K]
+    q: Tensor  # [C, K]
     v: Tensor | None  # [C, V]
     beta: Tensor | None  # [C, 1]
     pairs: Tensor  # [C, C, d], decay from token j to token i
     since: Tensor  # [C, d], decay from the chunk's start, with token i's own
     until: Tensor  # [C, d], decay from token i to the chunk's end
     kk: Tensor | None  # [C, C]
-    qk: Tensor | None  # [C, C]
+    qk: Tensor  # [C, C]
     system: Tensor | None  # [C, C], I + tril(beta kk, -1)
     solved_k: Tensor | None  # [C, K]
     values: Tensor | None  # [C, V], v, or solved
 
 
-# Elements of the largest tensor of a slab. CPU seconds on one core, 4,096 tokens, 8 heads of 64, forward and backward:
-# gdn 0.35, kda 0.82; with 2**24 elements 0.52 and 1.31; with chunks of 32 tokens in place of 16 0.35 and 1.11.
-_SLAB = 1 << 20
-
-
-def slabs(tokens: Tensor, counts: Tensor, heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
-    """Batches ``[first, stop)`` of the segments, by length, each with its slabs in order.
-
-    Args:
-        tokens: ``[N, C]``, chunks step by step.
-        counts: segments that have a chunk at each step.
-        dims: elements of a chunk's largest tensor, over C.
-    """
-    steps: list[int] = counts.tolist()
-    offsets = [sum(steps[:i]) for i in range(len(steps))]
-    most = max(1, _SLAB // max(heads * tokens.shape[1] * dims, 1))
-    for first in range(0, steps[0] if steps else 0, most):
-        found: list[Slab] = []
-        rows: list[Tensor] = []
-        sizes: list[int] = []
-        stop = min(first + most, steps[0])
-        for offset, count in zip(offsets, steps, strict=True):
-            size = min(count, stop) - first
-            if size <= 0:
-                break
-            if sum(sizes) + size > most and sizes:
-                found.append(Slab(torch.cat(rows), sizes))
-                rows, sizes = [], []
-            rows.append(tokens[offset + first : offset + first + size])
-            sizes.append(size)
-        yield first, stop, [*found, Slab(torch.cat(rows), sizes)]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and sums: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rows(x: Tensor, tokens: Tensor) -> Tensor:
-    """The rows `tokens` of `x` ``[T, …]``, in float32 at least; zeros in places that no token fills."""
-    found = x.index_select(0, tokens.flatten().clamp(max=x.shape[0] - 1)).to(wide(x.dtype))
-    empty = (tokens.flatten() == x.shape[0]).view(-1, *[1] * (x.dim() - 1))
-    return found.masked_fill_(empty, 0).unflatten(0, tokens.shape)
+def largest(inputs: Inputs) -> int:
+    """Elements of a chunk's largest tensor, over C."""
+    keys = inputs.k.shape[-1]
+    return keys * (16 if inputs.log_decay.shape[-1] > 1 else 4)
 
 
 def taken(x: Tensor, tokens: Tensor, heads: int) -> Tensor:
     """``[n, H, C, …]``, the tokens of chunks of ``[T, h, …]``."""
     chunks = rows(x, tokens).transpose(1, 2)
     return chunks if chunks.shape[1] == heads else chunks.repeat_interleave(heads // chunks.shape[1], 1)
-
-
-def write(out: Tensor, tokens: Tensor, found: Tensor) -> None:
-    """Writes ``[*tokens.shape, H, …]`` to rows of `out` ``[T + 1, h, …]``, summed over heads that share one of `out`.
-
-    The last row of `out` takes what is empty.
-    """
-    if found.shape[2] != out.shape[1]:
-        found = found.unflatten(2, (out.shape[1], -1)).sum(3)
-    out.index_copy_(0, tokens.flatten(), found.flatten(0, 1).to(out.dtype))
 
 
 def put(out: Tensor, tokens: Tensor, chunks: Tensor) -> None:
@@ -152,28 +92,24 @@ def between(log_decay: Tensor) -> Tensor:
 def terms(slab: Slab, inputs: Inputs) -> Terms:
     """What the chunks of a slab need whatever the state."""
     q, k, v, g, beta = (x if x is None else taken(x, slab.tokens, inputs.heads) for x in inputs)
-    assert k is not None and g is not None
-    size = k.shape[2]
+    assert q is not None and k is not None and g is not None
     pairs = between(g)
-    since = g.cumsum(2).exp()
-    until = pairs[:, :, -1]
+    since, until = g.cumsum(2).exp(), pairs[:, :, -1]
     if g.shape[-1] == 1:
-        qk = None if q is None else q @ k.mT * pairs[..., 0]
+        qk = q @ k.mT * pairs[..., 0]
         kk = None if beta is None else k @ k.mT * pairs[..., 0]
     else:
         decayed = pairs * k.unsqueeze(2)
-        qk = None if q is None else (decayed @ q.unsqueeze(-1)).squeeze(-1)
+        qk = (decayed @ q.unsqueeze(-1)).squeeze(-1)
         kk = None if beta is None else (decayed @ k.unsqueeze(-1)).squeeze(-1)
-    if beta is None:
+    if beta is None or kk is None:
         return Terms(k, q, v, None, pairs, since, until, None, qk, None, None, v)
     beta = beta.unsqueeze(-1)
-    assert kk is not None
-    system = (beta * kk).tril(-1) + torch.eye(size, dtype=k.dtype, device=k.device)
+    system = (beta * kk).tril(-1) + torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
     right = since * k if v is None else torch.cat([since * k, v], dim=-1)
     solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
-    keys = k.shape[-1]
-    values = None if v is None else solved[..., keys:]
-    return Terms(k, q, v, beta, pairs, since, until, kk, qk, system, solved[..., :keys], values)
+    solved_k, values = solved[..., : k.shape[-1]], solved[..., k.shape[-1] :]
+    return Terms(k, q, v, beta, pairs, since, until, kk, qk, system, solved_k, values)
 
 
 def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,68 +132,95 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(before), torch.cat(new)
 
 
-def run(inputs: Inputs, tokens: Tensor, counts: Tensor, state: Tensor, scale: float, out: Tensor) -> None:
-    """Writes outputs to `out` ``[T + 1, H, V]`` and the states after the segments to `state` ``[P, H, K, V]``.
+def outputs(of: Terms, states: tuple[Tensor, Tensor]) -> Tensor:
+    """``[n, H, C, V]``, not scaled yet; `states` from `scan`."""
+    before, new = states
+    return (of.since * of.q) @ before + of.qk @ new
+
+
+def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the state after, and of U of, every chunk of a slab.
 
     Args:
-        state: before the segments, by length.
+        d_out: ``[n, H, C, V]``, times the scale.
+        d_state: ``[P, H, K, V]``, of the states after the slab; afterwards of those before it.
     """
-    for first, stop, group in slabs(tokens, counts, inputs.heads, largest(inputs)):
-        for slab in group:
-            of = terms(slab, inputs)
-            put(out, slab.tokens, _outputs(of, *scan(slab, of, state[first:stop]), scale))
+    through_out, read, written = of.qk.mT @ d_out, (of.since * of.q).mT @ d_out, of.until * of.k
+    after, d_new, stop = [], [], sum(slab.sizes)
+    for size in reversed(slab.sizes):
+        chunks, leaving = slice(stop - size, stop), d_state[:size].clone()
+        after.append(leaving)
+        found = through_out[chunks] + written[chunks] @ leaving
+        d_new.append(found)
+        entering = read[chunks] + of.since[chunks, :, -1].unsqueeze(-1) * leaving
+        if of.solved_k is not None:
+            entering -= of.solved_k[chunks].mT @ found
+        d_state[:size] = entering
+        stop -= size
+    return torch.cat(after[::-1]), torch.cat(d_new[::-1])
 
 
-def _outputs(of: Terms, before: Tensor, new: Tensor, scale: float) -> Tensor:
-    assert of.q is not None and of.qk is not None
-    return scale * ((of.since * of.q) @ before + of.qk @ new)
-
-
-def largest(inputs: Inputs) -> int:
-    """Elements of a chunk's largest tensor, over C."""
-    keys = inputs.k.shape[-1]
-    return keys * (16 if inputs.log_decay.shape[-1] > 1 else 4)
-
-
-def opened(
-    inputs: Inputs, tokens: Tensor, counts: Tensor, segments: int, scale: float, out: Tensor, reads: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Segments before which the state S is not known yet: their outputs are ``out + reads @ S``.
+def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor, back: tuple[Tensor, Tensor]) -> list[Any]:
+    """Gradients of q, k, v, log_decay and beta, each ``[n, H, C, …]``.
 
     Args:
-        out: ``[T + 1, H, V]``, written.
-        reads: ``[T + 1, H, K]``, written.
-
-    Returns:
-        The maps ``S -> A S + B`` of the segments, by length: A ``[P, H, K, K]``, or for linear attention, whose maps
-        are diagonal, ``[P, H, d]``; and B ``[P, H, K, V]``.
+        states, back: from `scan` and `scan_back`.
+        d_out: ``[n, H, C, V]``, times the scale.
     """
-    assert inputs.v is not None
-    heads, keys, values = inputs.heads, inputs.k.shape[-1], inputs.v.shape[-1]
-    delta = inputs.beta is not None
-    decay = inputs.k.new_ones(segments, heads, inputs.log_decay.shape[-1], dtype=wide(inputs.k.dtype))
-    # The columns of A are states that begin as the identity and get no values.
-    state = decay.new_zeros(segments, heads, keys, values + delta * keys)
-    if delta:
-        state[..., values:] = torch.eye(keys, dtype=state.dtype, device=state.device)
-    for first, stop, group in slabs(tokens, counts, heads, largest(inputs)):
-        for slab in group:
-            of = terms(slab, inputs)
-            found = _outputs(of, *scan(slab, of, state[first:stop]), scale)
-            put(out, slab.tokens, found[..., :values])
-            if delta:
-                put(reads, slab.tokens, found[..., values:])
-                continue
-            assert of.q is not None
-            earlier = passed(slab.sizes, of.since[:, :, -1], decay[first:stop])
-            put(reads, slab.tokens, scale * (earlier.unsqueeze(2) * of.since) * of.q)
-    return (state[..., values:] if delta else decay), state[..., :values]
+    (before, new), (after, d_new) = states, back
+    d_qk = (d_out @ new.mT).tril()
+    d_read = d_out @ before.mT  # of decay · Q
+    d_written = new @ after.mT  # of decay to the end · K
+    d_total = (after * before).sum(-1)  # of the decay of the whole chunk
+    d_v, d_kk, d_beta, d_entered = d_new, None, None, None
+    if of.system is not None:
+        assert of.v is not None and of.beta is not None and of.kk is not None
+        d_right = torch.linalg.solve_triangular(of.system.mT, d_new, upper=True, unitriangular=True)
+        d_system = (d_right @ new.mT).tril(-1).neg_()
+        error = of.v - (of.since * of.k) @ before
+        d_beta = (d_right * error).sum(-1) + (d_system * of.kk).sum(-1)
+        d_v = of.beta * d_right
+        d_kk, d_entered = of.beta * d_system, -(d_v @ before.mT)  # of K Kᵀ · D and of decay · K
+    d_q, d_k, d_decay = _of_pairs(of, d_qk, d_kk)
+    d_q += of.since * d_read
+    d_k += of.until * d_written
+    d_since = of.since * of.q * d_read  # gradients of the logarithms of decays
+    d_until = of.until * of.k * d_written
+    if d_entered is not None:
+        d_k += of.since * d_entered
+        d_since += of.since * of.k * d_entered
+    d_total = of.since[:, :, -1] * d_total
+    if of.since.shape[-1] == 1:
+        d_since, d_until, d_total = (x.sum(-1, keepdim=True) for x in (d_since, d_until, d_total))
+    d_decay += d_since.flip(2).cumsum(2).flip(2) + d_total.unsqueeze(2)
+    d_decay[:, :, 1:] += d_until.cumsum(2)[:, :, :-1]
+    return [d_q, d_k, d_v, d_decay, d_beta]
 
 
-def passed(sizes: list[int], decay: Tensor, total: Tensor) -> Tensor:
-    """The decay before each chunk of a slab; `total` ``[P, H, d]`` passes through all of them."""
-    before = []
-    for size, each in zip(sizes, decay.split(sizes), strict=True):
-        before.append(total[:size].clone())
-        total[:size] *= each
-    return torch.cat(before)
+def _of_pairs(of: Terms, d_qk: Tensor, d_kk: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and log_decay through the products of pairs of tokens."""
+    if of.pairs.shape[-1] == 1:
+        pairs = of.pairs[..., 0]
+        d_q, d_k = (d_qk * pairs) @ of.k, (d_qk * pairs).mT @ of.q
+        d_log = d_qk * of.qk
+        if d_kk is not None:
+            assert of.kk is not None
+            d_k += (d_kk * pairs) @ of.k + (d_kk * pairs).mT @ of.k
+            d_log += d_kk * of.kk
+        d_log = d_log.unsqueeze(-1)
+    else:
+        decayed = of.pairs * of.k.unsqueeze(2)
+        d_q = (d_qk.unsqueeze(3) @ decayed).squeeze(3)
+        sent = d_qk.unsqueeze(-1) * of.q.unsqueeze(3)  # [i, j, K]
+        d_k = torch.zeros_like(d_q)
+        if d_kk is not None:
+            d_k += (d_kk.unsqueeze(3) @ decayed).squeeze(3)
+            sent += d_kk.unsqueeze(-1) * of.k.unsqueeze(3)
+        d_k += (sent * of.pairs).sum(2)
+        d_log = sent * decayed
+    # Token l decays the pairs with j < l <= i; as in `between`, a row of all chunks at a time.
+    d_decay, below = torch.zeros_like(d_log[:, :, 0]), torch.zeros_like(d_log[:, :, 0])
+    for row in reversed(range(d_log.shape[2])):
+        below += d_log[:, :, row]
+        d_decay[:, :, row] = below[:, :, :row].sum(2)
+    return d_q, d_k, d_decay

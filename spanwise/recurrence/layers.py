@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from spanwise import _torch
 from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_recurrence, plain, tells_refusals
+from spanwise.masks.checks import check_finite
 from spanwise.recurrence.passing import passed
 from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
@@ -194,8 +194,8 @@ def _check(
             )
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError("scale is a number and gets no gradient; multiply q by a scale that is learned")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt({keys})")
+    if scale is not None:
+        check_finite(scale, "scale", like=f"; None is 1 / sqrt({keys})")
 
 
 def _initial(

@@ -28,15 +28,8 @@ from spanwise.recurrence.route import RecurrenceRoute
 Tensor = torch.Tensor
 
 
-class _Way(NamedTuple):
-    """A `Passage` as an autograd function takes it: tensors in a list, and numbers."""
-
-    send: Tensor
-    compose: list[Tensor]  # chain, counts, reads, read_from, read_counts
-
-
 class _Table(NamedTuple):
-    """A `ChunkTable`; `cut` is what operators take."""
+    """A `ChunkTable` as an autograd function takes it; `cut` is what operators take."""
 
     starts: Tensor
     ends: Tensor
@@ -52,7 +45,7 @@ class _Table(NamedTuple):
         return not torch.compiler.is_compiling() and self.order.shape[0] == 0
 
 
-_TABLE, _WAY = 5, 6
+_WAYS, _COUNT = 4 * 5, 4 * 5 + 2 * 6  # tensors of four tables and two passages
 
 
 def _flat(route: RecurrenceRoute) -> list[Tensor]:
@@ -65,13 +58,13 @@ def _flat(route: RecurrenceRoute) -> list[Tensor]:
 
 
 def _tables(tensors: list[Tensor]) -> list[_Table]:
-    each = [tensors[at : at + _TABLE] for at in range(0, 4 * _TABLE, _TABLE)]
-    return [_Table(x[0], x[1], x[2:]) for x in each]
+    return [_Table(tensors[at], tensors[at + 1], tensors[at + 2 : at + 5]) for at in range(0, _WAYS, 5)]
 
 
-def _way(tensors: list[Tensor], backward: bool) -> _Way:
-    at = 4 * _TABLE + backward * _WAY
-    return _Way(tensors[at], tensors[at + 1 : at + _WAY])
+def _way(tensors: list[Tensor], backward: bool) -> tuple[Tensor, list[Tensor]]:
+    """Maps that are sent, and what `_ops.compose` takes."""
+    at = _WAYS + 6 * backward
+    return tensors[at], tensors[at + 1 : at + 6]
 
 
 def passed(
@@ -116,9 +109,9 @@ class _Passing(torch.autograd.Function):
         if apart:
             entries.append(initial.index_select(0, first.starts))
             out, states = _ops.run(*inputs, entries[1], *first.cut, scale)
-            way, in_middle = _way(tensors, backward=False), _ops.opened(*inputs, *middle.cut, scale)
+            (send, chain), in_middle = _way(tensors, False), _ops.opened(*inputs, *middle.cut, scale)
             own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
-            pending = _start(own, way.send, sizes[:2], name, what)
+            pending = _start(own, send, sizes[:2], name, what)
             outs.append(out)
         if not (apart and whole.skipped):
             out, states = _ops.run(*inputs, entries[0], *whole.cut, scale)
@@ -127,7 +120,7 @@ class _Passing(torch.autograd.Function):
         if apart:
             at_end = _ops.opened(*inputs, *last.cut, scale)
             rows = torch.cat([own, failure.wait(pending, what, name)])
-            entries += _ops.compose(rows, *way.compose, middle.order, last.order, *dims, False)
+            entries += _ops.compose(rows, *chain, middle.order, last.order, *dims, False)
             parts = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
             for table, (opened, reads, maps), entry in parts:
                 if not table.skipped:
@@ -144,8 +137,7 @@ class _Passing(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         check_first_order()
         q, k, v, log_decay, beta, a, *tensors = ctx.saved_tensors
-        count = 4 * _TABLE + 2 * _WAY
-        entries, (whole, first, middle, last) = tensors[count:], _tables(tensors)
+        entries, (whole, first, middle, last) = tensors[_COUNT:], _tables(tensors)
         inputs, d_out = (q, k, v, log_decay, beta), d_out.contiguous()
         d_initial = d_final.new_empty(ctx.num_starts, *d_final.shape[1:])
         found = []
@@ -153,9 +145,9 @@ class _Passing(torch.autograd.Function):
             d_states = d_final.index_select(0, last.ends)
             *grads, d_states = _ops.vjp(*inputs, entries[3], d_out, d_states, *last.cut, ctx.scale)
             through = _ops.adjoint(q, k, log_decay, beta, d_out, *middle.cut, ctx.scale)
-            way, what = _way(tensors, backward=True), f"all-to-all of gradients, {ctx.label}"
+            (send, chain), what = _way(tensors, True), f"all-to-all of gradients, {ctx.label}"
             own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
-            pending = _start(own, way.send, ctx.sizes[2:], ctx.name, what)
+            pending = _start(own, send, ctx.sizes[2:], ctx.name, what)
             found.append(grads)
         if not (ctx.apart and whole.skipped):
             d_states = d_final.index_select(0, whole.ends)
@@ -164,7 +156,7 @@ class _Passing(torch.autograd.Function):
             d_initial = d_initial.index_copy(0, whole.starts, d_states)
         if ctx.apart:
             rows = torch.cat([own, failure.wait(pending, what, ctx.name)])
-            behind = _ops.compose(rows, *way.compose, middle.order, first.order, *ctx.dims, True)
+            behind = _ops.compose(rows, *chain, middle.order, first.order, *ctx.dims, True)
             for table, entry, d_states in ((middle, entries[2], behind[0]), (first, entries[1], behind[1])):
                 if not table.skipped:
                     *grads, d_states = _ops.vjp(*inputs, entry, d_out, d_states, *table.cut, ctx.scale)
@@ -172,7 +164,7 @@ class _Passing(torch.autograd.Function):
                     d_initial = d_initial if table is middle else d_initial.index_copy(0, first.starts, d_states)
         grads = [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
         d_beta = None if beta is None else grads[4]
-        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (6 + count)
+        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (6 + _COUNT)
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:

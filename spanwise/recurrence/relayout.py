@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import compare_backward, compare_relayout, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
-from spanwise.attention.rank_plan import compare_fingerprints
+from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.thd_order import check_dim
 from spanwise.masks.arrays import Int64
@@ -152,7 +152,12 @@ def relayout_route(
     """
     if torch.compiler.is_compiling():
         raise ValueError("plans were given inside a compiled region; call relayout_route outside and pass the result")
-    rank = _checked_rank(from_plan, to_plan, mesh)
+    sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
+        )
+    rank = rank_on(mesh, from_plan.num_ranks)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"
     digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
@@ -162,37 +167,13 @@ def relayout_route(
         return to_active_mode(_build(from_plan, to_plan, rank, mesh, device, digest))
 
 
-def _checked_rank(from_plan: Plan, to_plan: Plan, mesh: DeviceMesh | None) -> int:
-    """This rank's number, after all checks that one rank can make."""
-    sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
-        )
-    num_ranks = from_plan.num_ranks
-    if mesh is None:
-        if num_ranks > 1:
-            raise ValueError(f"the plans are for {num_ranks} ranks and need their mesh; got mesh=None")
-        return 0
-    if mesh.ndim != 1 or mesh.size() != num_ranks:
-        raise ValueError(
-            f"relayout needs a 1-D mesh of the plans' {num_ranks} ranks, got shape {tuple(mesh.shape)}; of a 2-D cp "
-            f"mesh pass mesh._flatten()"
-        )
-    return mesh.get_local_rank()
-
-
 def _build(
     from_plan: Plan, to_plan: Plan, rank: int, mesh: DeviceMesh | None, device: torch.device, digest: bytes
 ) -> RelayoutRoute:
     before, after = from_plan.layout, to_plan.layout
     rows = max(before.batch_size, after.batch_size)
-    target, source = (np.stack([owners(layout, row) for row in range(rows)]) for layout in (after, before))
-    had = [before.indices(rank, row if before.batch_size > 1 else 0) for row in range(rows)]
-    gets = [after.indices(rank, row if after.batch_size > 1 else 0) for row in range(rows)]
-    # Rows of the shard, and of what it becomes, are (batch row, token); each by the rank at the other end.
-    goes_to = np.concatenate([target[row, tokens] for row, tokens in enumerate(had)])
-    comes_from = np.concatenate([source[row, tokens] for row, tokens in enumerate(gets)])
+    had, gets = (layout.num_tokens(rank) for layout in (before, after))
+    goes_to, comes_from = _others(before, after, rank, rows), _others(after, before, rank, rows)
     order = np.empty(len(comes_from), dtype=np.int64)
     order[np.argsort(comes_from, kind="stable")] = np.arange(len(order))
     num_ranks = from_plan.num_ranks
@@ -203,8 +184,8 @@ def _build(
             send_sizes=tuple(size(n, device) for n in np.bincount(goes_to, minlength=num_ranks).tolist()),
             recv_sizes=tuple(size(n, device) for n in np.bincount(comes_from, minlength=num_ranks).tolist()),
         ),
-        before=_torch.mark_dynamic(torch.empty(len(had[0]), 0, device=device), 0),
-        after=size(len(gets[0]), device),
+        before=_torch.mark_dynamic(torch.empty(had, 0, device=device), 0),
+        after=size(gets, device),
         digest=torch.tensor(list(digest), dtype=torch.uint8),
         rank=rank,
         num_ranks=num_ranks,
@@ -213,8 +194,10 @@ def _build(
     )
 
 
-def owners(layout: Layout, row: int) -> Int64:
-    """The rank that holds each token of a batch row; int64 ``[seq_len]``."""
-    held = layout.pieces(row if layout.batch_size > 1 else 0)
-    held = held[np.argsort(held[:, 1], kind="stable")]
-    return np.repeat(held[:, 0], held[:, 2] - held[:, 1])
+def _others(held: Layout, other: Layout, rank: int, rows: int) -> Int64:
+    """The rank that holds each token of `rank` in the `other` layout, batch row by batch row; int64 ``[R]``."""
+    found = []
+    for row in range(rows):
+        _, owner, tokens = other.owners_of(held.runs(rank, row), row)
+        found.append(np.repeat(owner, tokens))
+    return np.concatenate(found)

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.executor import RankStep
-from spanwise.attention.rank_plan import compare_fingerprints
+from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts import segments
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.segments import Segments
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_offset_rows
+from spanwise.masks.checks import check_offset_rows, check_positive
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
 
@@ -170,9 +170,8 @@ def recurrence_route(
     """
     if torch.compiler.is_compiling():
         raise ValueError("a plan was given inside a compiled region; call recurrence_route outside and pass the result")
-    packings, rank = _documents(plan, cu_seqlens), _checked_rank(plan, mesh)
-    if isinstance(conv_width, bool) or not isinstance(conv_width, (int, np.integer)) or conv_width < 1:
-        raise ValueError(f"conv_width must be an integer of at least 1, got {conv_width!r}")
+    packings, rank = _documents(plan, cu_seqlens), rank_on(mesh, plan.num_ranks)
+    conv_width = check_positive(conv_width, "conv_width")
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -183,7 +182,7 @@ def recurrence_route(
     if mesh is not None and plan.num_ranks > 1:
         compare_fingerprints("recurrence_route", prints.hexdigest(), mesh)
     with _torch.plain_tensors() as to_active_mode:
-        built = _Builder(plan, everyone, rows, rank, device).route(int(conv_width), mesh, prints.digest())
+        built = _Builder(plan, everyone, rows, rank, device).route(conv_width, mesh, prints.digest())
     route: RecurrenceRoute = to_active_mode(built)
     return route
 
@@ -201,19 +200,6 @@ def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
     if plan.packing is not None:
         raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
     return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
-
-
-def _checked_rank(plan: Plan, mesh: DeviceMesh | None) -> int:
-    if mesh is None:
-        if plan.num_ranks > 1:
-            raise ValueError(f"the plan is for {plan.num_ranks} ranks and needs their mesh; got mesh=None")
-        return 0
-    if mesh.ndim != 1 or mesh.size() != plan.num_ranks:
-        raise ValueError(
-            f"recurrence_route needs a 1-D mesh of the plan's {plan.num_ranks} ranks, got shape {tuple(mesh.shape)}; "
-            f"of a 2-D cp mesh pass mesh._flatten()"
-        )
-    return mesh.get_local_rank()
 
 
 class _Builder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,3 +69,22 @@ def test_the_plain_causal_mask_is_known(length):
     others = [SpanMask.full(length), SpanMask.sliding_window(length, 10), SpanMask.documents([0, length // 2, length])]
     for mask in (*others, SpanMask.stack([SpanMask.causal(length)] * 2), SpanMask.full(length, length + 1)):
         assert mask.is_causal == (mask == SpanMask.causal(length))
+
+
+def test_pickles_of_documents_and_windows_take_few_bytes():
+    offsets = np.arange(0, 2**16 + 1, 2**8)
+    for mask in (SpanMask.documents(offsets), SpanMask.documents(offsets, window=(9, 0)), SpanMask.causal(2**16)):
+        data = pickle.dumps(mask)
+        assert len(data) < 20_000 < mask.start.nbytes
+        again = pickle.loads(data)
+        assert again == mask and not again.start.flags.writeable and again.start.shape == mask.start.shape
+    every = SpanMask.causal(2**8) & SpanMask.sliding_window(2**8, 3)
+    assert pickle.loads(pickle.dumps(SpanMask.stack([every, SpanMask.full(2**8)]))) == SpanMask.stack(
+        [every, SpanMask.full(2**8)]
+    )
+
+
+@given(masks())
+def test_pickles_are_exact(mask):
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask and again.start.dtype == np.int32 and again.start.shape == mask.start.shape

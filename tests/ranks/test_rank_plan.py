@@ -179,3 +179,15 @@ def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
 def test_meshes_and_positions_make_no_more_graphs(gloo_pool: GlooPool) -> None:
     for graphs in gloo_pool.run(2, compiled_with_positions):
         assert graphs == 1
+
+
+def test_tensors_of_a_rank_take_memory_by_its_own_tokens() -> None:
+    tokens, num_ranks = 2**20, 64
+    plan = spanwise.make_plan(
+        spanwise.SpanMask.documents(range(0, tokens + 1, 2**14)), num_ranks, balancer="head_tail", exchange="needed"
+    )
+    local = build(plan, 3)
+    held = sum(x.nbytes for x in tree_flatten(local)[0] if isinstance(x, torch.Tensor))
+    assert held < 80 * local.tokens.numel()  # bytes; indices of the whole sequence are 8 * 64 a token
+    assert torch.equal(local.restore, torch.from_numpy(plan.layout.slots()))
+    assert local.restore is local.restore

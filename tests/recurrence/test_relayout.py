@@ -137,7 +137,7 @@ def test_ranks_that_disagree(gloo_pool: GlooPool) -> None:
 def test_errors() -> None:
     plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
     x = torch.zeros(1, 10, 2)
-    with pytest.raises(ValueError, match="need their mesh"):
+    with pytest.raises(ValueError, match="needs their mesh"):
         spanwise.relayout(x, *plans)
     with pytest.raises(ValueError, match=r"from_plan has .* = \(20, 2\), to_plan \(21, 2\)"):
         spanwise.relayout(x, plans[0], _plan(21, 2, "contiguous"))
