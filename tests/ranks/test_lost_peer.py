@@ -297,15 +297,15 @@ EXCHANGES: list[dict[str, Any]] = [
 ATTENTION = [(exchange, moment) for exchange in EXCHANGES for moment in ("forward", "backward")]
 ATTENTION.append(({"exchange": "needed", "stages": 2, "keep_kv": False}, "backward"))
 ATTENTION.append(({"exchange": "ring", "keep_kv": False}, "backward"))
-ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "hop 2 of 3 of K/V"))
-ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "hop 2 of 3 of gradients"))
+ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "all-to-all of K/V, mask 'full', chunk 2 of 3"))
+ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "all-to-all of gradients, K/V, mask 'full', chunk 2 of 3"))
 ATTENTION.append(({"exchange": "all_gather"}, "all-reduce of max_logit"))
 ATTENTION += [({"exchange": "hierarchical", "hardware": HOSTS}, moment) for moment in ("forward", "backward")]
 TWO_LEVELS = [
     ({"exchange": exchange}, moment)
     for exchange, moment in (("all_gather", "forward"), ("needed", "backward"), ("ring", "backward"))
 ]
-TWO_LEVELS.append(({"exchange": "ring"}, "hop 1 of 1 of K/V"))
+TWO_LEVELS.append(({"exchange": "ring"}, "all-to-all of K/V, mask 'full', chunk 1 of 1"))
 TWO_LEVELS.append(({"exchange": "needed"}, "all-reduce of max_logit"))
 STUCK = [ATTENTION[i] for i in (0, 5, 6)]
 # Of these lists, what `make test` runs.
@@ -326,9 +326,9 @@ def names(exchange: dict[str, Any], moment: str) -> str:
         of = "heads of (q|K/V)" if moment == "forward" else "gradients, output"
         return f"all-to-all of {of}, mask 'full'"
     if exchange["exchange"] == "ring":
-        forward = moment == "forward" or "K/V" in moment
+        forward = moment == "forward" or moment.startswith("all-to-all of K/V")
         of = "K/V" if forward else "gradients, K/V" if exchange["keep_kv"] else ".*K/V( refetched for.*)?"
-        return f"hop [123] of 3 of {of}, mask 'full'"
+        return f"all-to-all of {of}, mask 'full'"
     gather, scatter = ("all-gather", "reduce-scatter") if exchange["exchange"] == "all_gather" else ["all-to-all"] * 2
     if moment == "forward":
         return f"{gather} of K/V, mask 'full'"
