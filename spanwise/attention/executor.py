@@ -303,7 +303,8 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensors:
         form, link, what, meta, data, sent, *order = args
         kind, _, _, spare, passed = meta
-        ctx.save_for_backward(*order)
+        # Always something, or a checkpoint that recomputes would stop before it waits for what it has started.
+        ctx.save_for_backward(torch.zeros((), dtype=sent.dtype, device=data.device), *order)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = (
             form,
@@ -313,7 +314,7 @@ class _Wait(torch.autograd.Function):
             sent.shape[0],
             len(order) > 0,
         )
-        ctx.empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
+        ctx.like = data.shape
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         arranged = rows
         if order:
@@ -342,7 +343,8 @@ def _total(
     ctx: Any, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
 ) -> torch.Tensor:
     """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
-    form, like, order = ctx.form, ctx.empty, ctx.saved_tensors
+    zero, *order = ctx.saved_tensors
+    form, like = ctx.form, zero.expand(ctx.like)  # has no memory
     if isinstance(form, KV) and form.shard:
         total = torch.zeros_like(like) if through is None else through
         for part, x in zip(form.arrived(total), gradients, strict=True):
