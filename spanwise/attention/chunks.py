@@ -71,7 +71,7 @@ class _Builder:
             direct = None
             if step.source >= 0 and not self.plan.keep_kv:
                 straight = route.direct.steps[i]
-                direct, _ = self.rank_step(straight, self.coming(straight), held[-1], INDEXED)
+                direct, _ = self.rank_step(straight, self.coming(straight), held[-1], kind)
             passed = any(later.source == i for later in route.steps)
             rank_step = dataclasses.replace(rank_step, source=step.source, passed=passed, direct=direct)
             of_rows = [come[come[:, ROW] == row, START:] for row in range(self.rows)]

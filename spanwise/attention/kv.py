@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.executor import KV, Link, bring, with_spare
+from spanwise.attention.executor import KV, Link, RankStep, bring, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -80,7 +81,7 @@ def kv_chunks(
     remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}"), None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
-        refetch = Refetch([_fetch(k.detach(), v.detach(), chunk, link._replace(label=label)) for chunk in remote])
+        refetch = Refetch(_fetches(k.detach(), v.detach(), remote, link._replace(label=label)))
     steps = [chunk.route for chunk in remote]
     arriving = bring((k, v), steps, link, KV.of(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
@@ -92,12 +93,20 @@ def kv_chunks(
         del pair  # otherwise this chunk lives until the next one has arrived
 
 
-def _fetch(k: torch.Tensor, v: torch.Tensor, chunk: Chunk, link: Link) -> Callable[[], Fetched]:
-    """Starts to bring a chunk again, straight from the owners of its keys."""
-    step = chunk.route.direct or chunk.route
+def _fetches(k: torch.Tensor, v: torch.Tensor, chunks: tuple[Chunk, ...], link: Link) -> list[Callable[[], Fetched]]:
+    """For each chunk a function that starts to bring it again, straight from the owners of its keys."""
+    steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
+    form, own = KV.of(k, v, steps), list[torch.Tensor]()
 
-    def start() -> Fetched:
-        arriving = bring((k, v), [step], link, KV.of(k, v, [step]))
-        return lambda: tuple([x.contiguous() for x in with_spare(step, next(arriving), chunk.kv_pos)])
+    def start(i: int) -> Fetched:
+        if not own:
+            own.append(form.leaving((k, v)))  # once for all chunks; the first chunk comes last
+        arriving = bring((own[0] if i else own.pop(),), [steps[i]], link)
 
-    return start
+        def arrived() -> tuple[torch.Tensor, ...]:
+            pair = with_spare(steps[i], form.arrived(*next(arriving)), chunks[i].kv_pos)
+            return tuple([x.contiguous() for x in pair])
+
+        return arrived
+
+    return [functools.partial(start, i) for i in range(len(chunks))]

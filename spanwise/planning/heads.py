@@ -164,7 +164,7 @@ def resident(plan: PlanData, exchanging: Int64, after: Int64) -> Int64:
         own.q + own.kv * own.copies + trade.q,
         own.q + own.kv + came,
         own.kv + came + trade.q,  # q in order, and q as received
-        2 * came + trade.repeated,  # q, K and V in order, and as received
+        came + trade.window + trade.repeated,  # q, K and V in order, and K and V as received
         trade.q + trade.kv + exchanging,
         trade.q + trade.kv + after + 2 * trade.out + own.out,  # output in order of departure, then all heads
     ]

@@ -123,8 +123,8 @@ class Route:
 
     @functools.cached_property
     def of_shards(self) -> bool:
-        """Whether groups pass on whole shards, one to one other group in each step: such rows need no index."""
-        if not self.chained or any(gathers(step) for step in self.steps):
+        """Whether each step brings every group one whole shard, and takes one away: such rows need no index."""
+        if not self.steps or any(gathers(step) for step in self.steps):
             return False
         one_to_one = all((np.count_nonzero(table, axis=axis) <= 1).all() for table in self.tokens for axis in (0, 1))
         from_owners = self.direct.tokens

@@ -88,12 +88,12 @@ def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
         ledger.hold(kv_came=window)
         ledger.drop("q_sent")
         ledger.hold(q=rows * share.queries * q_head)
-        ledger.drop("kv_sent")
+        ledger.drop("q_came", "kv_sent")
         ledger.hold(kv=window)
         if share.uneven:
             ledger.hold(repeated=own * share.held * kv_head)
             ledger.drop("kv")
-        ledger.drop("q_came", "kv_came")
+        ledger.drop("kv_came")
     kept = exchange(plan, dense, group, ledger, share.held * kv_head)
     if not plan.keep_kv:
         ledger.drop(*kept)
@@ -111,9 +111,10 @@ def exchange(plan: Plan, dense: Dense, group: int, ledger: Ledger, token: int) -
     if plan.num_groups == 1:
         return []
     if plan.exchange == "all_gather":
-        ledger.hold(own_rows=max(every) * token)
+        ledger.hold(own_rows=own * token)
+        ledger.hold(padded=max(every) * token)
         ledger.hold(gathered=plan.num_groups * max(every) * token)
-        ledger.drop("own_rows")
+        ledger.drop("own_rows", "padded")
         ledger.hold(others=(sum(every) - own) * token)
         ledger.drop("gathered")
         return ["others"]
@@ -132,9 +133,12 @@ def exchange(plan: Plan, dense: Dense, group: int, ledger: Ledger, token: int) -
     came, left = came_and_left(plan, dense, group)
     if not came:
         return []
-    ledger.hold(by_token=own * token)
+    if plan.route().of_shards:  # what is read happens to be one shard
+        ledger.hold(copy=own * token)
+        ledger.hold(shard=sum(came) * token)
+        ledger.drop("copy")
+        return ["shard"]
     ledger.hold(side_by_side=own * token)
-    ledger.drop("by_token")
     for i in range(len(came)):
         ledger.hold(**{f"left_{i}": left[i] * token, f"came_{i}": came[i] * token})
     ledger.drop("side_by_side")

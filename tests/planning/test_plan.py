@@ -80,16 +80,16 @@ def test_rank_plans_hold_the_local_problems(mask: SpanMask, num_ranks: int, bala
     dense = mask.dense()
     for rank in range(num_ranks):
         local = build(plan, rank)
-        for row in range(mask.batch_size):
-            tokens = local.tokens[row if local.batched else 0].numpy()
-            seen = np.zeros((len(tokens), mask.kv_len), dtype=int)
-            for stage in local.chunks["default"]:
-                start, end = (x[row if x.shape[0] > 1 else 0].numpy() for x in (stage.start, stage.end))
-                keys = stage.kv_pos[row if stage.kv_pos.shape[0] > 1 else 0].numpy()
+        tokens = [local.tokens[row if local.batched else 0].numpy() for row in range(mask.batch_size)]
+        seen = np.zeros((mask.batch_size * len(tokens[0]), mask.kv_len), dtype=int)  # batch row after batch row
+        for chunk in local.chunks["default"]:
+            for at in range(chunk.start.shape[0]):  # one row, or with a single chunk each batch row
+                start, end, keys = (x[at].numpy() for x in (chunk.start, chunk.end, chunk.kv_pos))
                 for span in range(start.shape[0]):
-                    for query in range(len(tokens)):
-                        seen[query, keys[start[span, query] : end[span, query]]] += 1
-            assert np.array_equal(seen, dense[row][tokens].astype(int))
+                    for query in range(start.shape[1]):
+                        row = at * start.shape[1] + query
+                        seen[row, keys[start[span, query] : end[span, query]]] += 1
+        assert np.array_equal(seen, np.concatenate([dense[b][each] for b, each in enumerate(tokens)]).astype(int))
 
 
 def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it() -> None:
@@ -273,7 +273,11 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, (2, 2, 2)), ValueError, r"\(outer, inner\)"),
         (lambda: make_plan(DOCUMENTS, 3, exchange="ulysses", num_q_heads=4), ValueError, "4 query heads .* 3 ranks"),
         (lambda: make_plan(DOCUMENTS, 2, exchange="ulysses", keep_kv=False), ValueError, "Ulysses alone brings none"),
-        (lambda: make_plan(DOCUMENTS, 2, exchange="ring", stages=2), ValueError, "shard by shard, got stages=2"),
+        (
+            lambda: make_plan(DOCUMENTS, 2, exchange="ring", stages=2),
+            ValueError,
+            "chooses its number of chunks itself, got stages=2",
+        ),
         (lambda: make_plan(DOCUMENTS, 2, memory_budget=1), ValueError, "needs num_q_heads and head_dim"),
         (lambda: make_plan(DOCUMENTS, 2, balancer="dual_chunk"), ValueError, "order of a packing"),
         (lambda: make_plan(DOCUMENTS, 2, exchange="magic"), ValueError, "unknown exchange 'magic'"),

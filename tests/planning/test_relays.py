@@ -60,6 +60,8 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
         return
     assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().padded)}
     for i, tokens in enumerate(plan.route().padded):
+        if plan.route().of_shards:
+            continue  # sizes are those of whole shards
         sizes = np.array([of_rank[i].route.sizes for of_rank in chunks])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
@@ -132,7 +134,7 @@ def test_a_rank_that_passes_nothing_on_holds_most_in_the_second_chunk(keep_kv: b
 
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
-    assert plan.route().joined().tolist() == [[0, 0, 0, 0], [-1, -1, 2, 2]]
+    assert plan.route().joined().tolist() == [[0, 1, 0, 1], [-1, -1, 2, 2]]
     plan = plan_of_reads([{0: (20, 21), 1: (20, 21), 2: (0, 1), 3: (0, 1)}])
     assert plan.route().joined().tolist() == [[0, -1, 0, -1], [0, 0, 2, 2]]
 

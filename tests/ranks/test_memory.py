@@ -177,13 +177,13 @@ def test_padded_documents_of_another_length_of_keys(gloo_pool: GlooPool) -> None
 
 
 def test_a_ring_holds_two_shards(gloo_pool: GlooPool) -> None:
-    """No copies but the shards themselves, in either direction."""
+    """No copies but the shards themselves; in the backward one that all are sent from, and two that arrive."""
     for mask in (SpanMask.causal(64), SpanMask.full(64)):
         plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="ring", block_size=8, **SHAPE)
         two = 2 * 16 * 4 * 14 * 4  # shards, tokens, heads, dims, bytes
         assert plan.resident_bytes().tolist() == [two] * 4 and not plan.saved_bytes().any()
         (found,) = check(gloo_pool, [plan])
-        assert (found[:, 2] <= two).all()
+        assert (found[:, 2] <= two * 3 // 2).all()
 
 
 @pytest.mark.parametrize("way", [{"exchange": "ring"}, {"exchange": "needed"}, {"exchange": "ulysses"}], ids=str)
