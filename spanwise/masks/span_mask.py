@@ -185,7 +185,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.causal(8).block_counts(block_size=4)
         array([[1, 2]])
         """
-        return blocks.block_counts(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
+        return blocks.block_counts(self, check_positive(block_size, "block_size"))
 
     def block_table(self, block_size: SupportsIndex = 128) -> Int8:
         """0 empty, 1 partial, 2 full for each pair of blocks, int8 ``[batch, num_q_blocks, num_kv_blocks]``; exact.
@@ -195,7 +195,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.causal(8).block_table(block_size=4).tolist()
         [[[1, 0], [2, 1]]]
         """
-        return blocks.block_table(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
+        return blocks.block_table(self, check_positive(block_size, "block_size"))
 
     def keys_read(self, q_runs: Any) -> Int64:
         """Keys that the given rows read: the union of their spans, as ascending disjoint runs, int64 ``[n, 2]``.
@@ -282,4 +282,4 @@ class SpanMask(NamedMasks):
         """
         from spanwise.masks import flex
 
-        return flex.to_block_mask(self.start, self.end, self.kv_len, device, check_positive(block_size, "block_size"))
+        return flex.to_block_mask(self, device, check_positive(block_size, "block_size"))
