@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.global_batch import DocumentSource, GlobalBatch
 from spanwise.batch.global_batches import GlobalBatches
-from spanwise.masks.checks import check_index
+from spanwise.masks.checks import check_below
 
 
 class _RankBatches(IterableDataset[dict[str, Any]]):
@@ -36,9 +36,7 @@ class _RankBatches(IterableDataset[dict[str, Any]]):
     end: int | None = None
 
     def __init__(self, batches: GlobalBatches, rank: int) -> None:
-        self.rank = check_index(rank, "rank")
-        if not 0 <= self.rank < batches.size:
-            raise ValueError(f"rank must be in [0, {batches.size}), the ranks of the batches, got {rank}")
+        self.rank = check_below(rank, batches.size, "rank", ", the ranks of the batches")
         self._start = self._position = 0
 
     def _turns(self, position: int) -> Iterator[tuple[Any, int]]:

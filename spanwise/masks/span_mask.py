@@ -7,7 +7,6 @@ named masks; array functions do the work: `spans` (canonical form, set operation
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -16,7 +15,15 @@ import numpy as np
 
 from spanwise.masks import blocks, slices, spans, stretches
 from spanwise.masks.arrays import Int8, Int32, Int64
-from spanwise.masks.checks import check_length, check_like, check_positive, check_runs, check_spans, check_unbatched
+from spanwise.masks.checks import (
+    check_below,
+    check_length,
+    check_like,
+    check_positive,
+    check_runs,
+    check_spans,
+    check_unbatched,
+)
 from spanwise.masks.named import NamedMasks
 from spanwise.masks.offsets import common, stacked
 
@@ -231,9 +238,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).row(1) == SpanMask.full(4)
         True
         """
-        index = operator.index(b)
-        if not 0 <= index < self.batch_size:
-            raise ValueError(f"batch row must be between 0 and {self.batch_size - 1}, got {index}")
+        index = check_below(b, self.batch_size, "batch row")
         if self.batch_size == 1:
             return self
         row = slice(index, index + 1)
