@@ -10,10 +10,10 @@ from spanwise.attention.exchange.failure import exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
+from spanwise.batch.datasets import GlobalBatchDataset, GlobalBatchStream
 from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import GlobalBatch
-from spanwise.batch.global_batches import GlobalBatchDataset, GlobalBatches
-from spanwise.batch.global_stream import GlobalBatchStream
+from spanwise.batch.global_batches import GlobalBatches
 from spanwise.batch.linear_loss import linear_cross_entropy
 from spanwise.batch.loss import cross_entropy
 from spanwise.batch.sharding import roll, shard, shard_batch, unshard

@@ -48,7 +48,7 @@ def masks(seq_len: int, seed: int) -> dict[str, SpanMask]:
 def flex_case(mask: SpanMask, scale: float) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     spare = pad_spans(mask.num_spans) - mask.num_spans
     start, end = (torch.from_numpy(np.pad(x, ((0, 0), (0, spare), (0, 0)))).cuda() for x in (mask.start, mask.end))
-    tables = FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, BLOCK), "cuda")
+    tables = FlexTables.from_numpy(block_tables(mask, BLOCK), "cuda")
     return lambda q, k, v: flex(q, k, v, start, end, tables, scale=scale)[0]
 
 

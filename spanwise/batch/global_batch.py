@@ -74,8 +74,8 @@ class GlobalBatch:
 
     def reads(self, rank: int) -> Int64:
         """The tokens that a rank reads: int64 ``[m, 3]`` of (document, start, stop), labels behind runs included."""
-        parts = self._parts(rank)
-        return np.column_stack([parts.document, parts.start, parts.stop + parts.more])
+        document, start, stop, more, _ = self._parts(rank).T
+        return np.column_stack([document, start, stop + more])
 
     def load(self, source: DocumentSource, rank: int) -> dict[str, torch.Tensor]:
         """A rank's tensors, from the tokens of `reads` and no others.
@@ -91,11 +91,10 @@ class GlobalBatch:
         Raises:
             ValueError: the source has fewer tokens of a document than its length, or tokens that are no integers.
         """
-        parts = self._parts(rank)
         ids, labels, positions = np.zeros((3, self.plan.layout.num_tokens(rank)), dtype=np.int64)
         labels[:] = IGNORE_INDEX
         at = 0
-        for document, start, stop, more, first in parts.rows():
+        for document, start, stop, more, first in self._parts(rank).tolist():
             tokens = np.asarray(source[document][start : stop + more])
             if tokens.shape != (stop + more - start,):
                 raise ValueError(
@@ -112,7 +111,11 @@ class GlobalBatch:
         tensors = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(x.copy())[None] for name, x in tensors.items()}
 
-    def _parts(self, rank: int) -> _Parts:
+    def _parts(self, rank: int) -> Int64:
+        """A rank's tokens in shard order, int64 ``[m, 5]``.
+
+        Document, start and stop in it, whether the token behind them is a label, start of the piece in its document.
+        """
         runs, ends = self.plan.runs(rank), self.cu_seqlens
         runs = np.minimum(runs, ends[-1])  # padding lies behind the last piece, in the rank's last run
         runs = runs[runs[:, 0] < runs[:, 1]]
@@ -123,25 +126,4 @@ class GlobalBatch:
         begin, finish = np.maximum(runs[run, 0], ends[piece]), np.minimum(runs[run, 1], ends[piece + 1])
         document, origin, _ = self.pieces[piece].T
         shift = origin - ends[piece]
-        return _Parts(document, begin + shift, finish + shift, finish < ends[piece + 1], origin)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """A rank's tokens, in shard order: ``[m]`` each.
-
-    Attributes:
-        start, stop: tokens of the document that the rank holds.
-        more: whether the token behind them is a label.
-        first: where the piece begins in its document.
-    """
-
-    document: Int64
-    start: Int64
-    stop: Int64
-    more: Any
-    first: Int64
-
-    def rows(self) -> list[tuple[int, int, int, int, int]]:
-        columns = (self.document, self.start, self.stop, self.more.astype(np.int64), self.first)
-        return [(a, b, c, d, e) for a, b, c, d, e in np.column_stack(columns).tolist()]
+        return np.column_stack([document, begin + shift, finish + shift, finish < ends[piece + 1], origin])

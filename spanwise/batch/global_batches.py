@@ -1,6 +1,6 @@
-"""GlobalBatches: documents to steps, one plan for all ranks each; and the data set that a loader iterates.
+"""GlobalBatches: documents to steps, one plan for all ranks each.
 
-    lengths -> DocumentOrder -> GlobalBatches.at(position) -> GlobalBatch -> GlobalBatchDataset -> DataLoader -> step
+    lengths -> DocumentOrder -> GlobalBatches.at(position) -> GlobalBatch
 
 Pure arithmetic on lengths, the same on every rank; nothing is sent. The state is one number, the tokens before a batch.
 """
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
 
 from spanwise.batch.document_order import DocumentOrder
-from spanwise.batch.global_batch import DocumentSource, GlobalBatch
+from spanwise.batch.global_batch import GlobalBatch
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -251,100 +250,3 @@ def _padded(masks: Any, padding: int) -> Any:
         raise ValueError(f"pad=True extends masks: mask must return a SpanMask, or several by name, got {masks!r}")
     start, end = (np.pad(x, ((0, 0), (0, 0), (0, padding))) for x in (masks.start, masks.end))
     return SpanMask(start, end, masks.kv_len + padding)
-
-
-class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
-    """One rank's batches, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
-
-    Each batch is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them;
-    ``"plan"``, of all ranks; ``"num_valid"``, the number of labels on all ranks; ``"state"``, from which
-    `load_state_dict` goes on with the next batch.
-
-    Workers make the next batches, plans included, while a step runs. With n workers, each makes every n-th batch, and
-    the loader brings them in order. To resume, save the ``"state"`` of the last batch that was trained on.
-    `state_dict` is for loaders that call it in the workers, such as torchdata's ``StatefulDataLoader``: with workers, a
-    call in the training process knows nothing of them.
-
-    Args:
-        batches: the same on every rank.
-        source: ``source[document][start:stop]`` are tokens; picklable if workers read it.
-        rank: the rank whose tokens are read: its place in the cp mesh of the plans.
-
-    An iteration begins at the state that was loaded last; without one, at the first batch. Workers copy the data set
-    when they start: under ``persistent_workers=True`` load a state before the loader's first iteration.
-
-    >>> import numpy as np, spanwise
-    >>> from torch.utils.data import DataLoader
-    >>> lengths = [6, 3, 5, 9, 2]
-    >>> source = [np.arange(n) for n in lengths]
-    >>> batches = spanwise.GlobalBatches(lengths, num_ranks=1, tokens_per_rank=10)
-    >>> loader = DataLoader(spanwise.GlobalBatchDataset(batches, source, rank=0), batch_size=None)
-    >>> [(batch["input_ids"].numel(), batch["num_valid"], batch["state"]["position"]) for batch in loader]
-    [(9, 7, 9), (5, 4, 14), (9, 8, 23), (2, 1, 25)]
-    """
-
-    def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
-        self.batches, self.source, self.rank = batches, source, check_index(rank, "rank")
-        if not 0 <= self.rank < batches.size:
-            raise ValueError(f"rank must be in [0, {batches.size}), the ranks of the batches, got {rank}")
-        self._start = self._position = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self._position = self._start
-        while True:
-            # A round holds a batch for each worker. The state of a worker is where its next round begins.
-            mine, position = None, self._position
-            for number in range(workers):
-                after = self.batches.next_position(position)
-                if after is None:
-                    break
-                mine, position = (position if number == worker else mine), after
-            if mine is None:
-                return
-            batch = self.batches.at(mine)
-            self._position = position
-            yield loaded(batch, self.source, self.rank, batch.next_position, self.batches.config)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the batches that this object has yielded end, in tokens, and a digest of what decides the batches."""
-        return {"position": self._position, "config": self.batches.config}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin where `state` says.
-
-        Raises:
-            ValueError: `state` is of other documents, another order, or another number of tokens a batch, or it lies
-                behind the last epoch.
-        """
-        names = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
-        position, end = check_state(state, self.batches.config, names), self.batches.end
-        if end is not None and position > end:
-            raise ValueError(
-                f"the state lies {position} tokens after the start; the documents end at {end}: raise epochs"
-            )
-        self._start = self._position = position
-
-
-def loaded(batch: GlobalBatch, source: DocumentSource, rank: int, position: int, config: str) -> dict[str, Any]:
-    """What a data set yields: a rank's tensors, plan, number of labels, and the state behind the batch."""
-    state = {"position": position, "config": config}
-    batch.plan.count()  # in the worker: what the plan has computed travels with it
-    _ = batch.plan.fingerprint
-    return batch.load(source, rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
-
-
-def check_state(state: dict[str, Any], config: str, names: str) -> int:
-    """The position of a state; ``ValueError`` if it belongs to batches with another digest."""
-    if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
-        raise ValueError(f'a state has "position" and "config", as batch["state"] and state_dict() do; got {state!r}')
-    if state["config"] != config:
-        raise ValueError(
-            f"the state is of other batches (config {state['config']}, here {config}): give the {names} that it was "
-            f"saved with"
-        )
-    position = state["position"]
-    if not isinstance(position, (int, np.integer)) or position < 0:
-        raise ValueError(f"the position of a state is a number of tokens, an integer from 0 on, got {position!r}")
-    return int(position)

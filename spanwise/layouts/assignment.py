@@ -20,6 +20,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import MOST_SEARCHED, Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
+from spanwise.masks.checks import check_positive
 from spanwise.masks.offsets import common
 from spanwise.masks.span_mask import SpanMask
 
@@ -57,8 +58,7 @@ def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
 
 def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_ranks: int) -> Layout:
     """Run a balancer; ``ValueError`` names it if its answer is not a layout of this problem."""
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    check_positive(num_ranks, "num_ranks")
     balancer = resolve(balancer)
     answer = balancer.assign(problem, num_ranks)
     name = type(balancer).__name__

@@ -43,7 +43,7 @@ class HeadTail:
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
         offsets = np.array([0, problem.seq_len])
-        return Layout([_head_tail_pieces(offsets, num_ranks)], num_ranks, problem.seq_len)
+        return Layout([head_tail_pieces(offsets, num_ranks)], num_ranks, problem.seq_len)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PerDocumentHeadTail:
                 "balancer 'per_document_head_tail' needs cu_seqlens, because spans do not tell where documents start: "
                 "give cu_seqlens, or choose a balancer that reads the mask alone, such as 'lpt' or 'ptrr'"
             )
-        pieces = [_head_tail_pieces(offsets, num_ranks) for offsets in problem.cu_seqlens_rows]
+        pieces = [head_tail_pieces(offsets, num_ranks) for offsets in problem.cu_seqlens_rows]
         return Layout(pieces, num_ranks, problem.seq_len)
 
 
@@ -118,7 +118,7 @@ class LPT:
         return owner
 
 
-def _head_tail_pieces(offsets: Int64, num_ranks: int) -> Int64:
+def head_tail_pieces(offsets: Int64, num_ranks: int) -> Int64:
     """Cuts each document into ``2 * num_ranks`` chunks and assigns chunks r and ``2 * num_ranks - 1 - r`` to rank r.
 
     The remainder of the division is assigned token by token: to the heads of ranks 0, 1, …, then to their tails. The

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_below, check_positive
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -53,17 +54,14 @@ class Layout:
     _offsets: Int64  # [batch, num_ranks + 1]: rank r's runs are _rows[b][_offsets[b, r] : _offsets[b, r + 1]]
 
     def __init__(self, pieces: Sequence[ArrayLike], num_ranks: int, seq_len: int) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-        if seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+        num_ranks, seq_len = check_positive(num_ranks, "num_ranks"), check_positive(seq_len, "seq_len")
         if len(pieces) == 0:
             raise ValueError("a layout needs at least one batch row, got none")
-        tables = [_canonical(_int_array(p, 3, "pieces"), int(num_ranks), int(seq_len)) for p in pieces]
+        tables = [_canonical(_int_array(p, 3, "pieces"), num_ranks, seq_len) for p in pieces]
         rows = tuple(_frozen(table[:, 1:]) for table in tables)
         offsets = np.stack([np.searchsorted(table[:, 0], np.arange(num_ranks + 1)) for table in tables])
-        object.__setattr__(self, "seq_len", int(seq_len))
-        object.__setattr__(self, "num_ranks", int(num_ranks))
+        object.__setattr__(self, "seq_len", seq_len)
+        object.__setattr__(self, "num_ranks", num_ranks)
         object.__setattr__(self, "_rows", rows)
         object.__setattr__(self, "_offsets", _frozen(offsets))
         for row in range(1, len(rows)):
@@ -108,8 +106,8 @@ class Layout:
                [0, 6, 7],
                [1, 2, 6]])
         """
-        if seq_len < 1 or block_size < 1:
-            raise ValueError(f"seq_len and block_size must be at least 1, got {seq_len} and {block_size}")
+        check_positive(seq_len, "seq_len")
+        check_positive(block_size, "block_size")
         table = np.asarray(owner)
         num_blocks = -(-seq_len // block_size)
         if not np.issubdtype(table.dtype, np.integer):
@@ -139,7 +137,7 @@ class Layout:
 
     def num_tokens(self, rank: int) -> int:
         """Tokens that ``rank`` holds in each batch row."""
-        return int(self.tokens_per_rank[self._check_rank(rank)])
+        return int(self.tokens_per_rank[check_below(rank, self.num_ranks, "rank")])
 
     def runs(self, rank: int, row: int = 0) -> Int64:
         """Runs of ``rank`` in batch row ``row``: int64 ``[num_runs, 2]``, ascending, disjoint, merged; read-only.
@@ -149,7 +147,7 @@ class Layout:
                [6, 7]])
         """
         row = self._check_row(row)
-        lo, hi = self._offsets[row, self._check_rank(rank) : rank + 2]
+        lo, hi = self._offsets[row, check_below(rank, self.num_ranks, "rank") : rank + 2]
         return self._rows[row][lo:hi]
 
     def indices(self, rank: int, row: int = 0) -> Int64:
@@ -329,15 +327,8 @@ class Layout:
         total = np.append(0, np.cumsum(self._rows[row][:, 1] - self._rows[row][:, 0]))
         return np.diff(total[self._offsets[row]])
 
-    def _check_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank must lie in [0, {self.num_ranks}), got {rank}")
-        return rank
-
     def _check_row(self, row: int) -> int:
-        if row < 0 or (row >= self.batch_size > 1):
-            raise ValueError(f"row must lie in [0, {self.batch_size}), got {row}")
-        return row if self.batch_size > 1 else 0
+        return check_below(row, self.batch_size, "row") if row < 0 or self.batch_size > 1 else 0
 
 
 def _canonical(pieces: Int64, num_ranks: int, seq_len: int) -> Int64:

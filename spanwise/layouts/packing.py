@@ -17,12 +17,13 @@ from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 
+from spanwise.layouts.balancers import head_tail_pieces
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.storage import check_chunks, check_storage, side_of
 from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_window, int_array
+from spanwise.masks.checks import check_positive, check_window, int_array
 from spanwise.masks.span_mask import SpanMask
 
 Side = Literal["q", "kv"]
@@ -301,21 +302,14 @@ class Packing:
         >>> Packing([0, 4, 12]).dual_chunk_layout(2).runs(0).tolist()
         [[0, 1], [3, 6], [10, 12]]
         """
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        check_positive(num_ranks, "num_ranks")
         _, offsets, length = self._of(side)
         what = "query" if side == "q" else "key"
         if length == 0:
             raise ValueError(f"the packing has no {what} rows to lay out; skip this batch, on every rank")
         edges = np.concatenate([[0], offsets, [length]])
         check_chunks(edges, num_ranks, f"{what} ")
-        edges = np.unique(edges)
-        size = np.diff(edges) // (2 * num_ranks)
-        chunk = np.arange(2 * num_ranks)
-        start = (edges[:-1, None] + size[:, None] * chunk).ravel()
-        owner = np.tile(np.minimum(chunk, 2 * num_ranks - 1 - chunk), len(size))
-        pieces = np.column_stack([owner, start, start + np.repeat(size, 2 * num_ranks)])
-        return Layout([pieces], num_ranks, length)
+        return Layout([head_tail_pieces(edges, num_ranks)], num_ranks, length)
 
     def to_arrays(self) -> dict[str, Int64]:
         """Everything as named int64 arrays, for plan files; `from_arrays` reads it back."""

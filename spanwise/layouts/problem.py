@@ -6,7 +6,6 @@ does not assign whole blocks. `assignment.assign_layout` runs one and checks its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks import stretches
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.masks.checks import check_offset_rows
+from spanwise.masks.checks import check_finite, check_offset_rows, check_positive
 from spanwise.masks.span_mask import SpanMask
 
 
@@ -58,8 +57,7 @@ class LayoutProblem:
         weights = dict(self.weights or {})
         if not self.masks:
             raise ValueError("a layout problem needs at least one mask, got none")
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        check_positive(self.block_size, "block_size")
         if self.seq_len < 1:
             raise ValueError("a layout needs at least one token, the masks have none")
         for name, mask in self.masks.items():
@@ -80,8 +78,7 @@ class LayoutProblem:
         for name, weight in weights.items():
             if name not in self.masks:
                 raise ValueError(f"got a weight for mask {name!r}, but the masks are {sorted(self.masks)}")
-            if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(f"the weight of mask {name!r} must be positive and finite, got {weight}")
+            check_finite(weight, f"the weight of mask {name!r}", positive=True)
         object.__setattr__(self, "weights", {name: weights.get(name, 1) for name in self.masks})
         _ = self.cu_seqlens_rows  # bad offsets are an error here, where they are given
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from spanwise.layouts.storage import check_chunks, check_storage
-from spanwise.masks.checks import check_offsets
+from spanwise.masks.checks import check_offsets, check_positive
 
 
 def dualchunk_to_contiguous_order_thd(
@@ -84,8 +84,7 @@ def _slots(
 
     Slots of positions are those of a shard, ``1 / parts`` of each slot.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    check_positive(num_ranks, "num_ranks")
     tokens = x.shape[check_dim(x, dim)]
     if tokens % (2 * num_ranks):
         raise ValueError(f"dim {dim} must be a multiple of 2 * num_ranks = {2 * num_ranks} tokens, got {tokens}")

@@ -1,7 +1,7 @@
 """Block tables of span masks: which tiles are empty, partial or full, and the block lists that kernels walk.
 
-Works on canonical arrays (see `spans`), one batch row at a time, and never looks at single cells. All tiles lie on one
-line, ``num_kv_blocks + 1`` positions for each query block, so that one union of intervals serves all query blocks.
+Works on stretches, one batch row at a time, and never looks at single rows or cells. All tiles lie on one line,
+``num_kv_blocks + 1`` positions for each query block, so that one union of intervals serves all query blocks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.masks import spans
-from spanwise.masks.arrays import Int8, Int32, Int64, IntArray
+from spanwise.masks.arrays import Int8, Int32, Int64
+from spanwise.masks.span_arrays import SpanArrays
+from spanwise.masks.spans import merge_runs
+from spanwise.masks.stretches import Stretches, cut
 
 PARTIAL, FULL = 1, 2
 
@@ -40,105 +42,58 @@ def num_blocks(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def _union_on_line(low: list[Int32], high: list[Int32], block_size: int, stride: int) -> Int64:
-    """Union of block intervals ``[low, high)`` on the line of tiles: one list entry per slot, one value per row."""
-    lows: list[IntArray] = [np.zeros(0, np.int64)]
-    highs: list[IntArray] = [np.zeros(0, np.int64)]
-    for lo, hi in zip(low, high, strict=True):
-        filled = lo < hi
-        rows = None
-        if not filled.all():
-            rows = np.flatnonzero(filled)
-            lo, hi = lo[rows], hi[rows]
-        breaks = spans.chain_breaks(lo, hi)
-        if rows is None:
-            breaks[::block_size] = True
-        else:
-            q_block = rows // block_size
-            breaks[1:] |= q_block[1:] != q_block[:-1]
-        first = np.flatnonzero(breaks)
-        last = np.append(first[1:], len(lo))[: len(first)] - 1
-        offset = (first if rows is None else rows[first]) // block_size * stride
-        lows.append(lo[first] + offset)
-        highs.append(hi[last] + offset)
-    return spans.merge_runs(np.concatenate(lows), np.concatenate(highs))
+def _parts(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, Stretches]:
+    """The parts of a batch row's stretches in each query block, with the number of the block."""
+    edges = np.minimum(np.arange(num_blocks(mask.q_len, block_size) + 1) * block_size, mask.q_len)
+    return cut(mask.stretches(row), np.column_stack([edges[:-1], edges[1:]]))
 
 
-def _floor_blocks(position: Int32, block_size: int) -> Int32:
-    if block_size & (block_size - 1) == 0:
-        return position >> np.int32(block_size.bit_length() - 1)
-    return position // np.int32(block_size)
-
-
-def _touched(start: Int32, end: Int32, block_size: int, stride: int) -> Int64:
-    """Non-empty tiles of ``[num_spans, q_len]`` spans as runs on the line."""
-    low = [_floor_blocks(s, block_size) for s in start]
-    # An empty span is (0, 0): floor(-1 / size) + 1 = 0 keeps it empty.
-    high = [_floor_blocks(e - np.int32(1), block_size) + np.int32(1) for e in end]
-    return _union_on_line(low, high, block_size, stride)
-
-
-def _not_full(start: Int32, end: Int32, kv_len: int, block_size: int, stride: int) -> Int64:
-    """Tiles that some row reads in part or not at all, as runs on the line: the gaps between whole blocks."""
-    blocks = np.int32(stride - 1)
-    last_end = np.int32(0) if kv_len % block_size == 0 else np.int32(kv_len)
-    low, high = [], []
-    reach = np.zeros(start.shape[1], np.int32)
-    for s, e in zip(start, end, strict=True):
-        whole_from = _floor_blocks(s + np.int32(block_size - 1), block_size)
-        whole_to = _floor_blocks(e, block_size)
-        if last_end:  # the short last block is whole when its existing keys are read
-            whole_to = whole_to + (e == last_end)
-        whole = whole_from < whole_to
-        low.append(np.where(whole, reach, np.int32(0)))
-        high.append(np.where(whole, whole_from, np.int32(0)))
-        reach = np.where(whole, whole_to, reach).astype(np.int32)
-    low.append(reach)
-    high.append(np.full_like(reach, blocks))
-    return _union_on_line(low, high, block_size, stride)
-
-
-def block_counts(start: Int32, end: Int32, kv_len: int, block_size: int) -> Int64:
+def block_counts(mask: SpanArrays, block_size: int) -> Int64:
     """Non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``."""
-    batch, _, q_len = start.shape
-    stride = num_blocks(kv_len, block_size) + 1
-    counts = np.zeros((batch, num_blocks(q_len, block_size)), np.int64)
-    for b in range(batch):
-        runs = _touched(start[b], end[b], block_size, stride)
-        np.add.at(counts[b], runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
+    stride = num_blocks(mask.kv_len, block_size) + 1
+    counts = np.zeros((mask.batch_size, num_blocks(mask.q_len, block_size)), np.int64)
+    for b, found in enumerate(counts):
+        q_block, of = _parts(mask, b, block_size)
+        line = q_block * stride
+        runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
+        np.add.at(found, runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
     return counts
 
 
-def block_table(start: Int32, end: Int32, kv_len: int, block_size: int) -> Int8:
+def block_table(mask: SpanArrays, block_size: int) -> Int8:
     """0 empty, 1 partial, 2 full for each tile, int8 ``[batch, num_q_blocks, num_kv_blocks]``."""
-    batch, _, q_len = start.shape
-    q_blocks, stride = num_blocks(q_len, block_size), num_blocks(kv_len, block_size) + 1
-    table = np.empty((batch, q_blocks, stride - 1), np.int8)
-    for b in range(batch):
-        touched = _touched(start[b], end[b], block_size, stride)
-        not_full = _not_full(start[b], end[b], kv_len, block_size, stride)
-        # touched + full = touched + 1 - not_full. The runs of a union never touch, so that no statement writes one
-        # position twice.
-        steps = np.zeros(q_blocks * stride + 1, np.int8)
-        steps[0] = 1
-        steps[touched[:, 0]] += 1
-        steps[touched[:, 1]] -= 1
-        steps[not_full[:, 0]] -= 1
-        steps[not_full[:, 1]] += 1
-        np.cumsum(steps, dtype=np.int8, out=steps)
-        table[b] = steps[:-1].reshape(q_blocks, stride)[:, :-1]
+    q_blocks, kv_blocks = num_blocks(mask.q_len, block_size), num_blocks(mask.kv_len, block_size)
+    table = np.empty((mask.batch_size, q_blocks, kv_blocks), np.int8)
+    height = np.minimum(mask.q_len - np.arange(q_blocks) * block_size, block_size)[:, None]
+    for b in range(mask.batch_size):
+        q_block, of = _parts(mask, b, block_size)
+        rows = of.stop - of.first
+        touched = _rows_of_tiles(q_block, of.start // block_size, -(-of.last_end // block_size), rows, table[b].shape)
+        # Whole blocks that all rows of a part read. In each row at most one span reads a tile, so that their rows add
+        # up to the tile's where it is full. The short last block is whole where its existing keys are read.
+        low = -(-(of.start + of.start_step * (rows - 1)) // block_size)
+        high = of.end // block_size + ((of.end == mask.kv_len) & (mask.kv_len % block_size > 0))
+        whole = _rows_of_tiles(q_block, low, np.maximum(high, low), rows, table[b].shape)
+        np.add(touched > 0, whole == height, out=table[b], dtype=np.int8)
     return table
 
 
-def block_tables(start: Int32, end: Int32, kv_len: int, block_size: int) -> BlockTables:
+def _rows_of_tiles(q_block: Int64, low: Int64, high: Int64, rows: Int64, shape: tuple[int, ...]) -> Int32:
+    """For each tile the sum of the rows of parts whose key blocks ``[low, high)`` hold it."""
+    line, stride = np.zeros(shape[0] * (shape[1] + 1) + 1, np.int32), shape[1] + 1
+    np.add.at(line, q_block * stride + low, rows)
+    np.subtract.at(line, q_block * stride + high, rows)
+    return np.cumsum(line, dtype=np.int32, out=line)[:-1].reshape(shape[0], stride)[:, :-1]
+
+
+def block_tables(mask: SpanArrays, block_size: int) -> BlockTables:
     """The lists that FlexAttention walks.
 
     A short last block is never full, as in torch's ``create_block_mask``: kernels skip ``mask_mod`` in full blocks, and
     only ``mask_mod`` keeps them from reading keys beyond the end.
     """
-    q_len = start.shape[2]
-    table = block_table(start, end, kv_len, block_size)
-    for short, edge in ((q_len % block_size, table[:, -1:, :]), (kv_len % block_size, table[:, :, -1:])):
+    table = block_table(mask, block_size)
+    for short, edge in ((mask.q_len % block_size, table[:, -1:, :]), (mask.kv_len % block_size, table[:, :, -1:])):
         if short:
             np.minimum(edge, np.int8(PARTIAL), out=edge)
     transposed = np.ascontiguousarray(table.swapaxes(1, 2))

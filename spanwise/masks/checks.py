@@ -48,6 +48,14 @@ def check_positive(value: SupportsIndex, name: str) -> int:
     return number
 
 
+def check_below(value: SupportsIndex, stop: int, name: str, of: str = "") -> int:
+    """An integer of ``[0, stop)``; `of` ends the sentence that says so."""
+    number = check_index(value, name)
+    if not 0 <= number < stop:
+        raise ValueError(f"{name} must be in [0, {stop}){of}, got {number}")
+    return number
+
+
 def check_finite(value: Any, name: str, *, positive: bool = False, like: str = "") -> None:
     """``ValueError`` unless `value` is a finite number, above 0 if `positive`; `like` ends the message."""
     if not (0 if positive else -math.inf) < value < math.inf:

@@ -19,6 +19,7 @@ from spanwise.masks import spans
 from spanwise.masks.arrays import Bool, Int32, Int64
 from spanwise.masks.blocks import block_tables, num_blocks
 from spanwise.masks.checks import check_length, check_positive
+from spanwise.masks.span_arrays import SpanArrays
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -54,17 +55,17 @@ def span_tensors(start: Int32, end: Int32, device: torch.device | str) -> tuple[
     return torch.tensor(start, device=device), torch.tensor(end, device=device)
 
 
-def to_block_mask(start: Int32, end: Int32, kv_len: int, device: torch.device | str, block_size: int) -> BlockMask:
+def to_block_mask(mask: SpanArrays, device: torch.device | str, block_size: int) -> BlockMask:
     """A ``BlockMask`` with one head and its transposed lists, without evaluating a cell."""
-    tables = block_tables(start, end, kv_len, block_size)
+    tables = block_tables(mask, block_size)
     names = [field.name for field in dataclasses.fields(tables)]
     lists: dict[str, Any] = {name: torch.from_numpy(getattr(tables, name)).to(device) for name in names}
     # Not BlockMask.from_kv_blocks: it recomputes the transposed lists from a dense table.
     return BlockMask(
-        seq_lengths=(start.shape[2], kv_len),
+        seq_lengths=(mask.q_len, mask.kv_len),
         **lists,
         BLOCK_SIZE=(block_size, block_size),
-        mask_mod=span_mask_mod(*span_tensors(start, end, device)),
+        mask_mod=span_mask_mod(*span_tensors(mask.start, mask.end, device)),
     )
 
 

@@ -7,7 +7,6 @@ named masks; array functions do the work: `spans` (canonical form, set operation
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -16,7 +15,15 @@ import numpy as np
 
 from spanwise.masks import blocks, slices, spans, stretches
 from spanwise.masks.arrays import Int8, Int32, Int64
-from spanwise.masks.checks import check_length, check_like, check_positive, check_runs, check_spans, check_unbatched
+from spanwise.masks.checks import (
+    check_below,
+    check_length,
+    check_like,
+    check_positive,
+    check_runs,
+    check_spans,
+    check_unbatched,
+)
 from spanwise.masks.named import NamedMasks
 from spanwise.masks.offsets import common, stacked
 
@@ -185,7 +192,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.causal(8).block_counts(block_size=4)
         array([[1, 2]])
         """
-        return blocks.block_counts(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
+        return blocks.block_counts(self, check_positive(block_size, "block_size"))
 
     def block_table(self, block_size: SupportsIndex = 128) -> Int8:
         """0 empty, 1 partial, 2 full for each pair of blocks, int8 ``[batch, num_q_blocks, num_kv_blocks]``; exact.
@@ -195,7 +202,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.causal(8).block_table(block_size=4).tolist()
         [[[1, 0], [2, 1]]]
         """
-        return blocks.block_table(self.start, self.end, self.kv_len, check_positive(block_size, "block_size"))
+        return blocks.block_table(self, check_positive(block_size, "block_size"))
 
     def keys_read(self, q_runs: Any) -> Int64:
         """Keys that the given rows read: the union of their spans, as ascending disjoint runs, int64 ``[n, 2]``.
@@ -231,9 +238,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).row(1) == SpanMask.full(4)
         True
         """
-        index = operator.index(b)
-        if not 0 <= index < self.batch_size:
-            raise ValueError(f"batch row must be between 0 and {self.batch_size - 1}, got {index}")
+        index = check_below(b, self.batch_size, "batch row")
         if self.batch_size == 1:
             return self
         row = slice(index, index + 1)
@@ -282,4 +287,4 @@ class SpanMask(NamedMasks):
         """
         from spanwise.masks import flex
 
-        return flex.to_block_mask(self.start, self.end, self.kv_len, device, check_positive(block_size, "block_size"))
+        return flex.to_block_mask(self, device, check_positive(block_size, "block_size"))

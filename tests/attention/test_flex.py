@@ -56,7 +56,7 @@ def problem(
     k[:, :, int(mask.end.max()) :] = 1e4  # spare rows: any finite garbage
     v[:, :, int(mask.end.max()) :] = -1e4
     start, end = (torch.from_numpy(np.pad(x, padding)) for x in (mask.start, mask.end))
-    return Problem(q, k, v, start, end, FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, 128)))
+    return Problem(q, k, v, start, end, FlexTables.from_numpy(block_tables(mask, 128)))
 
 
 def oracle(

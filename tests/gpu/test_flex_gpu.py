@@ -29,7 +29,7 @@ def spans(mask: SpanMask, capacity: int) -> Spans:
     mask = SpanMask(mask.start, mask.end, capacity)
     padding = (0, 0), (0, pad_spans(mask.num_spans) - mask.num_spans), (0, 0)
     start, end = (torch.from_numpy(np.pad(x, padding)).to(DEVICE) for x in (mask.start, mask.end))
-    return start, end, FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, 128), DEVICE)
+    return start, end, FlexTables.from_numpy(block_tables(mask, 128), DEVICE)
 
 
 def inputs(

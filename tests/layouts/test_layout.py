@@ -84,7 +84,7 @@ def test_one_row_serves_every_row_of_a_batch():
     np.testing.assert_array_equal(layout.runs(1, row=5), [[2, 4]])
     batched = Layout.from_owners([[0, 1], [1, 0]], 2, seq_len=4, block_size=2)
     np.testing.assert_array_equal(batched.runs(1, row=1), [[0, 2]])
-    with pytest.raises(ValueError, match=r"row must lie in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"row must be in \[0, 2\), got 2"):
         batched.runs(0, row=2)
     with pytest.raises(ValueError, match="got -1"):
         layout.runs(0, row=-1)
@@ -151,9 +151,9 @@ def test_refuses_bad_arguments():
         Layout([[[0, 0, 8]]], num_ranks=0, seq_len=8)
     with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
         Layout([[]], num_ranks=1, seq_len=0)
-    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 0 and 4"):
+    with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
         Layout.from_owners([], 1, seq_len=0, block_size=4)
-    with pytest.raises(ValueError, match="seq_len and block_size must be at least 1, got 4 and 0"):
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         Layout.from_owners([0], 1, seq_len=4, block_size=0)
     with pytest.raises(ValueError, match=r"\[2\] or \[batch, 2\] \(seq_len 8, block_size 4\), got \[3\]"):
         Layout.from_owners([0, 1, 0], 2, seq_len=8, block_size=4)
@@ -163,7 +163,7 @@ def test_refuses_bad_arguments():
         Layout.from_runs([[[[0, 4]], [[4, 8]]], [[[0, 8]]]], seq_len=8)
     with pytest.raises(ValueError, match="at least one batch row"):
         Layout.from_runs([], seq_len=8)
-    with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         Layout.from_owners([0, 1], 2, seq_len=8, block_size=4).num_tokens(2)
 
 

@@ -62,7 +62,7 @@ def test_a_short_last_block_is_never_full():
     """Full blocks skip mask_mod; only it keeps a kernel from reading keys that do not exist."""
     mask = SpanMask.full(300, 200)
     assert mask.block_table(128).min() == 2
-    tables = blocks.block_tables(mask.start, mask.end, mask.kv_len, 128)
+    tables = blocks.block_tables(mask, 128)
     assert lists(tables.full_kv_num_blocks, tables.full_kv_indices) == [[[0], [0], []]]
     assert lists(tables.kv_num_blocks, tables.kv_indices) == [[[1], [1], [0, 1]]]
     assert lists(tables.full_q_num_blocks, tables.full_q_indices) == [[[0, 1], []]]
@@ -71,7 +71,7 @@ def test_a_short_last_block_is_never_full():
 
 def test_tables_of_an_empty_side():
     mask = SpanMask.full(0, 200)
-    tables = blocks.block_tables(mask.start, mask.end, mask.kv_len, 128)
+    tables = blocks.block_tables(mask, 128)
     assert [a.shape for a in dataclasses.astuple(tables)] == [
         (1, 1, 0), (1, 1, 0, 2), (1, 1, 0), (1, 1, 0, 2), (1, 1, 2), (1, 1, 2, 0), (1, 1, 2), (1, 1, 2, 0),
     ]  # fmt: skip

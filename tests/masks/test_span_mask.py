@@ -182,7 +182,7 @@ def test_stack_and_row():
     assert [batched.row(b) for b in range(3)] == masks
     assert SpanMask.stack([batched, masks[0]]).row(3) == masks[0]
     assert batched == SpanMask(batched.start, batched.end, 7)
-    with pytest.raises(ValueError, match="between 0 and 2, got 3"):
+    with pytest.raises(ValueError, match=r"batch row must be in \[0, 3\), got 3"):
         batched.row(3)
     with pytest.raises(ValueError, match=r"\(3, 3\), \(7, 7\)"):
         SpanMask.stack([masks[0], SpanMask.causal(3)])

@@ -40,7 +40,7 @@ class Flex(Kernel):
     table_type = FlexTables
 
     def tables(self, mask: SpanMask, device: torch.device) -> FlexTables:
-        return FlexTables.from_numpy(block_tables(mask.start, mask.end, mask.kv_len, BLOCK_SIZE), device)
+        return FlexTables.from_numpy(block_tables(mask, BLOCK_SIZE), device)
 
     def capacity(self, num_keys: int) -> int:
         return kv_capacity(num_keys)

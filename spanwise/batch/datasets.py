@@ -1,0 +1,227 @@
+"""Data sets of global batches, for a loader: of documents of known lengths, or of a stream.
+
+    GlobalBatches -> GlobalBatchDataset -> DataLoader -> step
+    documents, one after the other -> as many as fit a batch -> GlobalBatchStream -> DataLoader -> step
+
+A data set of known lengths reads a rank's own tokens only. Of a stream every rank reads all documents, and keeps those
+of one batch in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from spanwise.batch.global_batch import DocumentSource, GlobalBatch
+from spanwise.batch.global_batches import GlobalBatches
+from spanwise.masks.checks import check_below
+
+
+class _RankBatches(IterableDataset[dict[str, Any]]):
+    """One rank's batches, shared by the workers of a loader in turns.
+
+    Attributes:
+        config: hex digest of what decides the batches.
+        end: the last position; None without one.
+        decided_by: names of the arguments behind `config`.
+    """
+
+    config: str
+    decided_by: str
+    end: int | None = None
+
+    def __init__(self, batches: GlobalBatches, rank: int) -> None:
+        self.rank = check_below(rank, batches.size, "rank", ", the ranks of the batches")
+        self._start = self._position = 0
+
+    def _turns(self, position: int) -> Iterator[tuple[Any, int]]:
+        """What each batch from `position` on is made of, and the position behind it."""
+        raise NotImplementedError
+
+    def _batch(self, of: Any) -> tuple[GlobalBatch, DocumentSource]:
+        """A batch of `_turns`, and where its documents are read."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        turns = self._turns(self._start)
+        self._position = self._start
+        # A round holds a batch for each worker. The state of a worker is where its next round begins.
+        while turn := list(itertools.islice(turns, workers)):
+            self._position = turn[-1][1]
+            if worker >= len(turn):
+                return
+            of, after = turn[worker]
+            batch, source = self._batch(of)
+            batch.plan.count()  # in the worker: what the plan has computed travels with it
+            _ = batch.plan.fingerprint
+            state = {"position": after, "config": self.config}
+            yield batch.load(source, self.rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches that this object has yielded end, and a digest of what decides the batches."""
+        return {"position": self._position, "config": self.config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin where `state` says.
+
+        Raises:
+            ValueError: `state` is of other batches, or lies behind the last epoch.
+        """
+        if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
+            raise ValueError(
+                f'a state has "position" and "config", as batch["state"] and state_dict() do; got {state!r}'
+            )
+        if state["config"] != self.config:
+            raise ValueError(
+                f"the state is of other batches (config {state['config']}, here {self.config}): give the "
+                f"{self.decided_by} that it was saved with"
+            )
+        position = state["position"]
+        if not isinstance(position, (int, np.integer)) or position < 0:
+            raise ValueError(f"the position of a state is a number of tokens, an integer from 0 on, got {position!r}")
+        if self.end is not None and position > self.end:
+            raise ValueError(
+                f"the state lies {position} tokens after the start; the documents end at {self.end}: raise epochs"
+            )
+        self._start = self._position = int(position)
+
+
+class GlobalBatchDataset(_RankBatches):
+    """One rank's batches, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
+
+    Each batch is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them;
+    ``"plan"``, of all ranks; ``"num_valid"``, the number of labels on all ranks; ``"state"``, from which
+    `load_state_dict` goes on with the next batch.
+
+    Workers make the next batches, plans included, while a step runs. With n workers, each makes every n-th batch, and
+    the loader brings them in order. To resume, save the ``"state"`` of the last batch that was trained on.
+    `state_dict` is for loaders that call it in the workers, such as torchdata's ``StatefulDataLoader``: with workers, a
+    call in the training process knows nothing of them.
+
+    Args:
+        batches: the same on every rank.
+        source: ``source[document][start:stop]`` are tokens; picklable if workers read it.
+        rank: the rank whose tokens are read: its place in the cp mesh of the plans.
+
+    An iteration begins at the state that was loaded last; without one, at the first batch. Workers copy the data set
+    when they start: under ``persistent_workers=True`` load a state before the loader's first iteration.
+
+    >>> import numpy as np, spanwise
+    >>> from torch.utils.data import DataLoader
+    >>> lengths = [6, 3, 5, 9, 2]
+    >>> source = [np.arange(n) for n in lengths]
+    >>> batches = spanwise.GlobalBatches(lengths, num_ranks=1, tokens_per_rank=10)
+    >>> loader = DataLoader(spanwise.GlobalBatchDataset(batches, source, rank=0), batch_size=None)
+    >>> [(batch["input_ids"].numel(), batch["num_valid"], batch["state"]["position"]) for batch in loader]
+    [(9, 7, 9), (5, 4, 14), (9, 8, 23), (2, 1, 25)]
+    """
+
+    decided_by = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
+
+    def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
+        super().__init__(batches, rank)
+        self.batches, self.source = batches, source
+        self.config, self.end = batches.config, batches.end
+
+    def _turns(self, position: int) -> Iterator[tuple[int, int]]:
+        while (after := self.batches.next_position(position)) is not None:
+            yield position, after
+            position = after
+
+    def _batch(self, of: int) -> tuple[GlobalBatch, DocumentSource]:
+        return self.batches.at(of), self.source
+
+
+class GlobalBatchStream(_RankBatches):
+    """One rank's batches of a stream of documents, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
+
+    A batch takes documents in their order and ends before the first one that does not fit. The batches are dicts as
+    those of `GlobalBatchDataset`, and workers take turns alike. The state counts documents of the stream.
+
+    Args:
+        documents: an iterable of arrays or tensors of tokens, ``[tokens]``, or of mappings that hold them as
+            ``"input_ids"``, such as a stream of Hugging Face's datasets. Iterated anew for each iteration, with the
+            same documents on every rank and in every worker. To resume, ``documents.skip(n)`` is called if there is
+            such a method; otherwise n documents are read and dropped.
+        num_ranks, tokens_per_rank: as `GlobalBatches` takes them.
+        rank: the rank whose tensors are made.
+        drop_last: leave out the batch in which the documents end, unless it is full.
+        options: other arguments of `GlobalBatches` that concern one batch (``pad``, ``mask``, …) and of `make_plan`.
+
+    Raises:
+        ValueError: an option that needs all lengths, a `rank` that is none of the ranks; while iterating, a document
+            longer than a batch, or several workers that a torch `IterableDataset` would share its documents among.
+
+    >>> import numpy as np, spanwise
+    >>> documents = [np.arange(n) for n in (6, 3, 5, 9, 2)]
+    >>> stream = spanwise.GlobalBatchStream(documents, num_ranks=1, tokens_per_rank=10, rank=0)
+    >>> [(batch["input_ids"].numel(), batch["state"]["position"]) for batch in stream]
+    [(9, 2), (5, 3), (9, 4), (2, 5)]
+    """
+
+    decided_by = "num_ranks * tokens_per_rank"
+
+    def __init__(
+        self,
+        documents: Iterable[Any],
+        num_ranks: int | tuple[int, int],
+        tokens_per_rank: int,
+        rank: int,
+        *,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        if wrong := sorted({"seed", "max_document", "cut", "epochs"} & set(options)):
+            raise ValueError(
+                f"a stream is taken in its order, its documents whole: leave {', '.join(wrong)} out, shuffle and cut "
+                f"the documents before"
+            )
+        checked = GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options)
+        super().__init__(checked, rank)
+        self.batch_tokens, self.documents, self.drop_last = checked.batch_tokens, documents, drop_last
+        self._arguments, self._options = (num_ranks, tokens_per_rank), options
+        # The documents are not part of it.
+        self.config = hashlib.blake2b(f"stream {self.batch_tokens}".encode(), digest_size=16).hexdigest()
+
+    def _batch(self, of: list[Any]) -> tuple[GlobalBatch, DocumentSource]:
+        (batch,) = GlobalBatches([len(tokens) for tokens in of], *self._arguments, **self._options)
+        return batch, of
+
+    def _turns(self, position: int) -> Iterator[tuple[list[Any], int]]:
+        """The documents of each batch, and the number of documents of the stream up to its end."""
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1 and isinstance(self.documents, IterableDataset):
+            raise ValueError(
+                f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of "
+                f"{info.num_workers} workers other documents, and some would be lost: use num_workers=1, or give an "
+                f"iterable that does not share"
+            )
+        documents: Iterable[Any] = self.documents
+        if position and hasattr(documents, "skip"):
+            documents = documents.skip(position)
+        elif position:
+            documents = itertools.islice(documents, position, None)
+        group: list[Any] = []
+        tokens, number = 0, position
+        for given in documents:
+            document = given["input_ids"] if isinstance(given, Mapping) else given
+            length = len(document)
+            if length > self.batch_tokens:
+                raise ValueError(
+                    f"document {number} of the stream has {length:,} tokens, and a global batch at most "
+                    f"{self.batch_tokens:,}: raise tokens_per_rank, or cut the document before"
+                )
+            if tokens + length > self.batch_tokens:
+                yield group, number
+                group, tokens = [], 0
+            group.append(document)
+            tokens, number = tokens + length, number + 1
+        if tokens and not (self.drop_last and tokens < self.batch_tokens):
+            yield group, number
