@@ -8,14 +8,13 @@ The rules are those of the models' own code in transformers 5.23.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 import spanwise
-from spanwise.integrations.transformers.documents import Documents, of_tokens
+from spanwise.integrations.transformers.documents import Batch, Documents, of_tokens
 
 BIDIRECTIONAL, OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
 
@@ -96,7 +95,7 @@ class Blocks:
         return mask | blocks
 
 
-def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> Blocks | None:
+def find_blocks(batch: Batch, config: Any, documents: Documents) -> Blocks | None:
     """The blocks of a batch; None where the model has no rule for them, or the batch does not mark its tokens.
 
     Raises:

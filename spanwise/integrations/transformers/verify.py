@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import spanwise
 from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
-from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
+from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
 
@@ -26,7 +26,7 @@ _TEXT = {*_TOKENS, "attention_mask", "tree", "label_weights", "labels", "shift_l
 
 def verify(
     model: Any,
-    batch: Mapping[str, Any],
+    batch: Batch,
     *,
     plan: spanwise.Plan | None = None,
     tolerance: float | None = None,
@@ -77,7 +77,7 @@ def _logits(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.Tensor:
+def _alone(model: Any, batch: Batch, documents: Documents) -> torch.Tensor:
     """Logits ``[1, N, V]`` of the kept tokens, from one forward a document."""
     if not set(batch) <= _TEXT:
         whole = {n: x for n, x in batch.items() if n not in DESCRIPTIONS} | {"use_cache": False}
@@ -95,7 +95,7 @@ def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.
 
 
 def _leaks(
-    model: Any, batch: Mapping[str, Any], plan: spanwise.Plan | None, documents: Documents, before: torch.Tensor
+    model: Any, batch: Batch, plan: spanwise.Plan | None, documents: Documents, before: torch.Tensor
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Tokens that were changed, and (row, token) pairs where a logit of another document changed."""
     offsets = documents.cu_seqlens.tolist()
