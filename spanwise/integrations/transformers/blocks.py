@@ -83,12 +83,10 @@ class Blocks:
             return mask
         length, most = mask.q_len, int(np.bincount(self.block).max())
         start, end = np.zeros((2, most, length), dtype=np.int64)
-        for block in range(self.block[-1] + 1):
+        for first, last, block in zip(self.starts, self.ends, self.block, strict=True):
             runs = np.flatnonzero(self.block == block)
-            for run in runs:
-                rows = slice(self.starts[run], self.ends[run])
-                start[: len(runs), rows] = self.starts[runs, None]
-                end[: len(runs), rows] = self.ends[runs, None]
+            start[: len(runs), first:last] = self.starts[runs, None]
+            end[: len(runs), first:last] = self.ends[runs, None]
         blocks = spanwise.SpanMask(start, end, mask.kv_len)
         if self.rule.windowed and window is not None:
             blocks &= spanwise.SpanMask.sliding_window(length, window - 1, length)

@@ -74,11 +74,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
 
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:
-    """The kind of attention of each layer of a model's config; None for layers without attention.
-
-    Raises:
-        ValueError: layers that neither are attention over spans of keys nor may carry a state.
-    """
+    """The kind of attention of each layer of a model's config, as `layer_types` tells; None for those without."""
     return tuple(kind if kind in KINDS else MIXED.get(kind) for kind in layer_types(config))
 
 
