@@ -115,7 +115,7 @@ def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
     rows, length = shape_of(batch)
     if batch.get("tree") is not None:
         return _of_tree(batch, rows, length, num_ranks)
-    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows * length)
+    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows, length)
     padded = None if valid is None or valid.all() else valid
     restarts, skips = _steps(batch.get("position_ids"), rows, length)
     changes, starts = torch.zeros(2, rows, length, dtype=torch.bool)
@@ -208,7 +208,7 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     return valid
 
 
-def _offsets(batch: Batch, total: int) -> torch.Tensor | None:
+def _offsets(batch: Batch, rows: int, length: int) -> torch.Tensor | None:
     """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
     given = [batch.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     offsets, keys = (None if x is None else torch.as_tensor(x).detach().flatten().long().cpu() for x in given)
@@ -216,8 +216,9 @@ def _offsets(batch: Batch, total: int) -> torch.Tensor | None:
         raise ValueError("cu_seq_lens_k is not cu_seq_lens_q, and documents read themselves; pass cu_seq_lens_q alone")
     if offsets is None:
         return None
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
-        raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
+    held, total = offsets.tolist(), rows * length
+    if not {*range(0, total, length)} <= {*held} or held != sorted(held) or (held[0], held[-1]) != (0, total):
+        raise ValueError(f"cu_seq_lens_q must ascend from 0 to all {total} tokens by each row's start, got {held[:16]}")
     return offsets[:-1][offsets.diff() > 0]
 
 
