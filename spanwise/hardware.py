@@ -250,8 +250,8 @@ class Hardware:
         >>> Hardware.from_dict(H100.to_dict()) == H100
         True
         """
-        wire = [list(pair) for pair in self.wire]
-        return dataclasses.asdict(self) | {"links": [dataclasses.asdict(link) for link in self.links], "wire": wire}
+        fields = dataclasses.asdict(self)
+        return fields | {"links": list(fields["links"]), "wire": [list(pair) for pair in self.wire]}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Hardware:

@@ -1,15 +1,16 @@
-"""Attention of small problems in one step, for kernel "sdpa": every score at once, no loop over tiles.
+"""Attention of small problems in a few blocks of queries, for kernel "sdpa": every score of a block at once.
 
 The loop of `sdpa` spends 20 to 30 calls of torch on a tile, however small. Below `_MOST_SCORES` computing masked scores
 too is the cheaper way. The maths, and what is computed in which dtype, are those of `sdpa`.
 """
 
-# B rows, H heads, K key heads, Q queries, T keys, D head dim, V value dim, N spans; G = H / K
+# B rows, H heads, K key heads, Q queries, T keys, D head dim, V value dim, N spans; G = H / K; R queries of a block
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,25 +20,44 @@ from spanwise.attention.kernels._checks import lse_dtype
 
 # Scores of all heads up to which this is faster than the loop, forward and backward; benchmarks/small_steps.py.
 _MOST_SCORES = 1 << 18
+_MOST_QUERIES = 64  # of a block; 48 to 96 are as fast, all 237 queries of a small step at once are 1.25 times slower
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 
 
+class _Block(NamedTuple):
+    """Queries, the keys from the first to the last that one of them reads, and what hides the others.
+
+    Attributes:
+        rows: of ``[B * K, Q * G, …]``.
+        keys: of T; at least one.
+        bias: ``[B or 1, 1, R, 1, keys]``, 0 where a query reads a key and -inf elsewhere.
+    """
+
+    rows: slice
+    keys: slice
+    bias: Tensor
+
+
 def is_small(q: Tensor, k: Tensor, softcap: float | None) -> bool:
-    """Whether one step is faster; a softcap is left to the loop."""
+    """Whether this is faster than the loop; a softcap is left to the loop."""
     return softcap is None and 0 < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _MOST_SCORES
 
 
 @torch.autocast("cpu", enabled=False)  # products keep the dtype that the maths asks for
 def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Out in float32 at least, and lse in float64; 0 and -inf for rows without keys."""
-    scores = _scores(q, k, start, end, scale)
-    top = scores.amax(-1, keepdim=True)
-    is_empty = top == -math.inf
-    weights = scores.sub_(top.masked_fill(is_empty, 0)).exp2_()  # -inf - -inf is nan
-    total = weights.sum(-1, keepdim=True)
-    out = (weights @ v.to(weights.dtype)).div_(total.masked_fill(is_empty, 1))
-    lse = total.double().log_().add_(top, alpha=_LN_2)
-    return out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
+    dtype = lse_dtype(q)
+    rows = _by_query(q.to(dtype) * (scale * _LOG2_E), k)
+    keys, values = (x.to(dtype).flatten(0, 1) for x in (k, v))
+    parts = []
+    for block in _blocks_of(start, end, q, k):
+        scores = _scores(rows, keys, block, k)
+        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)  # -inf - -inf is nan
+        weights = scores.sub_(top).exp2_()
+        parts.append((torch.bmm(weights, values[:, block.keys]), weights.sum(-1, keepdim=True), top))
+    out, total, top = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    lse = total.double().log().add_(top, alpha=_LN_2)
+    return _by_head(out.div_(total.clamp_(min=1)), q, k), _by_head(lse, q, k).squeeze(-1)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -51,19 +71,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 at least, from q, k, v, out and lse; see `sdpa_backward`."""
     q, k, v, out, lse = tensors
-    dtype, shape = lse_dtype(q), (*k.shape[:2], -1)
-    keys, values, do = k.to(dtype), v.to(dtype), grad_out.to(dtype).reshape(*shape, v.shape[3])
-    row_lse = lse.reshape(*shape, 1)
-    shift, share = split_lse(row_lse.masked_fill(row_lse == -math.inf, 0), dtype)
-    weights = _scores(q, k, start, end, scale).sub_(shift).exp2_()
-    delta = -grad_lse.reshape(*shape, 1).to(dtype)
+    dtype = lse_dtype(q)
+    keys, values = (x.to(dtype).flatten(0, 1) for x in (k, v))
+    do, row_lse = grad_out.to(dtype), lse.unsqueeze(-1)
+    is_empty = row_lse == -math.inf
+    shift, share = split_lse(row_lse.masked_fill(is_empty, 0), dtype)
+    delta = -grad_lse.unsqueeze(-1).to(dtype)
     if out is not None:
-        delta = delta + (out.to(dtype).reshape(do.shape) * do).sum(-1, keepdim=True)
-    do, delta = do * share, delta.masked_fill(row_lse == -math.inf, 0) * share
-    ds = (do @ values.mT).sub_(delta).mul_(weights)
-    dq = (ds @ keys).mul_(scale).view(q.shape)
-    dk = (ds.mT @ q.to(dtype).reshape(*shape, q.shape[3])).mul_(scale)
-    return dq, dk, weights.mT @ do
+        delta = delta + (out.to(dtype) * do).sum(-1, keepdim=True)
+    delta = delta.masked_fill_(is_empty, 0).mul_(share)
+    do, delta, shift, rows = (_by_query(x, k) for x in (do * share, delta, shift, q.to(dtype) * (scale * _LOG2_E)))
+    dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+    for block in _blocks_of(start, end, q, k):
+        own, read = block.rows, block.keys
+        weights = _scores(rows, keys, block, k).sub_(shift[:, own]).exp2_()
+        ds = torch.bmm(do[:, own], values[:, read].mT).sub_(delta[:, own]).mul_(weights)
+        dqs.append(torch.bmm(ds, keys[:, read]))
+        dk[:, read].baddbmm_(ds.mT, rows[:, own])
+        dv[:, read].baddbmm_(weights.mT, do[:, own])
+    dq = _by_head(torch.cat(dqs, 1).mul_(scale), q, k)
+    return dq, dk.mul_(_LN_2).view(k.shape), dv.view(v.shape)
 
 
 def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -78,21 +105,42 @@ def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return shift, rest.exp2_().to(dtype)
 
 
-def _scores(q: Tensor, k: Tensor, start: Tensor, end: Tensor, scale: float) -> Tensor:
-    """``[B, K, G * Q, T]``, times log2 e; -inf where masked."""
-    dtype = lse_dtype(q)
-    folded = (q.to(dtype) * (scale * _LOG2_E)).reshape(*k.shape[:2], -1, q.shape[3])
-    scores = folded @ k.to(dtype).mT
-    spans = start.numpy(), end.numpy()
-    bias = _bias(spans[0].tobytes(), spans[1].tobytes(), spans[0].shape, spans[0].dtype.str, k.shape[2], dtype)
-    scores.unflatten(2, (-1, q.shape[2])).add_(bias)
+def _by_query(x: Tensor, k: Tensor) -> Tensor:
+    """``[B, H, Q, D]`` as ``[B * K, Q * G, D]``, so that the queries of a block lie side by side."""
+    return x.unflatten(1, (k.shape[1], -1)).transpose(2, 3).reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
+
+
+def _by_head(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """``[B * K, Q * G, D]`` as ``[B, H, Q, D]``."""
+    return x.view(*k.shape[:2], q.shape[2], -1, x.shape[2]).transpose(2, 3).reshape(*q.shape[:3], -1)
+
+
+def _scores(rows: Tensor, keys: Tensor, block: _Block, k: Tensor) -> Tensor:
+    """``[B * K, R * G, keys]``, times log2 e; -inf where masked."""
+    scores = torch.bmm(rows[:, block.rows], keys[:, block.keys].mT)
+    scores.view(*k.shape[:2], block.bias.shape[2], -1, scores.shape[2]).add_(block.bias)
     return scores
 
 
+def _blocks_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[_Block, ...]:
+    first, last = start.numpy(), end.numpy()
+    group = q.shape[1] // k.shape[1]
+    return _blocks(first.tobytes(), last.tobytes(), first.shape, first.dtype.str, group, lse_dtype(q))
+
+
 @functools.lru_cache(maxsize=8)  # layers, their forwards and backwards have the same few masks
-def _bias(start: bytes, end: bytes, shape: tuple[int, ...], kind: str, keys: int, dtype: torch.dtype) -> Tensor:
-    """0 where a row reads a key and -inf elsewhere, ``[B or 1, 1, 1, Q, T]``; of spans ``[B or 1, N, Q]``."""
+def _blocks(
+    start: bytes, end: bytes, shape: tuple[int, ...], kind: str, group: int, dtype: torch.dtype
+) -> tuple[_Block, ...]:
+    """The blocks of spans ``[B or 1, N, Q]``."""
     first, last = (np.frombuffer(x, kind).reshape(*shape, 1) for x in (start, end))
-    key = np.arange(keys, dtype=kind)
-    reads = torch.from_numpy(((first <= key) & (key < last)).any(1))
-    return torch.where(reads, 0.0, -math.inf).to(dtype)[:, None, None]
+    number, blocks = -(-shape[2] // _MOST_QUERIES), []
+    for i in range(number):
+        own = slice(i * shape[2] // number, (i + 1) * shape[2] // number)
+        lower, upper = first[:, :, own], last[:, :, own]
+        stop = max(1, int(upper.max(initial=0, where=lower < upper)))
+        key = np.arange(int(lower.min(initial=stop - 1, where=lower < upper)), stop, dtype=kind)
+        reads = torch.from_numpy(((lower <= key) & (key < upper)).any(1))
+        bias = torch.where(reads, 0.0, -math.inf).to(dtype)[:, None, :, None]
+        blocks.append(_Block(slice(group * own.start, group * own.stop), slice(int(key[0]), stop), bias))
+    return tuple(blocks)

@@ -26,8 +26,7 @@ class Parameters:
     sharded or replicated over ranks of the cp mesh, as by FSDP2, are left out: their owner averages gradients.
     """
 
-    def __init__(self) -> None:
-        self._left, self._last = 3, 0
+    _left, _last = 3, 0  # comparisons to come, and the checksum at the last one
 
     def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
         """int64 without dims; 0 if nothing is left to compare."""

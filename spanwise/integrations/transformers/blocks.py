@@ -8,14 +8,13 @@ The rules are those of the models' own code in transformers 5.23.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 import spanwise
-from spanwise.integrations.transformers.documents import Documents, of_tokens
+from spanwise.integrations.transformers.documents import Batch, Documents, of_tokens
 
 BIDIRECTIONAL, OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
 
@@ -84,19 +83,17 @@ class Blocks:
             return mask
         length, most = mask.q_len, int(np.bincount(self.block).max())
         start, end = np.zeros((2, most, length), dtype=np.int64)
-        for block in range(self.block[-1] + 1):
+        for first, last, block in zip(self.starts, self.ends, self.block, strict=True):
             runs = np.flatnonzero(self.block == block)
-            for run in runs:
-                rows = slice(self.starts[run], self.ends[run])
-                start[: len(runs), rows] = self.starts[runs, None]
-                end[: len(runs), rows] = self.ends[runs, None]
+            start[: len(runs), first:last] = self.starts[runs, None]
+            end[: len(runs), first:last] = self.ends[runs, None]
         blocks = spanwise.SpanMask(start, end, mask.kv_len)
         if self.rule.windowed and window is not None:
             blocks &= spanwise.SpanMask.sliding_window(length, window - 1, length)
         return mask | blocks
 
 
-def find_blocks(batch: Mapping[str, Any], config: Any, documents: Documents) -> Blocks | None:
+def find_blocks(batch: Batch, config: Any, documents: Documents) -> Blocks | None:
     """The blocks of a batch; None where the model has no rule for them, or the batch does not mark its tokens.
 
     Raises:

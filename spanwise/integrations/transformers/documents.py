@@ -18,6 +18,7 @@ import torch
 
 import spanwise
 
+Batch = Mapping[str, Any]  # by the names of a model's arguments
 # Describe the documents of the whole batch; wrong for a shard.
 DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
 
@@ -80,7 +81,7 @@ class Documents:
         return x
 
 
-def is_packed(batch: Mapping[str, Any]) -> bool:
+def is_packed(batch: Batch) -> bool:
     """Whether a row of `batch` holds several documents, or is described in ways that contradict."""
     try:
         documents = find_documents(batch)
@@ -91,7 +92,7 @@ def is_packed(batch: Mapping[str, Any]) -> bool:
     return documents.tree is not None or len(documents.cu_seqlens) - 1 > documents.rows
 
 
-def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
+def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
     """The documents of `batch`; pure.
 
     Args:
@@ -114,7 +115,7 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     rows, length = shape_of(batch)
     if batch.get("tree") is not None:
         return _of_tree(batch, rows, length, num_ranks)
-    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows * length)
+    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows, length)
     padded = None if valid is None or valid.all() else valid
     restarts, skips = _steps(batch.get("position_ids"), rows, length)
     changes, starts = torch.zeros(2, rows, length, dtype=torch.bool)
@@ -148,7 +149,7 @@ def find_documents(batch: Mapping[str, Any], num_ranks: int = 1) -> Documents:
     return Documents(rows, length, keep, cu_seqlens, added)
 
 
-def _of_tree(batch: Mapping[str, Any], rows: int, length: int, num_ranks: int) -> Documents:
+def _of_tree(batch: Batch, rows: int, length: int, num_ranks: int) -> Documents:
     """The documents of a batch with a tree."""
     tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
     if not isinstance(tree, spanwise.TokenTree):
@@ -179,7 +180,7 @@ def of_tokens(name: str, x: Any, *shapes: tuple[int, ...], meaning: str = "") ->
     return x.detach().cpu()
 
 
-def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+def shape_of(batch: Batch) -> tuple[int, int]:
     """B and S of a batch, after a check that it was collated."""
     for name in ("input_ids", "inputs_embeds", "position_ids", "seq_idx", "labels", "shift_labels"):
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
@@ -207,7 +208,7 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     return valid
 
 
-def _offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor | None:
+def _offsets(batch: Batch, rows: int, length: int) -> torch.Tensor | None:
     """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
     given = [batch.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     offsets, keys = (None if x is None else torch.as_tensor(x).detach().flatten().long().cpu() for x in given)
@@ -215,8 +216,9 @@ def _offsets(batch: Mapping[str, Any], total: int) -> torch.Tensor | None:
         raise ValueError("cu_seq_lens_k is not cu_seq_lens_q, and documents read themselves; pass cu_seq_lens_q alone")
     if offsets is None:
         return None
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
-        raise ValueError(f"cu_seq_lens_q must ascend from 0 to the batch's {total} tokens, got {offsets.tolist()[:16]}")
+    held, total = offsets.tolist(), rows * length
+    if not {*range(0, total, length)} <= {*held} or held != sorted(held) or (held[0], held[-1]) != (0, total):
+        raise ValueError(f"cu_seq_lens_q must ascend from 0 to all {total} tokens by each row's start, got {held[:16]}")
     return offsets[:-1][offsets.diff() > 0]
 
 
@@ -236,7 +238,7 @@ def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torc
     return restarts.expand(rows, -1).clone(), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)
 
 
-def share_prefixes(batch: Mapping[str, Any]) -> dict[str, Any]:
+def share_prefixes(batch: Batch) -> dict[str, Any]:
     """The sequences of a batch as a tree, in which each common prefix is stored and computed once; pure.
 
     ``model(**hf.share_prefixes(batch)).loss`` is the loss of the sequences of the batch, each as often as it occurs.

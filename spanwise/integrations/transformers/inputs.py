@@ -20,8 +20,8 @@ from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.blocks import find_blocks
-from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
-from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_names, mask_weights, plan_documents, span_masks
+from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
+from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_names, plan_documents
 from spanwise.integrations.transformers.outputs import GlobalLoss
 from spanwise.integrations.transformers.planned import ARGUMENT, UNMADE, PlannedBatch, empty_mask, marked, shard
 from spanwise.planning.documents import packings
@@ -84,7 +84,7 @@ def _inside(model: Any) -> Any:
     return model
 
 
-def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = None) -> Any:
+def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     """Arguments of this rank's ``model(**arguments)`` for a whole batch.
 
     ``model(**batch)`` does this itself while the model trains. Call it to cut a batch for evaluation, to give a plan
@@ -111,29 +111,30 @@ def prepare(batch: Mapping[str, Any], model: Any, plan: spanwise.Plan | None = N
     mesh = sites[0].mesh
     if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
         raise ValueError("models that share a batch need the same mesh and options in hf.context_parallel")
-    documents = find_documents(batch, mesh.size())
+    documents, names = find_documents(batch, mesh.size()), None
     if plan is None:
-        plan = plan_documents(documents, batch, configs, mesh.size(), **sites[0].options)
+        plan, names = plan_documents(documents, batch, configs, mesh.size(), **sites[0].options)
     _check_plan(plan, documents, mesh)
+    names = names or [mask_names(plan, documents, batch, config) for config in configs]
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(mesh, device)
     check_same(batch, mesh, [(m, s.parameters) for m, s in zip(models, sites, strict=True) if s.parameters is not None])
-    prepared = [_arguments(batch, one, documents, plan, local) for one in models]
+    prepared = [_arguments(batch, *one, documents, plan, local) for one in zip(models, names, strict=True)]
     return prepared if isinstance(model, (list, tuple)) else prepared[0]
 
 
 def _arguments(
-    batch: Mapping[str, Any], model: Any, documents: Documents, plan: spanwise.Plan, local: spanwise.RankPlan
+    batch: Batch, model: Any, names: dict[str, str], documents: Documents, plan: spanwise.Plan, local: spanwise.RankPlan
 ) -> dict[str, Any]:
-    """Arguments of one model, for documents and a plan that fit the batch."""
+    """Arguments of one model, for documents and a plan that fit the batch, and its `names` of masks there."""
     site, config, device = site_of(model), model.config, local.tokens.device
-    _check_options(batch, model)
+    _check_options(batch, model, names)
     blocks, given = find_blocks(batch, config, documents), batch.get("position_ids")
     last = (documents.positions if given is None else documents.flat(given, given.dim() - 2)).max()
     planned = PlannedBatch(
         plan=local,
         layout=plan.layout,
-        names=mask_names(plan, documents, span_masks(config, documents, blocks)),
+        names=names,
         documents=documents,
         positions=spanwise.shard(local, x=documents.positions.to(device)),
         last=last.view(1).to(device),
@@ -166,11 +167,11 @@ def _arguments(
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
 
 
-def _check_options(batch: Mapping[str, Any], model: Any) -> None:
+def _check_options(batch: Batch, model: Any, names: Mapping[str, str]) -> None:
     """Raise ValueError for arguments, and attention, that do not go with a cut batch."""
     config, name = model.config, type(model).__name__
     implementation = config.get_text_config()._attn_implementation
-    if NO_ATTENTION not in mask_weights(config) and not implementation.startswith(PREFIX):
+    if NO_ATTENTION not in names and not implementation.startswith(PREFIX):
         raise ValueError(
             f"the attention of {name} was set to {implementation!r} after hf.context_parallel; set it before"
         )
@@ -244,9 +245,7 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
         raise ValueError(f"models need a token on every rank, and shards have {shards}; give a smaller block_size")
 
 
-def _edges(
-    batch: Mapping[str, Any], documents: Documents, plan: spanwise.Plan, site: Site, device: torch.device
-) -> dict[str, Any]:
+def _edges(batch: Batch, documents: Documents, plan: spanwise.Plan, site: Site, device: torch.device) -> dict[str, Any]:
     """The labels of a tree that this rank's tokens predict, and their weights; empty without a tree."""
     weights = batch.get("label_weights")
     if documents.tree is None:
@@ -257,7 +256,7 @@ def _edges(
     return {"edges": edges, "weights": None if weights is None else documents.flat(weights)[:, edges.targets]}
 
 
-def _labels(batch: Mapping[str, Any], planned: PlannedBatch, site: Site, model: Any) -> dict[str, torch.Tensor]:
+def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict[str, torch.Tensor]:
     """This rank's labels, under both names that models read; nothing if the batch has none."""
     documents, name = planned.documents, type(model).__name__
     shifted = batch.get("shift_labels") is not None

@@ -7,14 +7,14 @@ what they exchange has a price for the choice of a layout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 import spanwise
-from spanwise.integrations.transformers.blocks import BIDIRECTIONAL, OF_IMAGES, Blocks, find_blocks, rule_of
-from spanwise.integrations.transformers.documents import Documents, find_documents
+from spanwise.integrations.transformers.blocks import BIDIRECTIONAL, OF_IMAGES, find_blocks, rule_of
+from spanwise.integrations.transformers.documents import Batch, Documents, find_documents
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
@@ -74,11 +74,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
 
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:
-    """The kind of attention of each layer of a model's config; None for layers without attention.
-
-    Raises:
-        ValueError: layers that neither are attention over spans of keys nor may carry a state.
-    """
+    """The kind of attention of each layer of a model's config, as `layer_types` tells; None for those without."""
     return tuple(kind if kind in KINDS else MIXED.get(kind) for kind in layer_types(config))
 
 
@@ -88,10 +84,10 @@ def mask_weights(config: Any) -> dict[str, int]:
     return dict(Counter(kinds)) if kinds else {NO_ATTENTION: 1}
 
 
-def span_masks(config: Any, documents: Documents, blocks: Blocks | None) -> dict[str, spanwise.SpanMask]:
-    """The mask of each kind of a model's layers, for the documents of a batch."""
-    kinds, text = mask_weights(config), config.get_text_config()
-    window, masks = getattr(text, "sliding_window", None), {}
+def _span_masks(config: Any, kinds: Iterable[str], documents: Documents, batch: Batch) -> dict[str, spanwise.SpanMask]:
+    """The masks of a model's layers, of the `kinds` of `mask_weights`."""
+    text, blocks, masks = config.get_text_config(), find_blocks(batch, config, documents), {}
+    window = getattr(text, "sliding_window", None)
     for kind in kinds:
         left = {SLIDING: (window or 0) - 1, NO_ATTENTION: 0}.get(kind)
         if documents.tree is None:
@@ -138,7 +134,7 @@ def _numbers(config: Any) -> tuple[int, int, int, bool, int] | None:
     return None
 
 
-def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
+def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
     """One plan for a batch: a mask for each kind of layer, weighted by how many layers have it; pure.
 
     Runs where the batch is made, for example in a collator of a data loader's worker.
@@ -154,37 +150,38 @@ def make_plan(batch: Mapping[str, Any], config: Any, num_ranks: int, **options: 
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
     configs = list(config) if isinstance(config, (list, tuple)) else [config]
-    return plan_documents(find_documents(batch, num_ranks), batch, configs, num_ranks, **options)
+    return plan_documents(find_documents(batch, num_ranks), batch, configs, num_ranks, **options)[0]
 
 
 def plan_documents(
-    documents: Documents, batch: Mapping[str, Any], configs: list[Any], num_ranks: int, **options: Any
-) -> spanwise.Plan:
-    """`make_plan` for documents that were found before."""
+    documents: Documents, batch: Batch, configs: list[Any], num_ranks: int, **options: Any
+) -> tuple[spanwise.Plan, list[dict[str, str]]]:
+    """`make_plan` for documents that were found before, and `mask_names` for each config."""
     masks: dict[str, spanwise.SpanMask] = {}
     weights: Counter[str] = Counter()
     carried: dict[str, Any] = {}
+    names: list[dict[str, str]] = [{} for _ in configs]
     for number, config in enumerate(configs):
-        for kind, mask in span_masks(config, documents, find_blocks(batch, config, documents)).items():
+        layers = mask_weights(config)
+        for kind, mask in _span_masks(config, layers, documents, batch).items():
             name = kind if masks.setdefault(kind, mask) == mask else f"{kind} of model {number}"
-            masks[name] = mask
-            weights[name] += mask_weights(config)[kind]
+            masks[name], names[number][kind] = mask, name
+            weights[name] += layers[kind]
         states = recurrences(config, sum(kind in MIXED for kind in layer_types(config))) or {}
         carried |= {f"{name} of model {number}" if number else name: x for name, x in states.items()}
     if carried and documents.tree is not None:
         raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
-    offsets = None if documents.tree is not None else documents.cu_seqlens
-    given = {"recurrences": carried or None, "cu_seqlens": offsets} | options
-    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **given)
+    own = {"recurrences": carried or None, "cu_seqlens": documents.cu_seqlens if documents.tree is None else None}
+    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **own | options), names
 
 
-def mask_names(plan: spanwise.Plan, documents: Documents, expected: Mapping[str, spanwise.SpanMask]) -> dict[str, str]:
-    """The name in `plan` of the mask of each kind of a model's layers, which `expected` has by its config.
+def mask_names(plan: spanwise.Plan, documents: Documents, batch: Batch, config: Any) -> dict[str, str]:
+    """The name in `plan` of the mask of each kind of the layers of a model with this `config`.
 
     Raises:
         ValueError: a plan without a mask for one of them, or with one for a config of another window.
     """
-    names = {}
+    names, expected = {}, _span_masks(config, mask_weights(config), documents, batch)
     for kind, mask in expected.items():
         given = plan.masks.get(kind)
         if given is None:

@@ -1,8 +1,9 @@
 """Losses and outputs of one rank's tokens: a loss is that of all ranks, and outputs know their layout.
 
-Two models that plan one batch for themselves may give a rank other tokens, in tensors of one shape. So `logits` and
-`last_hidden_state` are a subclass of Tensor: an operation on two layouts raises, and so does an index that names a
-place in the sequence, such as ``[:, -1]``. So are results for the same tokens, ``[T, …]`` too; others are plain.
+Two models that plan one batch for themselves may give a rank other tokens, in tensors of one shape. So `logits`,
+`last_hidden_state` and the last of `hidden_states` are a subclass of Tensor: an operation on two layouts raises, and so
+do an index that names a place in the sequence, such as ``[:, -1]``, a mean over tokens and a product with a mask of the
+batch. So are results for the same tokens, ``[T, …]`` too; others are plain.
 """
 
 # T tokens of this rank
@@ -26,6 +27,10 @@ from spanwise.layouts.layout import Layout
 
 # Losses that `GlobalLoss` computes, means over tokens; and whether they take the next token's label.
 LOSSES = {ForCausalLMLoss: True, ForTokenClassification: False}
+_REMEDY = (
+    "and a rank holds tokens from several places and rows; restore the whole with spanwise.unshard(plan, mesh, x) "
+    "first, or take x.as_subclass(torch.Tensor)"
+)
 
 
 class LocalTokens(torch.Tensor):
@@ -48,6 +53,7 @@ class LocalTokens(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             if not own or func is torch.Tensor.as_subclass:  # as_subclass is the way out
                 return result
+            _check_result(func.__name__, own[0].shape, result)
             for x in result if isinstance(result, tuple) else [result]:
                 if type(x) is torch.Tensor and 1 < _tokens(own[0].shape) == _tokens(x.shape):
                     of_layout(x, own[0].token_layout)
@@ -74,8 +80,8 @@ def of_layout(x: torch.Tensor, layout: Layout) -> LocalTokens:
 def mark_outputs(output: Any, planned: PlannedBatch) -> None:
     """Let outputs of one rank's tokens know their layout; DTensors, tuples and whole outputs are left as they are."""
     own, whole = tuple(planned.positions.shape), (planned.documents.rows, planned.documents.length)
-    for name in ("logits", "last_hidden_state"):
-        x = getattr(output, name, None)
+    states = getattr(output, "hidden_states", None) or [None]  # checkpoints may keep the others
+    for x in (getattr(output, "logits", None), getattr(output, "last_hidden_state", None), states[-1]):
         if type(x) is torch.Tensor and tuple(x.shape[:2]) == own != whole:
             of_layout(x, planned.layout)
 
@@ -91,10 +97,14 @@ def _check_index(index: Any, dims: int) -> None:
     rows, tokens = whole[:2]
     pairs = isinstance(rows, torch.Tensor) and isinstance(tokens, torch.Tensor)
     if pairs or isinstance(tokens, int) or (isinstance(tokens, slice) and tokens != slice(None)):
-        raise ValueError(
-            f"[{rows}, {tokens}] names places in the sequence, and a rank holds tokens from several places of it; "
-            f"restore the whole with spanwise.unshard(plan, mesh, x) first, or index x.as_subclass(torch.Tensor)"
-        )
+        raise ValueError(f"[{rows}, {tokens}] names places in the sequence, {_REMEDY}")
+
+
+def _check_result(name: str, shape: torch.Size, result: Any) -> None:
+    """Raise ValueError for a mean over tokens, and for a product with several rows, such as a mask of the batch."""
+    averaged = name == "mean" and len(shape) > 2 and result.dim() and _tokens(result.shape) != _tokens(shape)
+    if averaged or (name == "mul" and shape[0] == 1 < result.shape[0] and result.shape[1:] == shape[1:]):
+        raise ValueError(f"{name} makes {tuple(result.shape)} of a shard {tuple(shape)}, {_REMEDY}")
 
 
 @dataclasses.dataclass(frozen=True)

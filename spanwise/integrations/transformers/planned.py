@@ -21,7 +21,7 @@ ARGUMENT = "spanwise_plan"  # the keyword of a model's forward
 
 @dataclasses.dataclass(frozen=True)
 class PlannedBatch:
-    """This rank's part of a batch. Not a pytree: frameworks that cast or move tensors in arguments leave it alone.
+    """This rank's part of a batch. No pytree, and no dataclass to others: FSDP2 copies and casts these in arguments.
 
     Attributes:
         plan: this rank's part of the plan.
@@ -55,6 +55,9 @@ class PlannedBatch:
 
     def __deepcopy__(self, memo: Any) -> PlannedBatch:
         return self
+
+
+del PlannedBatch.__dataclass_fields__  # what FSDP2 knows dataclasses by
 
 
 def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

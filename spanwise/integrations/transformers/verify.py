@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import spanwise
 from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
-from spanwise.integrations.transformers.documents import DESCRIPTIONS, Documents, find_documents
+from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
 
@@ -26,7 +25,7 @@ _TEXT = {*_TOKENS, "attention_mask", "tree", "label_weights", "labels", "shift_l
 
 def verify(
     model: Any,
-    batch: Mapping[str, Any],
+    batch: Batch,
     *,
     plan: spanwise.Plan | None = None,
     tolerance: float | None = None,
@@ -58,16 +57,22 @@ def verify(
     arguments = prepare(given, model, plan)
     local = arguments[ARGUMENT].plan
     parameters = parameters_of(model)
-    with _evaluating(model):
-        logits = _alone(model, given, documents)
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).to(logits)
-        wanted = gradients(model, logits, direction, parameters)
-        cut = _logits(model, arguments)
-        got = gradients(model, cut, spanwise.shard(local, x=direction), parameters)
-        got_logits = spanwise.unshard(local, x=cut.detach())
-        wrong = (got_logits - logits.detach()).abs().max() / logits.detach().abs().max().clamp(min=1e-30)
-        errors = {"logits": wrong.item(), "parameters": _gradient_error(got, wanted, site.mesh)}
-        probed, leaks = _leaks(model, given, plan, documents, got_logits)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad():
+            logits = _alone(model, given, documents)
+            direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).to(logits)
+            wanted = gradients(model, logits, direction, parameters)
+            cut = _logits(model, arguments)
+            got = gradients(model, cut, spanwise.shard(local, x=direction), parameters)
+            got_logits = spanwise.unshard(local, x=cut.detach())
+            wrong = (got_logits - logits.detach()).abs().max() / logits.detach().abs().max().clamp(min=1e-30)
+            errors = {"logits": wrong.item(), "parameters": _gradient_error(got, wanted, site.mesh)}
+            probed, leaks = _leaks(model, given, plan, documents, got_logits)
+    finally:
+        for module, training in modes.items():
+            module.training = training
     limit = _TOLERANCES[logits.dtype] if tolerance is None else tolerance
     return spanwise.VerifyReport(errors, limit, probed, leaks, ())
 
@@ -77,7 +82,7 @@ def _logits(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.Tensor:
+def _alone(model: Any, batch: Batch, documents: Documents) -> torch.Tensor:
     """Logits ``[1, N, V]`` of the kept tokens, from one forward a document."""
     if not set(batch) <= _TEXT:
         whole = {n: x for n, x in batch.items() if n not in DESCRIPTIONS} | {"use_cache": False}
@@ -95,7 +100,7 @@ def _alone(model: Any, batch: Mapping[str, Any], documents: Documents) -> torch.
 
 
 def _leaks(
-    model: Any, batch: Mapping[str, Any], plan: spanwise.Plan | None, documents: Documents, before: torch.Tensor
+    model: Any, batch: Batch, plan: spanwise.Plan | None, documents: Documents, before: torch.Tensor
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Tokens that were changed, and (row, token) pairs where a logit of another document changed."""
     offsets = documents.cu_seqlens.tolist()
@@ -121,16 +126,3 @@ def _gradient_error(got: list[torch.Tensor], want: list[torch.Tensor], mesh: Dev
     floor = max(1e-3 * max(norms, default=0.0), 1e-30)
     pairs = zip(got, want, norms, strict=True)
     return max(((summed(x, mesh) - whole(y)).norm().item() / max(norm, floor) for x, y, norm in pairs), default=0.0)
-
-
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode with gradients."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -293,6 +293,27 @@ def test_places_in_the_outputs_of_a_rank() -> None:
     run_ranks(2, on_rank)
 
 
+def test_pooling_over_the_tokens_of_a_rank() -> None:
+    """Two rows on two ranks: a shard has as many tokens as a row, so that the batch's mask would fit."""
+    model = tiny.model_of("llama")
+    batch = {"input_ids": torch.stack(tiny.documents_of((12, 12)))}
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        out = _prepared(model, mesh)(**batch, output_hidden_states=True)
+        hidden = out.hidden_states[-1]
+        with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
+            hidden[:, -1]
+        mask = torch.ones(2, 12, 1)
+        for pool in (lambda: (hidden * mask).sum(1), lambda: mask * hidden, lambda: out.logits.mean(1)):
+            with pytest.raises(ValueError, match=r"of a shard.*several places and rows.*spanwise.unshard"):
+                pool()
+        weights = torch.ones(1, 12, 1)
+        assert (hidden * weights * torch.ones(64)).mean(-1, keepdim=True).mean().dim() == 0
+        assert hidden[0].mean(-1).shape == (12,)
+
+    run_ranks(2, on_rank)
+
+
 def _rollouts(lengths: tuple[int, ...], prompt: int) -> tiny.Documents:
     first = tiny.documents_of((prompt,), seed=5)[0]
     answers = tiny.documents_of(lengths, seed=9)

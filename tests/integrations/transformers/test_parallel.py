@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -34,10 +34,10 @@ def _step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[st
     return loss.item(), _gradients(model)
 
 
-def _shard(model: Any, mesh: Any) -> None:
+def _shard(model: Any, mesh: Any, **options: Any) -> None:
     for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: str) -> Any:
@@ -58,6 +58,28 @@ def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
     want = tiny.reference(tiny.model_of(name), documents)
     for result in results:  # FSDP2 has averaged
         tiny.check([result], want)
+
+
+def _in_bfloat16(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
+    model, ids = tiny.model_of(name), []
+    hf.context_parallel(model, mesh)
+    _shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    for layer in model.base_model.layers:  # FSDP2 casts and copies what is in arguments
+        layer.register_forward_pre_hook(lambda m, a, k: ids.append(id(k["spanwise_plan"])), with_kwargs=True)
+    return _step(model, batch), len(set(ids))
+
+
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_fsdp_in_bfloat16(gloo_pool: GlooPool, kind: str) -> None:
+    """Parameters and activations are cast, and the plan and the weights of labels are not."""
+    documents = tiny.documents_of(LENGTHS)
+    batch = tiny.packed(documents)
+    batch = hf.share_prefixes(batch) if kind == "tree" else batch
+    want = tiny.reference(tiny.model_of("llama"), documents)
+    for result, plans in gloo_pool.run(2, _in_bfloat16, "llama", batch):
+        loss, gradient, name = tiny.errors(result, want)
+        assert loss <= 2e-3 and gradient <= 5e-2, (loss, gradient, name)
+        assert plans == 1
 
 
 def _with_replicas(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:

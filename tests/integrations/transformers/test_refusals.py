@@ -110,7 +110,11 @@ def _call(name: str, batch: dict[str, Any], ranks: int = 2, **changes: Any) -> N
         ({"input_ids": BATCH["input_ids"], "attention_mask": torch.ones(1, 1, 64, 64)}, r"\[B, S\] = \(1, 64\)"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": 2 * torch.ones(1, 64)}, "must hold 0 and 1"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": torch.zeros(1, 64)}, "must hold 0 and 1, and a token"),
-        (BATCH | {"cu_seq_lens_q": torch.tensor([0, 70])}, "ascend from 0 to the batch's 64 tokens"),
+        (BATCH | {"cu_seq_lens_q": torch.tensor([0, 70])}, "ascend from 0 to all 64 tokens"),
+        (
+            {"input_ids": BATCH["input_ids"].view(2, 32), "cu_seq_lens_q": torch.tensor([0, 23, 64])},
+            "all 64 tokens by each row's start",
+        ),
         (BATCH | {"position_ids": torch.arange(63)[None]}, r"\[B, S\] = \(1, 64\).*got shape \(1, 63\)"),
         (BATCH | {"labels": BATCH["labels"][:, 1:]}, r"labels must be \[B, S\]"),
         (BATCH | {"use_cache": True}, "use_cache=False"),
