@@ -54,8 +54,12 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.T
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size, name)
 
 
-def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
+def start_all_to_all(
+    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int | None = None
+) -> torch.Tensor:
     """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
+
+    Eager messages on gloo carry the `tag`, below 2^31: those of another collective are never taken for this one's.
 
     Eager code on gloo uses sends and receives instead. gloo's all-to-all sends before it announces that it can receive:
     on a rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
@@ -63,7 +67,8 @@ def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int]
     """
     plain = type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if plain and not _selects_what_to_save() and is_gloo(group := find_group(name)):
-        return _start_receives_first(x.contiguous(), recv_rows, send_rows, group)
+        tag = _ALL_TO_ALL_TAG if tag is None else tag
+        return _start_receives_first(x.contiguous(), recv_rows, send_rows, group, tag)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
 
 
@@ -73,7 +78,7 @@ def _selects_what_to_save() -> bool:
 
 
 def _start_receives_first(
-    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
+    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup, tag: int
 ) -> torch.Tensor:
     rank, size = group.rank(), group.size()
     fits = len(recv_rows) == len(send_rows) == size and sum(send_rows) == x.shape[0]
@@ -88,8 +93,8 @@ def _start_receives_first(
     incoming, outgoing = received.split(recv_rows), x.split(send_rows)
     incoming[rank].copy_(outgoing[rank])
     before, after = [(rank - d) % size for d in range(1, size)], [(rank + d) % size for d in range(1, size)]
-    works = [group.recv([incoming[peer]], peer, _ALL_TO_ALL_TAG) for peer in before if recv_rows[peer]]
-    works += [group.send([outgoing[peer]], peer, _ALL_TO_ALL_TAG) for peer in after if send_rows[peer]]
+    works = [group.recv([incoming[peer]], peer, tag) for peer in before if recv_rows[peer]]
+    works += [group.send([outgoing[peer]], peer, tag) for peer in after if send_rows[peer]]
     for work in works:
         torch._C._distributed_c10d._register_work(received, work)  # waited for by wait_tensor, all of them
     return received

@@ -29,7 +29,7 @@ from spanwise.attention._limits import (
     fix_sizes,
     with_sinks,
 )
-from spanwise.attention.compare import compare_attention, compare_backward, tells_refusals
+from spanwise.attention.compare import compare_attention, compare_backward, compiled, eager, tells_refusals
 from spanwise.attention.exchange import failure
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
@@ -164,6 +164,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     local, mesh, kernel = _checked(q, k, v, call)
     returns = call.request.lse, call.request.max_logit
     compare = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
+    here = eager(compare)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch = local.chunks[mask], q.shape[0]
     flat = chunks[0].flat
@@ -173,7 +174,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if local.trade is not None:
         assert mesh is not None
         group = inner_group(mesh)
-        q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade)
+        q, k, v = ulysses.to_heads(
+            q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=eager(compare)
+        )
         first = local.trade.rank * q.shape[1]
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
@@ -187,7 +190,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask), chunks, tokens,
+        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, here), chunks, tokens,
         AttentionOptions(call.options.scale, score_mod, call.options.softcap), max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
@@ -199,13 +202,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
         max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
     if local.trade is not None:
-        out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}")
-        lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}") if request.lse else lse
+        out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}", call=here)
+        lse = (
+            ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}", call=eager(compare))
+            if request.lse
+            else lse
+        )
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    out, *returned = compare_backward((out, lse) if request.lse else (out,), compare)
+    out, *returned = compare_backward((out, lse) if request.lse else (out,), compiled(compare))
     return out, Aux(lse=returned[0] if request.lse else None, max_logit=max_logit)
 
 

@@ -41,7 +41,7 @@ class Sums(NamedTuple):
     sizes: Sequence[int]
 
 
-Compare = Callable[[], None] | _Compiled | Sums
+Compare = failure.Compared | _Compiled | Sums
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Labels of what is compared. Compiled code names sizes apart and last, so that they may be symbols.
@@ -223,14 +223,21 @@ def compared(sums: tuple[torch.Tensor, ...], compare: Compare | None) -> Sequenc
 def _compare(call: Call, mesh: DeviceMesh, backward: Call | None = None) -> Compare:
     """Compare in eager code; the backward as the same call, if it is not told apart."""
     groups, ranks = mesh_ranks(mesh)
-    confirm = failure.compare(call, groups, ranks)
+    number, confirm = failure.compare(call, groups, ranks)
+    last = -1
 
     def in_backward() -> None:
+        nonlocal last
+        if (
+            of := _torch.backward_number()
+        ) == last:  # a call has several collectives, and ranks may use one output each
+            return
+        last = of
         if confirm is not None:
             confirm()
-        failure.compare((backward or call)._replace(name=f"backward of {call.name}"), groups, ranks)
+        failure.compare((backward or call)._replace(name=f"backward of {call.name}", forward=number), groups, ranks)
 
-    return in_backward
+    return failure.Compared(number, in_backward)
 
 
 def _compare_compiled(
@@ -257,18 +264,20 @@ def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None)
         compare = _Compiled(None, compare.groups, compare.name, compare.labels, compare.what)
     if isinstance(compare, _Compiled):
         return _InBackward.apply(compare, *outputs)
-    last = -1
-
-    def once(_: Any) -> None:
-        nonlocal last
-        if (number := _torch.backward_number()) != last:  # ranks may use different ones of the outputs
-            last = number
-            compare()
-
     for out in outputs:
         if out.grad_fn is not None:
-            out.grad_fn.register_prehook(once)
+            out.grad_fn.register_prehook(lambda _: compare.backward())
     return outputs
+
+
+def compiled(compare: Compare | None) -> Compare | None:
+    """`compare` of compiled code, for `compare_backward`; the executor compares the backwards of eager code."""
+    return None if isinstance(compare, failure.Compared) else compare
+
+
+def eager(compare: Compare | None) -> failure.Compared | None:
+    """`compare` of eager code, for the executor."""
+    return compare if isinstance(compare, failure.Compared) else None
 
 
 class _InBackward(torch.autograd.Function):

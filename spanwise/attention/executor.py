@@ -23,6 +23,7 @@ gradient is the collective under way. Every rank knows the plan, so no sizes tra
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -81,11 +82,13 @@ class Link(NamedTuple):
         name: of the process group.
         size: its ranks.
         label: names what travels in errors.
+        call: the call that this is part of, compared across the ranks; None where it is not, and in compiled code.
     """
 
     name: str
     size: int
     label: str
+    call: failure.Compared | None = None
 
 
 class Form(Protocol):
@@ -330,6 +333,8 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         check_first_order()
+        if ctx.link.call is not None:
+            ctx.link.call.backward()
         kind, peers, (send, recv), spare, passed = ctx.meta
         of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
         total = _total(ctx, of_keys, through, spare)
@@ -370,7 +375,13 @@ def _collective(
     if kind == GATHERED:
         begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
         return failure.start(name, link.name, begin, rows, link.size, link.name)
-    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name)
+    # Ranks that differ never take one collective's rows for another's: the tag tells them apart, sizes included.
+    tag = None if link.call is None else _tag(f"{link.call.number} {name} {rows.dtype} {rows.shape[1:]}")
+    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name, tag)
+
+
+def _tag(text: str) -> int:
+    return zlib.crc32(text.encode()) >> 1
 
 
 def _name(kind: str, what: str, *, home: bool) -> str:

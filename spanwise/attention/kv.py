@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise.attention.exchange import failure
 from spanwise.attention.executor import KV, Link, RankStep, bring, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
@@ -58,12 +59,14 @@ def kv_chunks(
     local: RankPlan,
     mesh: DeviceMesh | None,
     mask: str,
+    call: failure.Compared | None = None,
 ) -> Iterator[ChunkKV]:
     """K/V of each chunk, in order. A generator: work between two items runs while later chunks travel.
 
     Args:
         k, v: ``[B, Hkv, T, D]``, the rank's own.
         mask: name of the mask, for errors.
+        call: the attention call, if it is compared.
 
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
@@ -78,7 +81,7 @@ def kv_chunks(
             "a plan with keep_kv=False is for eager code: in a compiled graph, selective activation checkpointing "
             "decides what is kept; make the plan with keep_kv=True"
         )
-    remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}"), None
+    remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}", call), None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
         refetch = Refetch(_fetches(k.detach(), v.detach(), remote, link._replace(label=label)))
@@ -99,6 +102,8 @@ def _fetches(k: torch.Tensor, v: torch.Tensor, chunks: tuple[Chunk, ...], link: 
     form, own = KV.of(k, v, steps), list[torch.Tensor]()
 
     def start(i: int) -> Fetched:
+        if link.call is not None:
+            link.call.backward()
         if not own:
             own.append(form.leaving((k, v)))  # once for all chunks; the first chunk comes last
         arriving = bring((own[0] if i else own.pop(),), [steps[i]], link)

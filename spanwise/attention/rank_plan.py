@@ -349,9 +349,9 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], 
     return groups, lambda: _global_ranks(mesh)
 
 
-def outer_link(local: RankPlan, mesh: DeviceMesh, label: str) -> Link:
-    """Where K/V travel between groups: the mesh's first axis."""
-    return Link(_torch.group_name(mesh.get_group(0)), local.num_groups, label)
+def outer_link(local: RankPlan, mesh: DeviceMesh, label: str, call: failure.Compared | None) -> Link:
+    """Where K/V of a call travel between groups: the mesh's first axis."""
+    return Link(_torch.group_name(mesh.get_group(0)), local.num_groups, label, call)
 
 
 def inner_group(mesh: DeviceMesh) -> str:

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.compare import compare_backward, compare_gather
+from spanwise.attention.compare import compare_backward, compare_gather, compiled, eager
+from spanwise.attention.exchange import failure
 from spanwise.attention.executor import GATHERED, Link, RankStep, bring
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
@@ -115,8 +116,8 @@ def gather(
     rest = x_BTx.shape[2:]
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
     compare = compare_gather(rows_BTF, local, mesh, side)
-    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded).unflatten(-1, rest or (1,))
-    (full_BSx,) = compare_backward((full_BSx,), compare)
+    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded, eager(compare)).unflatten(-1, rest or (1,))
+    (full_BSx,) = compare_backward((full_BSx,), compiled(compare))
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
     if local.batched:
@@ -126,12 +127,17 @@ def gather(
 
 
 def _gather_rows(
-    x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, restore: torch.Tensor, padded: int
+    x_BTF: torch.Tensor,
+    local: RankPlan,
+    mesh: DeviceMesh,
+    restore: torch.Tensor,
+    padded: int,
+    call: failure.Compared | None,
 ) -> torch.Tensor:
     """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
     rows_RF = torch.nn.functional.pad(x_BTF, (0, 0, 0, padded - x_BTF.shape[1])).flatten(0, 1)
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
         sizes = (rows_RF[:, :0],)
-        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)")
+        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", call)
         ((rows_RF,),) = bring((rows_RF,), [RankStep(None, None, sizes, sizes, kind=GATHERED)], link)
     return rows_RF.index_select(0, restore.flatten()).unflatten(0, (x_BTF.shape[0], -1))

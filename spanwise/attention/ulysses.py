@@ -24,6 +24,7 @@ import torch
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
+from spanwise.attention.exchange import failure
 from spanwise.attention.executor import Link, RankStep, Tensors, bring
 from spanwise.attention.head_rows import by_head, for_queries, from_queries, join_heads, split_heads
 from spanwise.layouts.layout import Layout
@@ -87,6 +88,7 @@ def to_heads(
     label: str,
     *,
     kv_trade: Trade | None = None,
+    call: failure.Compared | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
@@ -98,6 +100,7 @@ def to_heads(
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.
         name: of the process group.
         kv_trade: of K and V, where their tokens differ from those of q.
+        call: the attention call, if it is compared.
 
     Returns:
         q ``[B, Hq / n, S, Dk]``, k ``[B, c', S, Dk]``, v ``[B, c', S, Dv]``, strided views. c' divides Hq / n: the K/V
@@ -112,14 +115,16 @@ def to_heads(
     of_q = _Heads(batch, rows, num_heads, own, tuple(range(0, num_heads, own)), tuple(range(own)), (q.shape[3],))
     of_kv = _Heads(batch, rows, k.shape[1], count, firsts, reads, (k.shape[3], v.shape[3]))
     arriving = [
-        bring(tensors, [_step(each, heads=True)], Link(name, num_ranks, f"heads of {what}, {label}"), form)
+        bring(tensors, [_step(each, heads=True)], Link(name, num_ranks, f"heads of {what}, {label}", call), form)
         for tensors, each, what, form in (((q,), trade, "q", of_q), ((k, v), kv_trade, "K/V", of_kv))
     ]
     (q,), (k, v) = (next(each) for each in arriving)
     return q, k, v
 
 
-def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Tensor:
+def to_tokens(
+    x: torch.Tensor, trade: Trade, name: str, label: str, *, call: failure.Compared | None = None
+) -> torch.Tensor:
     """All heads of this rank's tokens, in their own order: the inverse of `to_heads` for q, or for an lse.
 
     A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads. `x` is
@@ -128,7 +133,7 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str) -> torch.Ten
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
     batch, count, _, dim = x_BhSD.shape
     form = _Tokens(batch, trade.order.shape[0], count, trade.num_ranks, dim)
-    ((x_BHTD,),) = bring((x_BhSD,), [_step(trade, heads=False)], Link(name, trade.num_ranks, label), form)
+    ((x_BHTD,),) = bring((x_BhSD,), [_step(trade, heads=False)], Link(name, trade.num_ranks, label, call), form)
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.compare import compare_backward, compare_relayout, tells_refusals
+from spanwise.attention.compare import compare_backward, compare_relayout, compiled, eager, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
@@ -122,12 +122,12 @@ def relayout(
 
 def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Tensor:
     """Rows ``[R, …]`` of all ranks, moved; a row is a token, or a batch row's token."""
-    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)")
     rest = x_Rx.shape[1:]
     rows_RF = x_Rx.flatten(1) if rest else x_Rx.unsqueeze(-1)
     compare = compare_relayout(rows_RF, way.digest, mesh)
+    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)", eager(compare))
     ((arrived_NF,),) = bring((rows_RF,), [way.route], link)
-    (arrived_NF,) = compare_backward((arrived_NF,), compare)
+    (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
     return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
 
 

@@ -132,7 +132,7 @@ class CallLog:
         if digest is None:
             if len(self._digests) >= 1024:
                 self._digests.clear()
-            plain = repr((call.plan, call.name, call.values, call.amount)).encode()
+            plain = repr((call.plan, call.name, call.values, call.amount, call.forward)).encode()
             digest = int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") >> 2
             self._digests[call] = digest
         expected = self._expected.meets(call)

@@ -17,6 +17,7 @@ class Call(NamedTuple):
         labels: of each of `values`; equal in all calls of a function.
         values: hashable, with a `repr` that is equal in all processes.
         amount: a number that changes from call to call, such as one of tokens. A call with one is never expected.
+        forward: number of the call whose backward this is; -1 for others.
     """
 
     plan: bytes
@@ -24,13 +25,15 @@ class Call(NamedTuple):
     labels: tuple[str, ...]
     values: tuple[Any, ...]
     amount: float | None = None
+    forward: int = -1
 
     def facts(self) -> dict[str, str]:
         """The parts of the call in words."""
         values = {label: _in_words(value) for label, value in zip(self.labels, self.values, strict=True)}
         amount = {} if self.amount is None else {"amount": str(self.amount)}
         plan = {"plan": self.plan.hex()} if self.plan else {}
-        return {"call": self.name} | plan | values | amount
+        of = {} if self.forward < 0 else {"of call": str(self.forward)}
+        return {"call": self.name} | of | plan | values | amount
 
 
 def _in_words(value: Any) -> str:

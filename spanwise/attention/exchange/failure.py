@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,18 @@ from spanwise.attention.exchange.findings import Report, close_connections, desc
 # Texts of gloo. The second has no path: this process has closed the connection, as `close_connections` does.
 _GLOO = ("gloo/transport", "Application timeout caused pair closure")
 _SETTLE = 1.0  # seconds that a failed rank waits to learn whether ranks made different calls
+
+
+class Compared(NamedTuple):
+    """A call in eager code that is compared with those of the other ranks.
+
+    Attributes:
+        number: of the call on its mesh, the same on all ranks; -1 where ranks are threads or simulated.
+        backward: compares its backward, once for each backward; called where the first of its collectives starts.
+    """
+
+    number: int
+    backward: Callable[[], None]
 
 
 def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -132,14 +144,15 @@ def connect(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[in
 
 def compare(
     call: Call, groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]
-) -> Callable[[], None] | None:
+) -> tuple[int, Callable[[], None] | None]:
     """Compare a call with those of the other ranks of a mesh; returns when it may start its collectives.
 
     Args:
         groups, ranks: as in `calls.log_of`.
 
     Returns:
-        None if all ranks were found to make the call; else a function that waits until they are.
+        The number of the call, -1 where calls are not compared; and None if all ranks were found to make the call, else
+        a function that waits until they are.
 
     Raises:
         MismatchError: ranks make different calls, this one or one before.
@@ -147,7 +160,7 @@ def compare(
     """
     log = connect(groups, ranks)
     if log is None:
-        return None
+        return -1, None
     log.notice(_torch.backward_number())
     _raise_mismatch(log)
     number, expected = log.add(call)
@@ -163,9 +176,9 @@ def compare(
         _raise_mismatch(log)
 
     if expected:
-        return confirm
+        return number, confirm
     confirm()
-    return None
+    return number, None
 
 
 def report_refusal(error: Exception, ranks: Sequence[int], began: float) -> None:
