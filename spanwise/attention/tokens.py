@@ -19,7 +19,7 @@ from spanwise.attention.exchange import failure
 from spanwise.attention.executor import GATHERED, Link, RankStep, bring
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
-from spanwise.layouts.thd_order import check_dim
+from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.planning.plan_data import PlanData
 
 
@@ -53,13 +53,9 @@ def take(x: torch.Tensor, index_BT: torch.Tensor, length: int, dim: int, batch_d
         return x.index_select(dim, index_BT[0])
     if batch_dim is None:
         return torch.stack([x.index_select(dim, row) for row in index_BT])
-    batch_dim = check_dim(x, batch_dim)
-    if batch_dim == dim or x.shape[batch_dim] != index_BT.shape[0]:
-        raise ValueError(
-            f"the plan lays out {index_BT.shape[0]} batch rows differently, so batch_dim must be a dim of that size "
-            f"other than dim={dim}; got batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}. Pass "
-            f"batch_dim=None for a tensor without a batch dim"
-        )
+    rows = index_BT.shape[0]
+    why = f"the plan lays out {rows} batch rows differently (batch_dim=None: a tensor without a batch dim)"
+    batch_dim = check_batch_dim(x, dim, batch_dim, rows, why)
     shape = [1] * x.dim()
     shape[batch_dim], shape[dim] = index_BT.shape
     index = (index_BT if batch_dim < dim else index_BT.t()).reshape(shape)
@@ -105,11 +101,8 @@ def gather(
         restore = to_device_of(x, torch.from_numpy(plan.kv_layout.slots()))
         padded = int(plan.kv_layout.tokens_per_rank.max())
     if local.batched:
-        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != local.tokens.shape[0]:
-            raise ValueError(
-                f"the plan lays out {local.tokens.shape[0]} batch rows differently; batch_dim={batch_dim} of a tensor "
-                f"of shape {tuple(x.shape)} is not a dim of that size other than dim={dim}"
-            )
+        rows = local.tokens.shape[0]
+        batch_dim = check_batch_dim(x, dim, batch_dim, rows, f"the plan lays out {rows} batch rows differently")
         x_BTx = x.movedim((batch_dim, dim), (0, 1))
     else:
         x_BTx = x.movedim(dim, 0).unsqueeze(0)

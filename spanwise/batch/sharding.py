@@ -20,7 +20,7 @@ from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.documents import shift, traced_ids
 from spanwise.batch.loss import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
-from spanwise.layouts.thd_order import check_dim
+from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.checks import check_offset_rows
 from spanwise.planning import documents
@@ -147,7 +147,7 @@ def roll(
     >>> spanwise.roll(torch.tensor([[1, 2, 3, 4, 5]]), -1, plan, None, fill_value=-100)
     tensor([[   2, -100,    4,    5, -100]])
     """
-    if not isinstance(shifts, (int, np.integer)):
+    if not isinstance(shifts, (int, np.integer)):  # not check_index: it would make a graph for each number
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
     check_plan(plan, "roll")
     check_side(side)
@@ -182,12 +182,7 @@ def _along(rows: torch.Tensor, x: torch.Tensor, dim: int, batch_dim: int | None)
     shape = [1] * x.dim()
     shape[dim] = rows.shape[1]
     if len(rows) > 1:
-        if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != len(rows):
-            raise ValueError(
-                f"cu_seqlens has {len(rows)} rows, so batch_dim must be a dim of that size other than dim={dim}; got "
-                f"batch_dim={batch_dim} of a tensor of shape {tuple(x.shape)}"
-            )
-        batch_dim = check_dim(x, batch_dim)
+        batch_dim = check_batch_dim(x, dim, batch_dim, len(rows), f"cu_seqlens has {len(rows)} rows")
         shape[batch_dim] = len(rows)
         rows = rows if batch_dim < dim else rows.T
     return to_device_of(x, rows).reshape(shape)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spanwise.masks.checks import check_positive
-
 
 def ptrr_schedule(process_time: Tensor, num_ranks: int) -> Tensor:
     """Assigns blocks to ranks in zig-zag order of falling processing time (PTRR, pytorch/pytorch #163617).
@@ -37,7 +35,8 @@ def ptrr_schedule(process_time: Tensor, num_ranks: int) -> Tensor:
     tensor([[ 0,  1,  3],
             [ 2,  4, -1]])
     """
-    check_positive(num_ranks, "num_ranks")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     if process_time.ndim not in (1, 2):
         raise ValueError(
             f"process_time must have shape [num_blocks] or [batch, num_blocks], got {list(process_time.shape)}"

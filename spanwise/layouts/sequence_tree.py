@@ -93,21 +93,25 @@ def tree_from_sequences(sequences: Iterable[Any]) -> SequenceTree:
     given = [_checked(ids, s) for s, ids in enumerate(sequences)]
     # Big-endian bytes of numbers that are not negative sort as the numbers do.
     order = sorted(range(len(given)), key=lambda s: given[s].astype(">u8").tobytes())
-    rough = _Rough([], [], [], [])
+    nodes: list[_Node] = []
     ends = np.full(len(given), -1)
     path: list[int] = []  # from the root to the end of the sequence before
     before = np.zeros(0, np.int64)
     for s in order:
         shared = _common_prefix(before, given[s])
-        while path and rough.begin[path[-1]] >= shared:
+        while path and nodes[path[-1]].begin >= shared:
             path.pop()
-        if path and rough.end[path[-1]] > shared:
-            path[-1] = rough.split(path[-1], shared)
+        if path and nodes[path[-1]].end > shared:  # its first tokens become its new parent
+            lower = nodes[path[-1]]
+            nodes.append(_Node(lower.parent, lower.sequence, lower.begin, shared))
+            path[-1] = lower.parent = len(nodes) - 1
+            lower.begin = shared
         if len(given[s]) > shared:
-            path.append(rough.add(path[-1] if path else -1, s, shared, len(given[s])))
+            nodes.append(_Node(path[-1] if path else -1, s, shared, len(given[s])))
+            path.append(len(nodes) - 1)
         ends[s] = path[-1] if path else -1
         before = given[s]
-    return _in_storage(given, rough, ends)
+    return _in_storage(given, nodes, ends)
 
 
 def _checked(ids: Any, s: int) -> Int64:
@@ -141,34 +145,21 @@ def _common_prefix(a: Int64, b: Int64) -> int:
     return int(differ.argmax()) if differ.any() else shared
 
 
-@dataclass(frozen=True)
-class _Rough:
-    """Nodes in the order in which they are found: tokens ``[begin, end)`` of a sequence."""
+@dataclass(slots=True)
+class _Node:
+    """A node as it is found: tokens ``[begin, end)`` of a sequence."""
 
-    parent: list[int]
-    sequence: list[int]
-    begin: list[int]
-    end: list[int]
-
-    def add(self, parent: int, sequence: int, begin: int, end: int) -> int:
-        for values, value in zip(
-            (self.parent, self.sequence, self.begin, self.end), (parent, sequence, begin, end), strict=True
-        ):
-            values.append(value)
-        return len(self.parent) - 1
-
-    def split(self, node: int, at: int) -> int:
-        """Cuts a node's first tokens off as its new parent, and returns that."""
-        upper = self.add(self.parent[node], self.sequence[node], self.begin[node], at)
-        self.parent[node], self.begin[node] = upper, at
-        return upper
+    parent: int
+    sequence: int
+    begin: int
+    end: int
 
 
-def _in_storage(given: list[Int64], rough: _Rough, ends: Int64) -> SequenceTree:
+def _in_storage(given: list[Int64], nodes: list[_Node], ends: Int64) -> SequenceTree:
     """Nodes depth-first, at each the child first whose subtree needs most spans; see `_spans_needed`."""
-    children: list[list[int]] = [[] for _ in range(len(rough.parent) + 1)]  # the last entry: roots
-    for node, parent in enumerate(rough.parent):
-        children[parent].append(node)
+    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry: roots
+    for number, node in enumerate(nodes):
+        children[node.parent].append(number)
     walk, stack = [], list(children[-1])
     while stack:
         walk.append(stack.pop())
@@ -176,21 +167,19 @@ def _in_storage(given: list[Int64], rough: _Rough, ends: Int64) -> SequenceTree:
     needed, earliest = [1] * len(walk), [len(given)] * len(walk)
     for s in np.flatnonzero(ends >= 0).tolist():
         earliest[ends[s]] = min(earliest[ends[s]], s)
-    for node in reversed(walk):
-        needed[node] = _spans_needed([needed[child] for child in children[node]])
-        earliest[node] = min([earliest[node], *(earliest[child] for child in children[node])])
+    for n in reversed(walk):
+        needed[n] = _spans_needed([needed[child] for child in children[n]])
+        earliest[n] = min([earliest[n], *(earliest[child] for child in children[n])])
     order, stack = [], sorted(children[-1], key=lambda n: earliest[n], reverse=True)
     while stack:
         order.append(stack.pop())
         stack += sorted(children[order[-1]], key=lambda n: (needed[n], -earliest[n]))
-    number = np.empty(len(order) + 1, np.int64)
-    number[order], number[-1] = np.arange(len(order)), -1
-    tree = TokenTree(
-        number[[rough.parent[node] for node in order]], [rough.end[node] - rough.begin[node] for node in order]
-    )
-    none = np.zeros(0, np.int64)
-    ids = np.concatenate([none, *(given[rough.sequence[n]][rough.begin[n] : rough.end[n]] for n in order)])
-    return SequenceTree(tree, ids, tuple(tree.paths(number[ends])))
+    place = np.empty(len(order) + 1, np.int64)
+    place[order], place[-1] = np.arange(len(order)), -1
+    stored = [nodes[n] for n in order]
+    tree = TokenTree(place[[node.parent for node in stored]], [node.end - node.begin for node in stored])
+    ids = np.concatenate([np.zeros(0, np.int64), *(given[n.sequence][n.begin : n.end] for n in stored)])
+    return SequenceTree(tree, ids, tuple(tree.paths(place[ends])))
 
 
 def _spans_needed(children: list[int]) -> int:

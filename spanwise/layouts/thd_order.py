@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from spanwise.layouts.storage import check_chunks, check_storage
-from spanwise.masks.checks import check_offsets, check_positive
+from spanwise.masks.checks import check_offsets
 
 
 def dualchunk_to_contiguous_order_thd(
@@ -77,6 +77,16 @@ def check_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
+def check_batch_dim(x: torch.Tensor, dim: int, batch_dim: int | None, rows: int, why: str) -> int:
+    """`batch_dim` counted from the front, which must have `rows` and differ from `dim`; `why` begins the message."""
+    if batch_dim is None or check_dim(x, batch_dim) == check_dim(x, dim) or x.shape[batch_dim] != rows:
+        raise ValueError(
+            f"{why}, so batch_dim must be a dim of that size other than dim={dim}; got batch_dim={batch_dim} of a "
+            f"tensor of shape {tuple(x.shape)}"
+        )
+    return check_dim(x, batch_dim)
+
+
 def _slots(
     x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,7 +94,8 @@ def _slots(
 
     Slots of positions are those of a shard, ``1 / parts`` of each slot.
     """
-    check_positive(num_ranks, "num_ranks")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     tokens = x.shape[check_dim(x, dim)]
     if tokens % (2 * num_ranks):
         raise ValueError(f"dim {dim} must be a multiple of 2 * num_ranks = {2 * num_ranks} tokens, got {tokens}")

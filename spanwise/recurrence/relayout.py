@@ -22,7 +22,7 @@ from spanwise.attention.compare import compare_backward, compare_relayout, compi
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.thd_order import check_dim
+from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.masks.arrays import Int64
 from spanwise.planning.plan import Plan
 
@@ -110,12 +110,8 @@ def relayout(
     assert way.mesh is not None
     if way.rows == 1:  # the batch is part of a token's features
         return _moved(x.movedim(dim, 0), way, way.mesh).movedim(0, dim)
-    if batch_dim is None or check_dim(x, batch_dim) == dim or x.shape[batch_dim] != way.rows:
-        raise ValueError(
-            f"the plans lay out {way.rows} batch rows differently; batch_dim={batch_dim} of a tensor of shape "
-            f"{tuple(x.shape)} is not a dim of that size other than dim={dim}"
-        )
-    dims = (check_dim(x, batch_dim), dim)
+    why = f"the plans lay out {way.rows} batch rows differently"
+    dims = (check_batch_dim(x, dim, batch_dim, way.rows, why), dim)
     moved = _moved(x.movedim(dims, (0, 1)).flatten(0, 1), way, way.mesh)
     return moved.unflatten(0, (way.rows, way.after.shape[0])).movedim((0, 1), dims)
 
