@@ -55,19 +55,17 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.T
 
 
 def start_all_to_all(
-    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int | None = None
+    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int = _ALL_TO_ALL_TAG
 ) -> torch.Tensor:
     """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
 
-    Eager messages on gloo carry the `tag`, below 2^31: those of another collective are never taken for this one's.
-
-    Eager code on gloo uses sends and receives instead. gloo's all-to-all sends before it announces that it can receive:
-    on a rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
-    Selective checkpointing, which decides by operators, sees the operator.
+    Eager code on gloo uses sends and receives. gloo's all-to-all sends before it announces that it can receive: on a
+    rank that starts late the notice queues behind the data, and the two directions of a connection take turns. The
+    `tag`, below 2^31, tells messages of different collectives apart. Selective checkpointing, which decides by
+    operators, sees the operator.
     """
     plain = type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if plain and not _selects_what_to_save() and is_gloo(group := find_group(name)):
-        tag = _ALL_TO_ALL_TAG if tag is None else tag
         return _start_receives_first(x.contiguous(), recv_rows, send_rows, group, tag)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
 
@@ -84,9 +82,8 @@ def _start_receives_first(
     fits = len(recv_rows) == len(send_rows) == size and sum(send_rows) == x.shape[0]
     if not fits or min(*recv_rows, *send_rows) < 0 or recv_rows[rank] != send_rows[rank]:
         raise ValueError(
-            f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those sent {x.shape[0]} "
-            f"together, as many from rank {rank} to itself as it receives; got {recv_rows} to receive and {send_rows} "
-            f"to send"
+            f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those sent {x.shape[0]} in "
+            f"all, equal ones from rank {rank} to itself; got {recv_rows} to receive and {send_rows} to send"
         )
     x = x.detach()  # autograd is the exchange's business
     received = x.new_empty(sum(recv_rows), *x.shape[1:])

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.exchange import failure
-from spanwise.attention.executor import KV, Link, RankStep, bring, with_spare
+from spanwise.attention.executor import Link, RankStep, bring, kv_form, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -86,7 +86,7 @@ def kv_chunks(
         label = f"K/V refetched for the backward, mask {mask!r}"
         refetch = Refetch(_fetches(k.detach(), v.detach(), remote, link._replace(label=label)))
     steps = [chunk.route for chunk in remote]
-    arriving = bring((k, v), steps, link, KV.of(k, v, steps))
+    arriving = bring((k, v), steps, link, kv_form(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
     for i, chunk in enumerate(remote):
         pair = with_spare(chunk.route, next(arriving), chunk.kv_pos)
@@ -99,7 +99,7 @@ def kv_chunks(
 def _fetches(k: torch.Tensor, v: torch.Tensor, chunks: tuple[Chunk, ...], link: Link) -> list[Callable[[], Fetched]]:
     """For each chunk a function that starts to bring it again, straight from the owners of its keys."""
     steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
-    form, own = KV.of(k, v, steps), list[torch.Tensor]()
+    form, own = kv_form(k, v, steps), list[torch.Tensor]()
 
     def start(i: int) -> Fetched:
         if link.call is not None:

@@ -25,8 +25,9 @@ import torch
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.exchange import failure
-from spanwise.attention.executor import Link, RankStep, Tensors, bring
+from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.head_rows import by_head, for_queries, from_queries, join_heads, split_heads
+from spanwise.attention.rows import Tensors
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import positions_in
 from spanwise.planning.heads import kv_heads_of, kv_heads_read
@@ -151,7 +152,7 @@ def _step(trade: Trade, *, heads: bool) -> RankStep:
 
 
 class _Heads(NamedTuple):
-    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; `executor.Form`.
+    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; `rows.Form`.
 
     Attributes:
         batch, rows: B, and batch rows with layouts of their own, 1 or B.
@@ -198,7 +199,7 @@ class _Heads(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """A tensor ``[B, h, S, D]`` on its way to the ranks whose tokens it holds; `executor.Form`.
+    """A tensor ``[B, h, S, D]`` on its way to the ranks whose tokens it holds; `rows.Form`.
 
     Attributes:
         batch, rows: as in `_Heads`.

@@ -34,6 +34,7 @@ HOT = [
     "attention/head_rows.py",
     "attention/kv.py",
     "attention/refetch.py",
+    "attention/rows.py",
     "attention/ulysses.py",
     "attention/rank_plan.py",
     "attention/kernels/__init__.py",

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spanwise import _torch
 from spanwise.attention.exchange import failure
 from spanwise.attention.exchange.errors import ExchangeError
-from spanwise.attention.executor import KV, SHARD, Link, RankStep, bring
+from spanwise.attention.executor import SHARD, Link, RankStep, bring, kv_form
 from tests.limits import HANG
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
     def started(self, rank: int, k: torch.Tensor, v: torch.Tensor, name: str) -> Iterator[tuple[torch.Tensor, ...]]:
         steps = self.steps(rank)
-        return bring((k, v), steps, Link(name, len(self.tokens), "K/V"), KV.of(k, v, steps))
+        return bring((k, v), steps, Link(name, len(self.tokens), "K/V"), kv_form(k, v, steps))
 
     def shard(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a rank, laid out as a model's projections leave them."""
@@ -250,7 +250,7 @@ def compiled_steps(rank: int, mesh: DeviceMesh, cases: list[Case]) -> tuple[list
 
     @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
     def attend(k: torch.Tensor, v: torch.Tensor, steps: list[RankStep]) -> torch.Tensor:
-        started = bring((k, v), steps, Link(name, ranks, "K/V"), KV.of(k, v, steps))
+        started = bring((k, v), steps, Link(name, ranks, "K/V"), kv_form(k, v, steps))
         total = (k.sum() * v.sum()).sin()
         for k_piece, v_piece in started:
             total = total + (k_piece.sum() * v_piece.sum()).sin()
