@@ -27,9 +27,7 @@ _ops = torch.ops._c10d_functional
 
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
 COMPILES = TorchVersion(torch.__version__) >= "2.12"
-
 _LET_GO = 5.0  # most seconds to wait for gloo's thread after a collective; it needs microseconds, or a turn
-
 _ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
 
 
@@ -82,8 +80,8 @@ def _start_receives_first(
     fits = len(recv_rows) == len(send_rows) == size and sum(send_rows) == x.shape[0]
     if not fits or min(*recv_rows, *send_rows) < 0 or recv_rows[rank] != send_rows[rank]:
         raise ValueError(
-            f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those sent {x.shape[0]} in "
-            f"all, equal ones from rank {rank} to itself; got {recv_rows} to receive and {send_rows} to send"
+            f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those {x.shape[0]} in all, "
+            f"equal ones from rank {rank} to itself; got {recv_rows} to receive and {send_rows} to send"
         )
     x = x.detach()  # autograd is the exchange's business
     received = x.new_empty(sum(recv_rows), *x.shape[1:])
