@@ -122,7 +122,7 @@ def test_every_piece_travels_beside_attention(monkeypatch: pytest.MonkeyPatch, k
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring"])
+@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_what_is_fetched_again_is_not_kept(monkeypatch: pytest.MonkeyPatch, exchange: str, keep_kv: bool) -> None:
     """Bytes that live between forward and backward, for a kernel that makes its keys contiguous as flex does."""
