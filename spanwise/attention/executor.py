@@ -185,7 +185,7 @@ class _Start(torch.autograd.Function):
                 sent = rows if peers[0] >= 0 else rows[:0]
                 send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
             elif kind == GATHERED:
-                sent = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
+                sent = rows = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
             anchors.append(_anchor(sent, form.sums))

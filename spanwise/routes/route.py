@@ -168,7 +168,8 @@ class Route:
 
         end, forever = 3 * count + 1, 3 * count + 1
         waits = [3 * i + 1 for i, step in enumerate(self.steps) if step.source < 0]
-        lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
+        if not any(gathers(step) for step in self.steps):  # there they are padded before anything arrives
+            lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
         for i, step in enumerate(self.steps):
             begin, used = 3 * step.source + 2 if step.source >= 0 else 0, forever if keep else 3 * i + 3
             lives(left[i], begin, 3 * i + 1)

@@ -113,8 +113,9 @@ def exchange(plan: Plan, dense: Dense, group: int, ledger: Ledger, token: int) -
     if plan.exchange == "all_gather":
         ledger.hold(own_rows=own * token)
         ledger.hold(padded=max(every) * token)
+        ledger.drop("own_rows")
         ledger.hold(gathered=plan.num_groups * max(every) * token)
-        ledger.drop("own_rows", "padded")
+        ledger.drop("padded")
         ledger.hold(others=(sum(every) - own) * token)
         ledger.drop("gathered")
         return ["others"]
