@@ -24,8 +24,8 @@ from slow_link_peers import PEERS, Refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
+from spanwise.attention import ulysses
 from spanwise.attention.attention import merged
-from spanwise.attention.exchange import ulysses
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV, kv_chunks

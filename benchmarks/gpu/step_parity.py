@@ -19,7 +19,7 @@ from benchmarks.gpu.problem import DIM, HEADS, KV_HEADS, MASKS, TOLERANCES, diff
 from benchmarks.gpu.steps import Context
 from benchmarks.gpu.worlds import Here, NotPossible, World
 from spanwise import _torch
-from spanwise.attention.exchange import all_gather, needed, ring
+from spanwise.attention.executor import GATHERED, SHARD, Link, RankStep, bring, kv_form
 
 MODULE = __name__
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -157,15 +157,16 @@ def exchange_function(cell: Row, here: Here) -> Row:
     at = torch.tensor([4, 1, 1, 0], device=here.device)
     carries = torch.empty(4, 0, device=here.device)
     if cell["name"] == "all_gather":
-        got = all_gather.wait(all_gather.start(rows, 1, name, "rows"), 1, name, "rows")
+        sizes = (torch.empty(6, 0, device=here.device),)
+        ((got,),) = bring((rows,), [RankStep(None, None, sizes, sizes, kind=GATHERED)], Link(name, 1, "rows"))
         wanted, grad = rows, grad_k.transpose(1, 2).flatten(2)[0]
     elif cell["name"] == "needed":
-        route = needed.Route(at, torch.arange(4, device=here.device).flip(0), (carries,), (carries,), spare=False)
-        got = needed.wait(needed.start(rows, [route], name, "rows")[0], route, name, "rows")
+        step = RankStep(at, torch.arange(4, device=here.device).flip(0), (carries,), (carries,))
+        ((got,),) = bring((rows,), [step], Link(name, 1, "rows"))
         wanted, grad = rows[at].flip(0), grad_v.transpose(1, 2).flatten(2)[0][:4]
     else:
-        hop = ring.Hop(torch.empty(6, 0, device=here.device), stride=1)
-        of_k, of_v = next(ring.start(k, v, [hop], 0, 1, name, "shard"))
+        steps = [RankStep(None, None, (), (torch.empty(6, 0, device=here.device),), kind=SHARD, peers=(0, 0))]
+        ((of_k, of_v),) = bring((k, v), steps, Link(name, 1, "shard"), kv_form(k, v, steps))
         got, wanted, grad = torch.cat([of_k, of_v], 3), torch.cat([k, v], 3), torch.cat([grad_k, grad_v], 3)
     leaves = [k, v] if cell["name"] == "ring" else [k]
     pairs = [(got, wanted)]

@@ -227,8 +227,10 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensors:
         form, link, what, meta, data, sent, *order = args
         kind, _, _, spare, passed = meta
-        # Always something, or a checkpoint that recomputes would stop before it waits for what it has started.
-        ctx.save_for_backward(torch.zeros((), dtype=sent.dtype, device=data.device), *order)
+        empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
+        # Eager code saves it, or a checkpoint that recomputes would stop before it waits for what it has started.
+        ctx.empty = empty if torch.compiler.is_compiling() else None
+        ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
         ctx.form, ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = (
             form,
@@ -238,7 +240,6 @@ class _Wait(torch.autograd.Function):
             sent.shape[0],
             len(order) > 0,
         )
-        ctx.like = data.shape
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         arranged = rows
         if order:
@@ -269,8 +270,8 @@ def _total(
     ctx: Any, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
 ) -> torch.Tensor:
     """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
-    zero, *order = ctx.saved_tensors
-    form, like = ctx.form, zero.expand(ctx.like)  # has no memory
+    saved, form = ctx.saved_tensors, ctx.form
+    like, order = (saved[-1], saved[:-1]) if ctx.empty is None else (ctx.empty, saved)
     if isinstance(form, KV) and form.shard:
         total = torch.zeros_like(like) if through is None else through
         for part, x in zip(form.arrived(total), gradients, strict=True):

@@ -66,7 +66,7 @@ class Plan(PlanData):
         >>> mask = spanwise.SpanMask.causal(1024)
         >>> plan = spanwise.make_plan(mask, 2, balancer="contiguous", exchange="needed", num_q_heads=8, head_dim=64)
         >>> (plan.resident_bytes() / plan.recv_bytes().max()).tolist(), plan.saved_bytes().tolist()
-        ([1.0, 2.0], [0, 1048576])
+        ([2.0, 2.0], [0, 1048576])
         """
         return memory.resident(self, mask)
 

@@ -187,7 +187,7 @@ def route_of(exchange: Exchange, problem: RouteProblem, batch_size: int) -> Rout
                 raise ValueError(f"exchange {exchange.name!r}: step {i} sends rows of step {source}, which brings none")
             number[i] = len(steps)
             steps.append(Step(number[source], moves))
-    route = Route(tuple(steps), problem.layout, len(problem.needs), batch_size)
+    route = Route(tuple(steps), problem.layout, len(problem.needs), batch_size, exchange.exact)
     if own:
         _check_route(exchange.name, problem, route)
     return route

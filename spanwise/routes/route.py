@@ -81,12 +81,14 @@ class Route:
         layout: the keys that each group holds.
         rows: batch rows of the moves.
         batch_size: of the plan, a multiple of `rows`.
+        exact: whether the exchange moves only what is read; its rows always have an index, as compiled graphs want it.
     """
 
     steps: tuple[Step, ...]
     layout: Layout
     rows: int
     batch_size: int
+    exact: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -124,7 +126,7 @@ class Route:
     @functools.cached_property
     def of_shards(self) -> bool:
         """Whether each step brings every group one whole shard, and takes one away: such rows need no index."""
-        if not self.steps or any(gathers(step) for step in self.steps):
+        if self.exact or not self.steps or any(gathers(step) for step in self.steps):
             return False
         one_to_one = all((np.count_nonzero(table, axis=axis) <= 1).all() for table in self.tokens for axis in (0, 1))
         from_owners = self.direct.tokens
