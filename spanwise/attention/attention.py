@@ -174,9 +174,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if local.trade is not None:
         assert mesh is not None
         group = inner_group(mesh)
-        q, k, v = ulysses.to_heads(
-            q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=eager(compare)
-        )
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=here)
         first = local.trade.rank * q.shape[1]
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
@@ -203,11 +201,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
     if local.trade is not None:
         out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}", call=here)
-        lse = (
-            ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}", call=eager(compare))
-            if request.lse
-            else lse
-        )
+        if request.lse:
+            lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}", call=here)
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)

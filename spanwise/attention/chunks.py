@@ -24,7 +24,7 @@ from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.masks.spans import merge_runs
 from spanwise.planning.plan_data import PlanData
-from spanwise.routes.route import RECEIVER, ROW, SENDER, START, STOP, Route, Step, gathers
+from spanwise.routes.route import RECEIVER, ROW, SENDER, START, STOP, Step, gathers
 
 
 def chunks_of(plan: PlanData, mask: str, group: int, device: torch.device, kernel: Kernel) -> tuple[Chunk, ...]:
@@ -66,7 +66,7 @@ class _Builder:
         held = {-1: _Held(runs, np.cumsum(length) - length)}
         found = [self.chunk(own, None, 0)]
         for i, step in enumerate(route.steps):
-            come, kind = self.coming(step), self.kind_of(route, step)
+            come, kind = self.coming(step), GATHERED if gathers(step) else SHARD if route.of_shards else INDEXED
             rank_step, held[i] = self.rank_step(step, come, held[step.source], kind)
             direct = None
             if step.source >= 0 and not self.plan.keep_kv:
@@ -78,9 +78,6 @@ class _Builder:
             keys = [merge_runs(*each.T) for each in of_rows]
             found.append(self.chunk(keys, rank_step, self.spare(come)))
         return tuple(found)
-
-    def kind_of(self, route: Route, step: Step) -> str:
-        return GATHERED if gathers(step) else SHARD if route.of_shards else INDEXED
 
     def coming(self, step: Step) -> Int64:
         """Moves to the group, by batch row, then start."""
@@ -101,9 +98,11 @@ class _Builder:
         arrived = _Held(self.on_line(come[:, ROW], come[:, START:]), place)
         spare, pads = self.spare(come), self.kernel.pads_keys
         if kind == GATHERED:
-            place, size_of_all = self._gathered_places(come)
-            order = self.index([np.column_stack([place, place + length])], spare, size_of_all[0] * size_of_all[1])
-            sizes = (_torch.mark_dynamic(torch.empty(size_of_all[1], 0, device=self.device), 0),)
+            groups, padded = self.plan.num_groups, self.rows * int(self.plan.kv_groups.tokens_per_rank.max())
+            sent = np.bincount(come[:, SENDER], length, groups).astype(np.int64)
+            place += (padded * np.arange(groups) - np.cumsum(sent) + sent)[come[:, SENDER]]  # shards begin apart
+            order = self.index([np.column_stack([place, place + length])], spare, groups * padded)
+            sizes = (_torch.mark_dynamic(torch.empty(padded, 0, device=self.device), 0),)
             return RankStep(None, order, sizes, sizes, kind=kind, spare=pads), arrived
         leave = step.moves[step.moves[:, SENDER] == self.group]
         if kind == SHARD:
@@ -114,21 +113,8 @@ class _Builder:
         send = ragged_arange(places_in(self.on_line(leave[:, ROW], leave[:, START:]), *held))
         order = self.index([np.column_stack([place, place + length])], spare, int(length.sum()))
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
-        sent = _torch.mark_unbacked(on_device(send, self.device), 0)
-        return RankStep(sent, order, self.sizes(leave, RECEIVER), self.sizes(come, SENDER), spare=pads), arrived
-
-    def _gathered_places(self, come: Int64) -> tuple[Int64, tuple[int, int]]:
-        """Where the keys of `come` lie among the padded shards, with (groups, rows of a shard)."""
-        layout, rows = self.plan.kv_groups, self.rows
-        padded = rows * int(layout.tokens_per_rank.max())
-        # Runs of a sender in their order, which is that of its shard: by batch row, then token.
-        length, order = come[:, STOP] - come[:, START], np.argsort(come[:, SENDER], kind="stable")
-        before = np.cumsum(length[order]) - length[order]
-        sender = come[order, SENDER]
-        first = before[np.searchsorted(sender, sender)]
-        place = np.empty_like(length)
-        place[order] = sender * padded + before - first
-        return place, (layout.num_ranks, padded)
+        rows = _torch.mark_unbacked(on_device(send, self.device), 0)
+        return RankStep(rows, order, self.sizes(leave, RECEIVER), self.sizes(come, SENDER), spare=pads), arrived
 
     def index(self, runs: list[Int64], spare: int, value: int) -> torch.Tensor:
         """Indices of the runs, then `spare` times `value`."""

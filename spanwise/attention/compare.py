@@ -228,11 +228,10 @@ def _compare(call: Call, mesh: DeviceMesh, backward: Call | None = None) -> Comp
 
     def in_backward() -> None:
         nonlocal last
-        if (
-            of := _torch.backward_number()
-        ) == last:  # a call has several collectives, and ranks may use one output each
+        this = _torch.backward_number()
+        if this == last:  # a call has several collectives, and ranks may use different ones of its outputs
             return
-        last = of
+        last = this
         if confirm is not None:
             confirm()
         # Compiled code compares sums by the same calls, and knows no numbers of calls.

@@ -232,14 +232,8 @@ class _Wait(torch.autograd.Function):
         ctx.empty = empty if torch.compiler.is_compiling() else None
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = (
-            form,
-            link,
-            what,
-            meta,
-            sent.shape[0],
-            len(order) > 0,
-        )
+        ctx.form, ctx.link, ctx.what, ctx.meta = form, link, what, meta
+        ctx.sent, ctx.ordered = sent.shape[0], len(order) > 0
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         arranged = rows
         if order:
@@ -297,7 +291,8 @@ def _collective(
     if kind == GATHERED:
         begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
         return failure.start(name, link.name, begin, rows, link.size, link.name)
-    # Ranks that differ never take one collective's rows for another's: the tag tells them apart, sizes included.
+    # By its tag no rank takes the rows of another call, step or direction for this one's. Numbers of rows are not in
+    # it: ranks with different plans are found when plans are compared.
     tag = []
     if link.call is not None and link.call.number >= 0:
         tag = [_tag(f"{link.call.number} {name} {rows.dtype} {rows.shape[1:]}")]

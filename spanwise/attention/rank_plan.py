@@ -132,11 +132,6 @@ class RankPlan:
         return self.num_ranks // self.inner
 
     @property
-    def group(self) -> int:
-        """The group of `inner` ranks that this rank is in."""
-        return self.rank // self.inner
-
-    @property
     def query_tokens(self) -> torch.Tensor:
         """Positions of the queries that this rank computes: `group_tokens` under Ulysses, else `tokens`."""
         return self.tokens if self.group_tokens is None else self.group_tokens

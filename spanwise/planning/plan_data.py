@@ -27,7 +27,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, route_of
-from spanwise.routes.route import RECEIVER, SENDER, START, STOP, Route, RouteProblem, from_owners
+from spanwise.routes.route import Route, RouteProblem, from_owners, pair_tokens
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
@@ -163,11 +163,6 @@ class PlanData:
         """Groups of ranks on a host; all of them where no host holds several."""
         return self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
 
-    @property
-    def kv_held(self) -> Int64:
-        """K/V tokens of each group, summed over batch rows; int64 ``[G]``."""
-        return self.batch_size * self.kv_groups.tokens_per_rank
-
     def work(self, mask: str = "default") -> np.ndarray:
         """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``.
 
@@ -207,10 +202,6 @@ class PlanData:
         """
         self.mask(mask)
         return self._needs[mask][row][rank // self.inner]
-
-    def needs_of_all(self, mask: str = "default", row: int = 0) -> list[Int64]:
-        """`needs` of every group of ranks, int64 ``[n, 2]`` each."""
-        return self._needs[mask][row]
 
     @functools.cached_property
     def _needs(self) -> dict[str, traffic.Needs]:
@@ -263,13 +254,8 @@ class PlanData:
 
     @functools.cached_property
     def _needed_traffic(self) -> dict[str, Int64]:
-        return {name: self._pairs(name, moves) for name, moves in self._reads.items()}
-
-    def _pairs(self, mask: str, moves: Int64) -> Int64:
-        pair = moves[:, RECEIVER] * self.num_groups + moves[:, SENDER]
-        tokens = np.bincount(pair, moves[:, STOP] - moves[:, START], self.num_groups**2).astype(np.int64)
-        rows = traffic.num_rows(self.masks[mask], self.layout)
-        return tokens.reshape(self.num_groups, self.num_groups) * (self.batch_size // rows)
+        alike = {name: self.batch_size // traffic.num_rows(mask, self.layout) for name, mask in self.masks.items()}
+        return {name: alike[name] * pair_tokens(moves, self.num_groups) for name, moves in self._reads.items()}
 
     @functools.cached_property
     def _reads(self) -> dict[str, Int64]:

@@ -121,7 +121,7 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
     """
     received = over_ranks(plan, route.tokens).sum(axis=2).T
     unread = received.sum() > plan.needed_tokens(mask).sum()
-    if len(route.steps) > 1 and unread and not any(gathers(step) for step in route.steps):
+    if len(route.steps) > 1 and unread:
         areas = [pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size) for step in route.steps]
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
@@ -176,7 +176,7 @@ class _Copies(NamedTuple):
 def _copies(plan: PlanData, mask: str, kv_bytes: Float64, grad_bytes: Float64) -> _Copies:
     route, copy = plan.route(mask), plan.hardware.copy_seconds(1.0)
     num_heads, v_dim = plan.attention_shape[0] // plan.inner, plan.attention_shape[3]
-    tokens, keys = _query_tokens(plan), np.repeat(plan.kv_held.astype(np.float64), plan.inner)
+    tokens, keys = _query_tokens(plan), np.repeat(route.held.astype(np.float64), plan.inner)
     received = over_ranks(plan, route.padded).sum(axis=2).T
     some = len(route.steps) > 0
     side_by_side = keys * some  # K and V of a token become one row

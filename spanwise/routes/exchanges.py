@@ -23,11 +23,8 @@ Steps = list[Step]
 
 def all_gather(problem: RouteProblem) -> Steps:
     """All keys to all groups, in one step."""
-    tables = []
-    for row in range(len(problem.needs)):
-        owner, start, stop = problem.held(row).T
-        tables.append(np.column_stack([np.full(len(owner), row), np.full(len(owner), EVERYONE), owner, start, stop]))
-    return [Step(-1, np.concatenate(tables))] if problem.num_groups > 1 else []
+    moves = np.insert(problem.owned(), RECEIVER, EVERYONE, axis=1)
+    return [Step(-1, moves)] if problem.num_groups > 1 else []
 
 
 def needed(problem: RouteProblem) -> Steps:
@@ -75,16 +72,13 @@ def ring(problem: RouteProblem) -> Steps:
     Ring attention: Liu, Zaharia and Abbeel, 2023 (arXiv 2310.01889).
     """
     size, before = problem.num_groups, 0
+    row, owner, start, stop = problem.owned().T
     steps: Steps = []
     hops = np.unique((problem.reads[:, RECEIVER] - problem.reads[:, SENDER]) % size)
     for hop in hops.tolist():
-        tables = []
-        for row in range(len(problem.needs)):
-            owner, start, stop = problem.held(row).T
-            receiver = (owner + hop) % size
-            sender = (receiver - (hop - before)) % size
-            tables.append(np.column_stack([np.full(len(owner), row), receiver, sender, start, stop]))
-        steps.append(Step(len(steps) - 1, np.concatenate(tables)))
+        receiver = (owner + hop) % size
+        sender = (receiver - (hop - before)) % size
+        steps.append(Step(len(steps) - 1, np.column_stack([row, receiver, sender, start, stop])))
         before = hop
     return steps
 

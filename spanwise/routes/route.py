@@ -69,6 +69,10 @@ class RouteProblem:
         """What the groups hold in a batch row, int64 ``[n, 3]``: group, start, stop; ascending by group, then start."""
         return self.layout.pieces(row_of(self.layout, row))
 
+    def owned(self) -> Int64:
+        """`held` of all batch rows, int64 ``[n, 4]``: batch row, group, start, stop."""
+        return np.concatenate([np.insert(self.held(row), 0, row, axis=1) for row in range(len(self.needs))])
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Route:
@@ -101,13 +105,12 @@ class Route:
         size = self.num_groups
         found = np.zeros((len(self.steps), size, size), np.int64)
         for table, step in zip(found, self.steps, strict=True):
-            length = step.moves[:, STOP] - step.moves[:, START]
             if gathers(step):
+                length = step.moves[:, STOP] - step.moves[:, START]
                 table += np.bincount(step.moves[:, SENDER], length, size).astype(np.int64)
                 np.fill_diagonal(table, 0)
             else:
-                pair = step.moves[:, RECEIVER] * size + step.moves[:, SENDER]
-                table += np.bincount(pair, length, size * size).astype(np.int64).reshape(size, size)
+                table += pair_tokens(step.moves, size)
         return found * (self.batch_size // self.rows)
 
     @functools.cached_property
@@ -123,10 +126,15 @@ class Route:
         """Whether some group passes rows on, so that a step waits for the one before."""
         return any(step.source >= 0 for step in self.steps)
 
+    @property
+    def gathered(self) -> bool:
+        """Whether a step is an all-gather; then it is the only one."""
+        return any(gathers(step) for step in self.steps)
+
     @functools.cached_property
     def of_shards(self) -> bool:
         """Whether each step brings every group one whole shard, and takes one away: such rows need no index."""
-        if self.exact or not self.steps or any(gathers(step) for step in self.steps):
+        if self.exact or not self.steps or self.gathered:
             return False
         one_to_one = all((np.count_nonzero(table, axis=axis) <= 1).all() for table in self.tokens for axis in (0, 1))
         from_owners = self.direct.tokens
@@ -168,12 +176,12 @@ class Route:
             change[first] += tokens
             change[until] -= tokens
 
-        end, forever = 3 * count + 1, 3 * count + 1
+        end = 3 * count + 1
         waits = [3 * i + 1 for i, step in enumerate(self.steps) if step.source < 0]
-        if not any(gathers(step) for step in self.steps):  # there they are padded before anything arrives
+        if not self.gathered:  # there they are padded before anything arrives
             lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
         for i, step in enumerate(self.steps):
-            begin, used = 3 * step.source + 2 if step.source >= 0 else 0, forever if keep else 3 * i + 3
+            begin, used = 3 * step.source + 2 if step.source >= 0 else 0, end if keep else 3 * i + 3
             lives(left[i], begin, 3 * i + 1)
             if self.of_shards:  # a shard stays where it came until it has been passed on
                 passed = [3 * j + 1 for j, later in enumerate(self.steps) if later.source == i]
@@ -200,6 +208,12 @@ class Route:
     def copied(self) -> Int64:
         """Tokens that each group copies before they leave, all steps together; int64 ``[G]``."""
         return self._packed().sum(axis=0)
+
+
+def pair_tokens(moves: Int64, size: int) -> Int64:
+    """Tokens that the moves bring, by pair of `size` groups; int64 ``[receivers, senders]``."""
+    pair = moves[:, RECEIVER] * size + moves[:, SENDER]
+    return np.bincount(pair, moves[:, STOP] - moves[:, START], size * size).astype(np.int64).reshape(size, size)
 
 
 def from_owners(needs: Needs, layout: Layout) -> Int64:
