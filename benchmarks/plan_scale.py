@@ -8,7 +8,7 @@ Documents have lognormal lengths, as in packed training data. Masks of one docum
 CPU seconds of one process with one thread; each is the least of a few calls. `floor` is the CPU time of the least that
 any plan has to do: read the mask once and sum its area.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan_scale.py benchmarks/results/plan-scale.json
+    OMP_NUM_THREADS=1 python -m benchmarks.plan_scale benchmarks/results/plan-scale.json
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import spanwise
+from benchmarks import host_bounds
 from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
 from spanwise.layouts.by_host import ByHost
@@ -93,10 +94,11 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
     plan.traffic()
     build(plan, 0)  # digests the mask, once for all ranks
     tensor_seconds, _ = cpu_seconds(lambda: build(plan, 1), repeats + 1)
+    bound, once_bound = host_bounds.bounds(plan, HOST)
     moved, count = plan.host_traffic(host_size=HOST), np.array([len(one) for one in plan.peers()])
     groups, relayed = plan.talking_groups(), plan.replace(exchange="hierarchical")
     plan.count()
-    relay_seconds, _ = cpu_seconds(relayed.moved, 1)
+    relay_seconds, _ = cpu_seconds(relayed.route, 1)
     relayed_tensor_seconds, _ = cpu_seconds(lambda: build(relayed, 1), repeats + 1)
     once = relayed.host_traffic(host_size=HOST)
     needed_steps = [plan.replace(stages=stages).predict()["total"] for stages in (1, 2, 4)]
@@ -116,16 +118,16 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
         "received_a_rank": (moved.inside + moved.between) / ranks,
         "inside_share": moved.inside / max(moved.inside + moved.between, 1),
         "between_a_rank": moved.between / ranks,
-        "bound_a_rank": moved.bound / ranks,
-        "between_over_bound": moved.between / moved.bound if moved.bound else None,
+        "bound_a_rank": bound / ranks,
+        "between_over_bound": moved.between / bound if bound else None,
         "once_a_rank": moved.once / ranks,
         "hierarchical": {
             "relay_seconds": relay_seconds,
             "tensor_seconds": relayed_tensor_seconds,
             "inside_share": once.inside / max(once.inside + once.between, 1),
             "between_a_rank": once.between / ranks,
-            "bound_a_rank": once.once_bound / ranks,
-            "between_over_bound": once.between / once.once_bound if once.once_bound else None,
+            "bound_a_rank": once_bound / ranks,
+            "between_over_bound": once.between / once_bound if once_bound else None,
             "step_seconds": relayed.predict()["total"],
             "needed_step_seconds": min(needed_steps),
         },
@@ -142,15 +144,15 @@ def by_host(mask: SpanMask, ranks: int) -> dict[str, Any] | None:
         return None
     given = dict(balancer=balancer, exchange="hierarchical", hardware=spanwise.H100, **SHAPE)
     seconds, plan = cpu_seconds(lambda: spanwise.make_plan(mask, ranks, **given), 2)
-    moved = plan.host_traffic(host_size=HOST)
+    moved, bound = plan.host_traffic(host_size=HOST), host_bounds.bounds(plan, HOST)[1]
     return {
         "plan_seconds": seconds,
         "imbalance": plan.imbalance(),
         "tokens_a_rank": [int(plan.layout.tokens_per_rank.min()), int(plan.layout.tokens_per_rank.max())],
         "inside_share": moved.inside / (moved.inside + moved.between),
         "between_a_rank": moved.between / ranks,
-        "bound_a_rank": moved.once_bound / ranks,
-        "between_over_bound": moved.between / moved.once_bound,
+        "bound_a_rank": bound / ranks,
+        "between_over_bound": moved.between / bound,
         "step_seconds": plan.predict()["total"],
     }
 

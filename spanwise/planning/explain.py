@@ -79,13 +79,13 @@ def describe_hosts(plan: PlanData, mask: str) -> str:
     """
     moved = network.host_traffic(plan, mask)
     share = moved.inside / max(moved.inside + moved.between, 1)
-    between, bound, once, least = (count / plan.num_ranks for count in moved[2:])
+    between, once = (count / plan.num_ranks for count in moved[2:])
     said = f"hosts of {moved.host_size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross"
     if plan.num_q_heads and plan.head_dim:
         said += f" ({num_bytes(between * float(kv_token_bytes(plan).mean()))})"
     if plan.kv_exchange.by_host:
-        return f"{said}, each once a host, at least {least:,.0f} in any layout as balanced"
-    return f"{said}, at least {bound:,.0f} in any layout as balanced; {once:,.0f} if a token entered a host once"
+        return f"{said}, each once a host"
+    return f"{said}; {once:,.0f} if a token entered a host once"
 
 
 def _recurrent(plan: PlanData) -> list[str]:

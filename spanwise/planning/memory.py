@@ -34,33 +34,22 @@ def received(plan: PlanData, mask: str) -> Int64:
     return exchanged if plan.inner == 1 else exchanged + heads.received(plan)
 
 
-def resident(plan: PlanData, mask: str) -> Int64:
-    """The bytes of `Plan.resident_bytes`."""
+def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()") -> tuple[Int64, Int64]:
+    """The bytes of `Plan.resident_bytes` and of `Plan.saved_bytes`."""
     plan.mask(mask)
-    plan.require_shape("resident_bytes()")
-    token_bytes, kept = kv_token_bytes(plan), _kept_tokens(plan, mask)
-    route = plan.route(mask)
+    plan.require_shape(what)
+    route, token_bytes = plan.route(mask), kv_token_bytes(plan)
+    kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
     most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.steps else kept
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
-    return exchanging if plan.inner == 1 else heads.resident(plan, exchanging, after)
-
-
-def saved(plan: PlanData, mask: str) -> Int64:
-    """The bytes of `Plan.saved_bytes`."""
-    plan.mask(mask)
-    plan.require_shape("saved_bytes()")
-    kept = np.repeat(_kept_tokens(plan, mask), plan.inner) * kv_token_bytes(plan)
-    return kept if plan.inner == 1 else kept + heads.saved(plan)
-
-
-def _kept_tokens(plan: PlanData, mask: str) -> Int64:
-    """K/V tokens of other groups that each group keeps for the backward; int64 ``[G]``."""
-    return plan.route(mask).tokens.sum(axis=(0, 2)) * plan.keep_kv
+    if plan.inner == 1:
+        return exchanging, after
+    return heads.resident(plan, exchanging, after), after + heads.saved(plan)
 
 
 def held(plan: PlanData) -> int:
     """Bytes that the busiest rank holds for exchanges: saved by all layers, plus the transient bytes of one."""
-    saved_bytes = {name: saved(plan, name) for name in plan.masks}
-    kept = sum(weight * saved_bytes[name] for name, weight in plan.weights.items())
-    transient = np.max([resident(plan, name) - saved_bytes[name] for name in plan.masks], axis=0)
+    found = {name: resident_and_saved(plan, name) for name in plan.masks}
+    kept = sum(weight * found[name][1] for name, weight in plan.weights.items())
+    transient = np.max([resident - saved for resident, saved in found.values()], axis=0)
     return int(np.ceil(np.max(kept + np.maximum(transient, 0))))

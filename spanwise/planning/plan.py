@@ -68,11 +68,11 @@ class Plan(PlanData):
         >>> (plan.resident_bytes() / plan.recv_bytes().max()).tolist(), plan.saved_bytes().tolist()
         ([2.0, 2.0], [0, 1048576])
         """
-        return memory.resident(self, mask)
+        return memory.resident_and_saved(self, mask)[0]
 
     def saved_bytes(self, mask: str = "default") -> Int64:
         """Bytes of `resident_bytes` that a layer keeps for its backward, int64."""
-        return memory.saved(self, mask)
+        return memory.resident_and_saved(self, mask, "saved_bytes()")[1]
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of attention in one step (forward and backward), all masks by weight, on `hardware`.
@@ -119,7 +119,7 @@ class Plan(PlanData):
         >>> mask = spanwise.SpanMask.documents([0, 300, 512])
         >>> plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="needed")
         >>> plan.host_traffic(host_size=2)
-        HostTraffic(host_size=2, inside=212, between=256, once=256, bound=0, once_bound=0)
+        HostTraffic(host_size=2, inside=212, between=256, once=256)
         """
         return network.host_traffic(self, mask, host_size)
 

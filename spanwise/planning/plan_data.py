@@ -32,7 +32,10 @@ from spanwise.routes.route import Route, RouteProblem, from_owners, pair_tokens
 PlanT = TypeVar("PlanT", bound="PlanData")
 
 # Cached values that follow from masks, layouts and ranks alone.
-_COMPUTED = ("groups", "kv_groups", "_work", "_needs", "_local_work", "_reads", "_needed_traffic", "causal")
+_COMPUTED = (
+    "batch_size", "num_groups", "groups", "kv_groups", "query_rows", "causal", "_work", "_needs", "_local_work",
+    "_reads", "_needed_traffic",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +107,7 @@ class PlanData:
         """Keys of the sequence; `seq_len`, except in cross attention."""
         return self.kv_layout.seq_len
 
-    @property
+    @functools.cached_property
     def batch_size(self) -> int:
         """Batch rows with different masks; 1 serves any batch. The layout has as many rows, or one for all."""
         return max(mask.batch_size for mask in self.masks.values())
@@ -128,7 +131,7 @@ class PlanData:
 
     # ---------------------------------------------------------------- work and traffic of every rank
 
-    @property
+    @functools.cached_property
     def num_groups(self) -> int:
         """Groups of `inner` ranks; a group reads K/V as one."""
         return self.num_ranks // self.inner
@@ -162,6 +165,11 @@ class PlanData:
     def host_groups(self) -> int:
         """Groups of ranks on a host; all of them where no host holds several."""
         return self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
+
+    @functools.cached_property
+    def query_rows(self) -> Int64:
+        """Query rows of each group, all batch rows; int64 ``[G]``."""
+        return self.batch_size * self.groups.tokens_per_rank
 
     def work(self, mask: str = "default") -> np.ndarray:
         """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``.
@@ -278,12 +286,12 @@ class PlanData:
 
     # ---------------------------------------------------------------- the attention's shape
 
-    @property
+    @functools.cached_property
     def sum_itemsize(self) -> int:
         """Bytes of one element of dK/dV on their way home: they travel in float32 at least."""
         return max(self.itemsize, 4)
 
-    @property
+    @functools.cached_property
     def attention_shape(self) -> tuple[int, int, int, int]:
         """num_q_heads, num_kv_heads, head_dim, v_head_dim."""
         shape = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)

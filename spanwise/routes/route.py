@@ -116,17 +116,16 @@ class Route:
     @functools.cached_property
     def padded(self) -> Int64:
         """`tokens` with the padding that travels: an all-gather takes shards of one size."""
-        found = self.tokens.copy()
-        for i in (i for i, step in enumerate(self.steps) if gathers(step)):
-            found[i] = found[i].max() * (1 - np.eye(self.num_groups, dtype=np.int64))
-        return found
+        if not self.gathered:
+            return self.tokens
+        return self.tokens.max() * (1 - np.eye(self.num_groups, dtype=np.int64))[None]
 
-    @property
+    @functools.cached_property
     def chained(self) -> bool:
         """Whether some group passes rows on, so that a step waits for the one before."""
         return any(step.source >= 0 for step in self.steps)
 
-    @property
+    @functools.cached_property
     def gathered(self) -> bool:
         """Whether a step is an all-gather; then it is the only one."""
         return any(gathers(step) for step in self.steps)
@@ -152,6 +151,7 @@ class Route:
             steps.append(Step(-1, step.moves if step.source < 0 else np.concatenate(cut)))
         return Route(tuple(steps), self.layout, self.rows, self.batch_size)
 
+    @functools.cached_property
     def joined(self) -> Int64:
         """Which groups wait for one another in each step: those with equal numbers, int64 ``[n, G]``.
 
@@ -169,7 +169,7 @@ class Route:
         Args:
             keep: whether chunks are kept for the backward.
         """
-        count, came, left = len(self.steps), self.padded.sum(axis=2), self._packed()
+        count, came, left = len(self.steps), self.padded.sum(axis=2), self.packed
         change = np.zeros((3 * count + 2, self.num_groups), np.int64)
 
         def lives(tokens: Int64, first: int, until: int) -> None:
@@ -187,27 +187,24 @@ class Route:
                 passed = [3 * j + 1 for j, later in enumerate(self.steps) if later.source == i]
                 lives(came[i], begin, max(used, *passed, 0))
                 continue
-            lives(came[i] + (left[i] if gathers(step) else 0), begin, 3 * i + 3)
+            lives(came[i] + (left[i] if self.gathered else 0), begin, 3 * i + 3)
             lives(self.tokens[i].sum(axis=1), 3 * i + 1, used)
         return np.asarray(change[:end].cumsum(axis=0).max(axis=0))
 
-    @property
+    @functools.cached_property
     def held(self) -> Int64:
         """Tokens that each group owns; int64 ``[G]``."""
         return self.batch_size * self.layout.tokens_per_rank
 
-    def _packed(self) -> Int64:
+    @functools.cached_property
+    def packed(self) -> Int64:
         """Tokens that each group copies for each step before they leave; int64 ``[n, G]``."""
         if self.of_shards:
             return np.zeros((len(self.steps), self.num_groups), np.int64)
         found = self.padded.sum(axis=1)
-        for i in (i for i, step in enumerate(self.steps) if gathers(step)):
-            found[i] = self.padded[i].max()
+        if self.gathered:
+            found[:] = self.padded.max()
         return found
-
-    def copied(self) -> Int64:
-        """Tokens that each group copies before they leave, all steps together; int64 ``[G]``."""
-        return self._packed().sum(axis=0)
 
 
 def pair_tokens(moves: Int64, size: int) -> Int64:

@@ -134,9 +134,9 @@ def test_a_rank_that_passes_nothing_on_holds_most_in_the_second_chunk(keep_kv: b
 
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
-    assert plan.route().joined().tolist() == [[0, 1, 0, 1], [-1, -1, 2, 2]]
+    assert plan.route().joined.tolist() == [[0, 1, 0, 1], [-1, -1, 2, 2]]
     plan = plan_of_reads([{0: (20, 21), 1: (20, 21), 2: (0, 1), 3: (0, 1)}])
-    assert plan.route().joined().tolist() == [[0, -1, 0, -1], [0, 0, 2, 2]]
+    assert plan.route().joined.tolist() == [[0, -1, 0, -1], [0, 0, 2, 2]]
 
 
 def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
