@@ -123,7 +123,6 @@ def test_reference_lists_every_public_name() -> None:
     public = {f"spanwise.{name}" for name in spanwise.__all__}
     public |= {f"spanwise.overlap.{name}" for name in overlap.__all__}
     public |= {f"spanwise.recurrence.{name}" for name in recurrence.__all__}
-    public |= {"spanwise.integrations.linear_attention"}
     torchtitan = ("PlannedMask", "apply_cp_to_forward", "prepare_context_parallel_input")
     public |= {f"spanwise.integrations.torchtitan.{name}" for name in torchtitan}
     hf = pytest.importorskip("spanwise.integrations.transformers", reason="transformers is not installed")
