@@ -14,8 +14,6 @@ from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.predict import predict
 
-_MANY_RANKS = 16  # from here on the text tells who talks to whom
-
 
 def describe_exchange(plan: PlanData) -> str:
     """How K/V travel, on one line: "heads traded (Ulysses) among 2 ranks"."""
@@ -41,7 +39,8 @@ def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
             f"mask {name!r} (weight {plan.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
             f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
         )
-        lines += _network(plan, name)
+        if network.host_size(plan) is not None:
+            lines.append(f"  {describe_hosts(plan, name)}")
     lines += _recurrent(plan)
     lines += saved
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
@@ -55,18 +54,6 @@ def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
         )
     lines.append(f"fingerprint {plan.fingerprint}")
     return "\n".join(lines)
-
-
-def _network(plan: PlanData, mask: str) -> list[str]:
-    """Who talks to whom, and what crosses between hosts; nothing for few ranks without hosts."""
-    size = network.host_size(plan)
-    if size is None and plan.num_ranks < _MANY_RANKS:
-        return []
-    count = np.array([len(ranks) for ranks in network.peers(plan, mask)])
-    groups = network.talking_groups(plan, mask)
-    largest = f"{len(groups)} groups that talk, the largest has {len(groups[0])} ranks" if groups else "no rank talks"
-    lines = [f"  a rank talks to {count.mean():.1f} others on the mean, {count.max()} at most; {largest}"]
-    return lines if size is None else [*lines, f"  {describe_hosts(plan, mask)}"]
 
 
 def describe_hosts(plan: PlanData, mask: str) -> str:

@@ -1,6 +1,4 @@
-"""Which ranks exchange K/V, and what crosses between hosts. Exact; pure."""
-
-# P ranks
+"""K/V that cross between hosts. Exact; pure."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.masks.arrays import Int64
 from spanwise.planning.plan_data import PlanData
-from spanwise.routes.route import components
 
 
 class HostTraffic(NamedTuple):
@@ -47,21 +44,6 @@ def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraf
     tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
     inside = int(tokens[host[:, None] == host].sum())
     return HostTraffic(size, inside, int(tokens.sum()) - inside, _entering(plan, mask, host))
-
-
-def peers(plan: PlanData, mask: str) -> list[Int64]:
-    """The ranks of `Plan.peers`."""
-    talks = plan.traffic(mask) > 0
-    talks = talks | talks.T
-    rank, other = np.nonzero(talks)
-    return np.split(other, np.searchsorted(rank, np.arange(1, plan.num_ranks)))
-
-
-def talking_groups(plan: PlanData, mask: str) -> list[Int64]:
-    """The groups of `Plan.talking_groups`."""
-    label = components(plan.traffic(mask))
-    groups = [np.flatnonzero(label == one) for one in np.unique(label[label >= 0])]
-    return sorted(groups, key=lambda group: (-len(group), group[0]))
 
 
 def _entering(plan: PlanData, mask: str, host: Int64) -> int:

@@ -123,27 +123,6 @@ class Plan(PlanData):
         """
         return network.host_traffic(self, mask, host_size)
 
-    def peers(self, mask: str = "default") -> list[Int64]:
-        """For each rank the ranks that it sends K/V to or receives K/V from, ascending.
-
-        >>> import spanwise
-        >>> mask = spanwise.SpanMask.sliding_window(512, 64)
-        >>> plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="needed")
-        >>> [ranks.tolist() for ranks in plan.peers()]
-        [[1], [0, 2], [1, 3], [2]]
-        """
-        return network.peers(self, mask)
-
-    def talking_groups(self, mask: str = "default") -> list[Int64]:
-        """Groups of ranks that no K/V leave or enter, largest first; ranks without traffic are in none.
-
-        >>> import spanwise
-        >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 256, 512]), 4, exchange="needed", block_size=32)
-        >>> [ranks.tolist() for ranks in plan.talking_groups()]
-        [[0, 1], [2, 3]]
-        """
-        return network.talking_groups(self, mask)
-
     def recurrent(self) -> Plan:
         """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
 
