@@ -242,7 +242,9 @@ class _TokenScores(torch.autograd.Function):
                     spread_N[part] = e_CV.mul_(z_CV.clamp_(min=_LOWEST)).sum(-1).neg_()
                 del h, z_CV, e_CV
             if mesh is not None:
-                tops = failure.all_reduce(torch.stack([top_N, picked_N]), "max", mesh, "the largest logits")
+                # Not `stack`: of torch 2.13's Inductor `top_N` would be a view of what the all-reduce overwrites.
+                both = torch.where(torch.arange(2, device=top_N.device).unsqueeze(1) == 0, top_N, picked_N)
+                tops = failure.all_reduce(both, "max", mesh, "the largest logits")
                 shift_N = (top_N - tops[0]).clamp(min=_LOWEST)
                 sums = torch.stack([sum_N, spread_N - sum_N * shift_N]) * shift_N.exp()
                 sum_N, spread_N = failure.all_reduce(sums, "sum", mesh, "sums of exponentials").unbind()
