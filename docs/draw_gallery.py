@@ -81,7 +81,7 @@ def picture(plan: spanwise.Plan, row: int = 0) -> str:
 
 
 def figures(name: str, mask: spanwise.SpanMask, balancers: tuple[str, ...], folder: Path) -> str:
-    """Write the pictures of a mask; Markdown that shows them, captioned with imbalance, mean and most tokens received."""
+    """Write the pictures of a mask; Markdown that shows them with imbalance, mean and most tokens received."""
     shown = []
     for balancer in balancers:
         plan = spanwise.make_plan(

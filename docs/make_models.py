@@ -61,8 +61,8 @@ def _listed(found: dict[str, dict[str, Any]], what: str, lead: str) -> str:
         if row["status"] == "exact" and "rounding" in row
     ]
     rest = (
-        f"Gradients of {', '.join(rounded)} differ by more than 1e-5, and by less than twice as much as those of "
-        f"transformers' SDPA and eager attention do."
+        f"Gradients of {', '.join(rounded)} differ by more than 1e-5, but by less than twice the difference between "
+        f"transformers' SDPA and eager attention."
     )
     return "\n".join([f"Of the {len(found)} {what}, {lead}:", "", *lines, "", rest])
 
@@ -75,12 +75,12 @@ def lists() -> dict[str, str]:
         "models": _listed(
             found["models"],
             f"causal language models {version}",
-            "each made small and random, on two ranks and a packed batch",
+            "small and random, on two ranks and a packed batch",
         ),
         "images": _listed(
             found["with_images"],
             f"models of images and text {version}",
-            "each made small and random with its encoder, on two ranks, packed and padded batches and random pixels",
+            "small and random with encoders, on two ranks, packed and padded batches, random pixels",
         ),
     }
 
