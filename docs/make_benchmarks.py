@@ -43,7 +43,9 @@ def kernels() -> str:
         of_mask = [row for row in rows if (row["mask"], row["tokens"]) == (mask, tokens)]
         return ", ".join(f"{row['ratio']:.2f}" for row in sorted(of_mask, key=lambda row: row["dim"]))
 
-    body = [[mask, *(ratios(mask, n) for n in lengths), base] for mask, base in distinct(rows, "mask", "baseline")]
+    short = {"blocks at the causal rate": "causal rate"}
+    bases = distinct(rows, "mask", "baseline")
+    body = [[mask, *(ratios(mask, n) for n in lengths), short.get(base, base)] for mask, base in bases]
     return table(["mask", *(f"{n:,} tokens" for n in lengths), "compared with"], body)
 
 
@@ -145,13 +147,17 @@ def pieces() -> str:
     return table(["graph, batch", "whole", "bound", "floor", "in pieces", "pieces"], body)
 
 
+SHOWN = ("spanwise / own", "spanwise / PyTorch", "spanwise / greedy", "spanwise, buckets / PyTorch, buckets",
+         "spanwise / bound", "PyTorch / bound")  # fmt: skip
+
+
 def zoo() -> str:
     known = load("overlap-zoo")
     header = ["order / compared with", "cases", "longer", "worst", "mean"]
     body = [
         [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
         for pair, found in known["summary"].items()
-        if "unlimited" not in pair and "when ready" not in pair
+        if pair in SHOWN
     ]
     return "\n".join([table(header, body), "", "CPU time:", "", *(f"- {line}" for line in known["times"])])
 
@@ -173,6 +179,7 @@ def overlap_link(name: str = "overlap-link-cpu") -> str:
         [f"{row['share']:g}", row["way"], f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}",
          f"{row['bound']:,.0f}", f"{row['faster']:.2f}", f"{row['difference']:.1e}" if row["difference"] else "0"]
         for row in load(name)["rows"]
+        if row["share"] == 1 or row["way"] in ("unscheduled", "PyTorch", "spanwise")
     ]  # fmt: skip
     header = ["communication / compute", "step", "predicted", "measured", "lower bound", "times as fast", "difference"]
     return table(header, body)
@@ -234,7 +241,7 @@ def layouts() -> str:
     body = [
         [f"{mask}, {ranks}", *(cell(mask, ranks, name) for name in balancers)]
         for mask, ranks in distinct(rows, "mask", "num_ranks")
-        if ranks == 8 or mask == "documents 0"
+        if mask not in ("documents 1", "documents 2") and (ranks == 8 or mask == "documents 0")
     ]
     return table(["mask, ranks", *balancers], body)
 
@@ -262,6 +269,7 @@ def linear_loss() -> str:
         [row["name"], f"{row['seconds']:.2f}", f"{row['ratio']:.2f}",
          f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}"]
         for row in rows
+        if "chunks" not in row["name"] or str(1 << 24) in row["name"]
     ]  # fmt: skip
     return table(["variant", "seconds", "to all logits", "MiB", "to all logits"], body)
 
@@ -306,15 +314,18 @@ def grids() -> str:
 def plan_scale() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
+        if row["ranks"] < 128:
+            continue
+        choice = row["auto_choice"].removesuffix(" in 1").replace(" with ", ", ")
         seconds = [f"{row[f'{key}_seconds']:.2f}" for key in ("plan", "auto", "tensor")]
-        body.append([row["mask"], f"{row['ranks']:,}", *seconds, row["auto_choice"], f"{row['imbalance']:.3f}"])
+        body.append([row["mask"], f"{row['ranks']:,}", *seconds, choice, f"{row['imbalance']:.3f}"])
     return table(["mask", "ranks", "local, s", "auto, s", "tensors, s", "auto takes", "imbalance of local"], body)
 
 
 def hosts() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
-        if found := row.get("by_host"):
+        if (found := row.get("by_host")) and "scaled" not in row["mask"]:
             once = row["hierarchical"]
             shares = [f"{one['inside_share']:.0%}" for one in (row, once, found)]
             over = [f"{one['between_over_bound']:.2f}" for one in (once, found)]
