@@ -300,7 +300,7 @@ def grids() -> str:
     for median, sigma in distinct(rows, "median", "sigma"):
         batches = [row["ways"] for row in rows if row["median"] == median]
         for way in batches[0]:
-            if "in order" in way["documents"] or way["dp"] > 8:
+            if "in order" in way["documents"] or way["dp"] not in (1, 2, 8):
                 continue
             same = [pick(ways, dp=way["dp"], documents=way["documents"]) for ways in batches]
             ones = [pick(ways, documents="one plan") for ways in batches]
@@ -314,7 +314,7 @@ def grids() -> str:
 def plan_scale() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
-        if row["ranks"] < 128:
+        if row["ranks"] < 128 or "scaled" in row["mask"]:
             continue
         choice = row["auto_choice"].removesuffix(" in 1").replace(" with ", ", ")
         seconds = [f"{row[f'{key}_seconds']:.2f}" for key in ("plan", "auto", "tensor")]

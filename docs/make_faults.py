@@ -6,21 +6,16 @@ python docs/make_faults.py
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from pages import DOCS, filled, table
 
 RESULTS = DOCS.parent / "benchmarks" / "results" / "faults-cpu.json"
-SHOWN = 75  # characters of a message
 
 
 def seen(row: dict[str, Any]) -> str:
-    """The error and the beginning of its text."""
-    kinds = " or ".join(f"`{name}`" for name in row.get("errors", ()))
-    text = textwrap.shorten(row["said"].replace("|", "\\|"), SHOWN, placeholder=" …")
-    return f"{kinds}{': ' if kinds else ''}`{text}`"
+    return " or ".join(f"`{name}`" for name in row.get("errors", ()))
 
 
 def seconds(row: dict[str, Any]) -> str:
