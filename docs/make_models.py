@@ -16,25 +16,25 @@ from pages import DOCS, filled
 RESULTS = DOCS.parent / "benchmarks" / "results" / "huggingface-models.json"
 # Parts of what is said of a model that is refused or was not tried.
 _REASONS = {
-    "carries a state along the sequence": "a state that is not known here",
-    "layers of type": "layers of another kind",
+    "carries a state along the sequence": "an unknown kind of state",
+    "layers of type": "unsupported layers",
     "does not take its attention from AttentionInterface": "no `AttentionInterface`",
     "takes no position_ids": "no `position_ids`",
     "is not causal": "not causal",
     "an encoder and a decoder": "encoder and decoder",
     "rule of its own": "positions counted from padding",
-    "a mask or a bias of its own": "a mask or bias of its own",
+    "a mask or a bias of its own": "its own mask or bias",
     "computes its loss itself": "a loss of its own",
-    "asks for attention of": "a mask that its config does not tell",
+    "asks for attention of": "a mask other than its config's",
     "logits must be": "logits of another shape",
     "reads the first token": "a pooler",
-    "tells neither layer_types": "no kinds of layers in its config",
+    "tells neither layer_types": "no layer types in its config",
     "gets cross_attention_states": "cross attention to images",
-    "gets pixel_values": "images merged behind the cut",
-    "timm library": "its encoder of images needs timm",
-    "Unrecognized configuration": "its class does not read images",
-    "hidden_size_per_layer_input": "it reads the keys of another model",
-    "producing a cache": "it reads the keys of another model",
+    "gets pixel_values": "images merged after the cut",
+    "timm library": "its image encoder needs timm",
+    "Unrecognized configuration": "does not read images",
+    "hidden_size_per_layer_input": "reads the keys of another model",
+    "producing a cache": "reads the keys of another model",
 }
 _SAY = {"refused": "refused", "differs": "not exact", "not made": "not tried"}
 
