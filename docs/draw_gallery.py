@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pages import DOCS, filled, table
+from pages import DOCS, filled
 
 import spanwise
 
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 RANKS, BLOCK = len(COLORS), 16
 SIDE, STRIP, EDGE = 256, 8, 12  # pixels: the mask, the strips that show owners, where the mask begins
-TITLES = {"contiguous": "contiguous", "head_tail": "head_tail", "lpt": "lpt (longest first)", "local": "local"}
+TITLES = {"contiguous": "contiguous", "head_tail": "head_tail", "lpt": "lpt", "local": "local"}
 
 
 def owners(plan: spanwise.Plan, row: int, steps: int, key: bool = False) -> np.ndarray:
@@ -81,24 +81,22 @@ def picture(plan: spanwise.Plan, row: int = 0) -> str:
 
 
 def figures(name: str, mask: spanwise.SpanMask, balancers: tuple[str, ...], folder: Path) -> str:
-    """Write the pictures of a mask; Markdown that shows them with their costs."""
-    shown, rows = [], []
+    """Write the pictures of a mask; Markdown that shows them with imbalance, mean and most tokens received."""
+    shown = []
     for balancer in balancers:
         plan = spanwise.make_plan(
             mask, RANKS, balancer=balancer, exchange="needed", stages=1, block_size=BLOCK,
             num_q_heads=8, head_dim=64,
         )  # fmt: skip
         received = plan.needed_tokens()
+        costs = f"{plan.imbalance():.3f}; {received.mean():,.0f}, {received.max():,}"
         for row in range(mask.batch_size):
             file = f"{name}-{balancer}{f'-row{row}' if mask.batch_size > 1 else ''}.svg"
             (folder / file).write_text(picture(plan, row))
-            title = TITLES[balancer] + (f", batch row {row}" if mask.batch_size > 1 else "")
+            title = TITLES[balancer] + (f", row {row}" if mask.batch_size > 1 else "")
             image = f"![{name}, {title}](gallery/{file})"
-            shown.append(f"<figure markdown>\n{image}\n<figcaption>{title}</figcaption>\n</figure>")
-        rows.append([f"`{balancer}`", f"{plan.imbalance():.3f}", f"{received.mean():,.0f}", f"{received.max():,}"])
-    header = ["balancer", "imbalance", "K/V tokens received, mean", "most"]
-    pictures = "\n".join(['<div class="panels" markdown>', *shown, "</div>"])
-    return f"{pictures}\n\n{table(header, rows)}"
+            shown.append(f"<figure markdown>\n{image}\n<figcaption>{title}: {costs}</figcaption>\n</figure>")
+    return "\n".join(['<div class="panels" markdown>', *shown, "</div>"])
 
 
 def code_above(page: str, name: str) -> str:

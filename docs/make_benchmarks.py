@@ -43,7 +43,9 @@ def kernels() -> str:
         of_mask = [row for row in rows if (row["mask"], row["tokens"]) == (mask, tokens)]
         return ", ".join(f"{row['ratio']:.2f}" for row in sorted(of_mask, key=lambda row: row["dim"]))
 
-    body = [[mask, *(ratios(mask, n) for n in lengths), base] for mask, base in distinct(rows, "mask", "baseline")]
+    short = {"blocks at the causal rate": "causal rate"}
+    bases = distinct(rows, "mask", "baseline")
+    body = [[mask, *(ratios(mask, n) for n in lengths), short.get(base, base)] for mask, base in bases]
     return table(["mask", *(f"{n:,} tokens" for n in lengths), "compared with"], body)
 
 
@@ -68,15 +70,11 @@ def link_name(row: Row) -> str:
 def slow_link() -> str:
     body = []
     for row in load("slow-link-cpu")["rows"]:
-        gather, needed, chunked = (pick(row["variants"], name=n) for n in ("all_gather", "needed", "needed, 4 pieces"))
-        steps = [f"{one['exchange_seconds']:.2f}, {one['step_seconds']:.2f}" for one in (gather, needed)]
-        ratios = ", ".join(f"{one['predicted']['step_ratio']:.2f}" for one in (gather, needed, chunked))
-        body.append(
-            [link_name(row), f"{chunked['compute_seconds']:.2f}", *steps, f"{chunked['step_seconds']:.2f}",
-             f"{chunked['reached']:.2f}; {chunked['possible']:.2f}", f"{chunked['exposed_share']:.0%}", ratios]
-        )  # fmt: skip
-    header = ["mask; hosts", "compute", "all_gather: exchange, step", "needed: exchange, step", "step in 4 chunks",
-              "times as fast; possible", "exposed", "predicted / measured"]  # fmt: skip
+        gather, chunked = (pick(row["variants"], name=name) for name in ("all_gather", "needed, 4 pieces"))
+        seconds = chunked["compute_seconds"], gather["step_seconds"], chunked["step_seconds"]
+        ratios = chunked["reached"], chunked["possible"], chunked["predicted"]["step_ratio"]
+        body.append([link_name(row), *(f"{one:.2f}" for one in (*seconds, *ratios))])
+    header = ["mask; hosts", "compute", "`all_gather`", "`needed`", "times as fast", "possible", "predicted / measured"]
     return table(header, body)
 
 
@@ -89,12 +87,13 @@ def slow_link_errors() -> str:
 def exchanges() -> str:
     body = []
     for row in load("slow-link-exchanges-cpu")["rows"]:
-        for i, one in enumerate(row["variants"]):
+        if row["scenario"]["kind"] != "documents":
+            continue
+        for one in row["variants"]:
             name = one["name"].replace("ulysses, ", "ulysses inside, ")
-            seconds = [f"{one[key]:.2f}" for key in ("step_seconds", "compute_seconds", "exchange_seconds")]
-            floor, ratio = f"{one['floor_seconds']:.2f}", f"{one['predicted']['step_ratio']:.2f}"
-            body.append([link_name(row) if i == 0 else "", name, *seconds, floor, ratio])
-    header = ["mask; hosts", "exchange", "step", "compute", "exchange alone", "floor", "predicted / measured"]
+            seconds = [f"{one[f'{key}_seconds']:.2f}" for key in ("step", "compute", "exchange", "floor")]
+            body.append([f"{link_name(row).split('; ')[1]}", name, *seconds, f"{one['predicted']['step_ratio']:.2f}"])
+    header = ["hosts", "exchange", "step", "compute", "exchange alone", "floor", "predicted / measured"]
     return table(header, body)
 
 
@@ -125,41 +124,31 @@ def with_bound(row: Row) -> str:
 
 
 def overlap() -> str:
-    rows = load("overlap-peers")["rows"]
+    rows = [row for row in load("overlap-peers")["rows"] if row["costs"] == "calibrated"]
     body = []
-    for graph, costs, batch in sorted(distinct(rows, "graph", "costs", "batch")):
-        own = [row for row in rows if (row["graph"], row["costs"], row["batch"]) == (graph, costs, batch)]
+    for graph, batch in sorted(distinct(rows, "graph", "batch")):
+        own = [row for row in rows if (row["graph"], row["batch"]) == (graph, batch)]
         given, theirs, their_buckets, ours, our_buckets = orders(own)
-        peaks = [f"{a['peak']:.2f}, {b['peak']:.2f}" for a, b in ((theirs, their_buckets), (ours, our_buckets))]
-        times = ours["seconds"] / theirs["seconds"], our_buckets["seconds"] / their_buckets["seconds"]
-        body.append(
-            [f"{graph}, {costs}, {batch}", f"{given['makespan']:.1f}", f"{theirs['makespan']:.1f}",
-             f"{their_buckets['makespan']:.1f}", with_bound(ours), with_bound(our_buckets), *peaks,
-             ", ".join(f"{ratio:.2f}" for ratio in times)]
-        )  # fmt: skip
-    header = ["graph, costs, batch", "as given", "PyTorch", "PyTorch, buckets", "spanwise", "spanwise, buckets",
-              "peak, PyTorch", "peak, spanwise", "pass time"]  # fmt: skip
+        peaks = [f"{one['peak']:.2f}" for one in (their_buckets, our_buckets)]
+        made = f"{theirs['makespan']:.1f}, {their_buckets['makespan']:.1f}"
+        ratio = f"{our_buckets['seconds'] / their_buckets['seconds']:.2f}"
+        makespans = f"{given['makespan']:.1f}", made, f"{with_bound(ours)}, {with_bound(our_buckets)}"
+        body.append([f"{graph}, {batch}", *makespans, *peaks, ratio])
+    header = ["graph, batch", "as given", "PyTorch; buckets", "spanwise; buckets", "peak, PyTorch", "peak, spanwise",
+              "pass time"]  # fmt: skip
     return table(header, body)
-
-
-def hidden() -> str:
-    rows = [row for row in load("overlap-peers")["rows"] if (row["graph"], row["costs"]) == ("backward", "calibrated")]
-    body = []
-    for (batch,) in distinct(rows, "batch"):
-        for order in ("PyTorch, reorder", "spanwise"):
-            body.append([f"{batch}", order.split(",")[0], *pick(rows, batch=batch, order=order)["hidden"].split("/")])
-    return table(["batch", "order", "hidden wholly", "partly", "not at all"], body)
 
 
 def pieces() -> str:
     body = []
     for row in load("overlap-split")["rows"]:
         times = [f"{row[key]:.1f}" for key in ("whole", "whole_bound", "floor", "split")]
-        cut = [row["copies"], row["sensitivity"]["128"], row["sensitivity"]["512"]] if row["pieces"] > 1 else []
-        figures = [*times, f"{row['share']:.3f}", str(row["pieces"]), *(f"{ms:.1f}" for ms in cut)]
-        body.append([f"{row['graph']}, {row['batch']}", *figures, *[""] * (9 - len(figures))])
-    header = ["graph, batch", "whole", "bound", "floor", "in pieces", "share", "pieces", "copies", "n = 128", "n = 512"]
-    return table(header, body)
+        body.append([f"{row['graph']}, {row['batch']}", *times, str(row["pieces"])])
+    return table(["graph, batch", "whole", "bound", "floor", "in pieces", "pieces"], body)
+
+
+SHOWN = ("spanwise / own", "spanwise / PyTorch", "spanwise / greedy", "spanwise, buckets / PyTorch, buckets",
+         "spanwise / bound", "PyTorch / bound")  # fmt: skip
 
 
 def zoo() -> str:
@@ -168,10 +157,9 @@ def zoo() -> str:
     body = [
         [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
         for pair, found in known["summary"].items()
+        if pair in SHOWN
     ]
-    return "\n".join(
-        [table(header, body), "", "CPU time of the passes:", "", *(f"- {line}" for line in known["times"])]
-    )
+    return "\n".join([table(header, body), "", "CPU time:", "", *(f"- {line}" for line in known["times"])])
 
 
 def noise() -> str:
@@ -186,42 +174,26 @@ def noise() -> str:
     )
 
 
-def growth() -> str:
-    rows = load("overlap-growth")["rows"]
-    body = []
-    for graph, layers, nodes in sorted(distinct(rows, "graph", "layers", "nodes")):
-        own = [row for row in rows if (row["graph"], row["layers"]) == (graph, layers)]
-        _, *four = orders(own)
-        theirs, their_buckets, ours, our_buckets = four
-        seconds = [f"{a['seconds']:.2f}, {b['seconds']:.2f}" for a, b in ((theirs, their_buckets), (ours, our_buckets))]
-        shares = ours["seconds"] / theirs["seconds"], our_buckets["seconds"] / their_buckets["seconds"]
-        body.append(
-            [f"{graph}, {layers}", f"{nodes:,}", f"{theirs['makespan']:.1f}, {their_buckets['makespan']:.1f}",
-             with_bound(ours), with_bound(our_buckets), *seconds, ", ".join(f"{share:.2f}" for share in shares)]
-        )  # fmt: skip
-    header = ["graph, layers", "fx nodes", "PyTorch; with buckets", "spanwise", "spanwise, buckets", "s, PyTorch",
-              "s, spanwise", "share"]  # fmt: skip
-    return table(header, body)
-
-
 def overlap_link(name: str = "overlap-link-cpu") -> str:
     body = [
-        [f"{row['share']:g}", row["way"], f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}",
-         f"{row['bound']:,.0f}", f"{row['faster']:.2f}", f"{row['difference']:.1e}" if row["difference"] else "0"]
+        [row["way"], f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}", f"{row['bound']:,.0f}",
+         f"{row['faster']:.2f}", f"{row['difference']:.1e}" if row["difference"] else "0"]
         for row in load(name)["rows"]
+        if row["share"] == 1
     ]  # fmt: skip
-    header = ["communication / compute", "step", "predicted", "measured", "lower bound", "times as fast", "difference"]
-    return table(header, body)
+    return table(["step", "predicted", "measured", "lower bound", "times as fast", "difference"], body)
 
 
 def packed() -> str:
     body = []
     for row in load("packed-cpu")["rows"]:
-        name = f"{row['num_ranks']}; {row['corpus'].removeprefix('median ')}; {row['documents']}"
+        if row["num_ranks"] != 8:
+            continue
+        name = f"{row['corpus'].removeprefix('median ')}; {row['documents']}"
         tokens = f"{row['padded']['recv_mean']:,.0f}, {row['local']['recv_mean']:,.0f}"
         ratios = [f"{row[way]['ratio']:.2f}" for way in ("unpadded", "local")]
         body.append([name, f"{row['padding_share']:.1%}", *ratios, tokens])
-    header = ["ranks; median length; documents", "padding", "same order, unpadded", "`local`",
+    header = ["median length; documents", "padding", "same order, unpadded", "`local`",
               "K/V tokens a rank receives: padded, `local`"]  # fmt: skip
     return table(header, body)
 
@@ -259,66 +231,29 @@ def memory_measured() -> str:
 
 def layouts() -> str:
     rows = load("layout-cpu")["rows"]
-    balancers = ("contiguous", "head_tail", "ptrr", "lpt", "local")
-    solvers = ("MagiAttention MinHeap", "MagiAttention ToppHeap")
+    balancers = ("contiguous", "head_tail", "lpt", "local", "MagiAttention MinHeap", "MagiAttention ToppHeap")
 
     def cell(mask: str, ranks: int, balancer: str) -> str:
         found = [row for row in rows if (row["mask"], row["num_ranks"], row["balancer"]) == (mask, ranks, balancer)]
         return f"{found[0]['imbalance']:.3f}, {found[0]['recv_mean']:,.0f}" if found else "–"
 
     body = [
-        [f"{mask}, {ranks}", *(cell(mask, ranks, name) for name in (*balancers, *solvers))]
+        [f"{mask}, {ranks}", *(cell(mask, ranks, name) for name in balancers)]
         for mask, ranks in distinct(rows, "mask", "num_ranks")
+        if mask not in ("documents 1", "documents 2", "documents + window") and (ranks == 8 or mask == "documents 0")
     ]
-    return table(["mask, ranks", *(f"{name}" for name in (*balancers, *solvers))], body)
+    return table(["mask, ranks", *balancers], body)
 
 
 def planning() -> str:
     body = []
     for row in load("plan-cpu")["rows"]:
-        name = f"auto ({row['chosen']})" if row["balancer"] == "auto" else row["balancer"]
-        reads = f"{row['reads_tokens_mean']:,.0f}", f"{row['reads_tokens_max']:,}"
-        body.append(
-            [f"{row['seq_len']:,}", f"{row['num_ranks']}", name, f"{row['total_ms']:.1f}", f"{row['imbalance']:.3f}",
-             *reads, f"{row['all_gather_tokens_mean']:,.0f}"]
-        )  # fmt: skip
-    header = ["tokens", "ranks", "balancer", "ms", "imbalance", "reads, mean", "reads, most", "all_gather moves"]
-    return table(header, body)
-
-
-def fuzz() -> str:
-    found = load("fuzz")
-    groups = {"mask": "masks", "ranks": "ranks", "exchange": "exchanges", "balancer": "balancers", "kernel": "kernels",
-              "option": "options"}  # fmt: skip
-    body = [
-        [name, "; ".join(f"{kind} {count:,}" for kind, count in found["counts"][group].items())]
-        for group, name in groups.items()
-    ]
-    failed = len(found["failures"])
-    text = (
-        f"`{found['command']}`: {found['cases']:,} cases, {failed} failed. {found['refused']:,} calls were wrong on "
-        f"purpose, and refused on every rank."
-    )
-    if "again" in found:
-        text += f" {found['again']}."
-    return f"{text}\n\n{table(['kind', 'cases'], body)}"
-
-
-def fuzz_errors() -> str:
-    found = load("fuzz")
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    body = [
-        [dtype, f"{found['tolerances'][dtype]:g}", *(f"{errors[name]:.1e}" for name in names)]
-        for dtype, errors in found["worst_errors"].items()
-    ]
-    return table(["dtype", "tolerance", *names], body)
-
-
-def fuzz_mutants() -> str:
-    found = load("fuzz-mutants")
-    body = [[row["defect"], f"{row['after']:,}" if row["after"] else "not found"] for row in found["mutants"]]
-    text = f"{found['found']} of {len(body)} planted defects are found within {found['cases']} cases."
-    return f"{text}\n\n{table(['defect', 'found by case'], body)}"
+        if row["balancer"] in ("auto", "local"):
+            name = f"auto ({row['chosen']})" if row["balancer"] == "auto" else row["balancer"]
+            reads = f"{row['reads_tokens_mean']:,.0f}"
+            size = f"{row['seq_len']:,}", f"{row['num_ranks']}"
+            body.append([*size, name, f"{row['total_ms']:.0f}", f"{row['imbalance']:.3f}", reads])
+    return table(["tokens", "ranks", "balancer", "ms", "imbalance", "K/V tokens received, mean"], body)
 
 
 def versions() -> str:
@@ -333,6 +268,7 @@ def linear_loss() -> str:
         [row["name"], f"{row['seconds']:.2f}", f"{row['ratio']:.2f}",
          f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}"]
         for row in rows
+        if "chunks" not in row["name"] or str(1 << 24) in row["name"]
     ]  # fmt: skip
     return table(["variant", "seconds", "to all logits", "MiB", "to all logits"], body)
 
@@ -347,28 +283,14 @@ def linear_loss_shape() -> str:
 
 
 def global_batch() -> str:
-    """Means over the batches of each number of ranks; predicted and measured seconds, and times those of one plan."""
+    """Means over the batches of two ranks, in seconds."""
+    batches = [batch["ways"] for batch in load("global-batch-cpu")["measured"] if batch["ranks"] == 2]
     body = []
-    batches = load("global-batch-cpu")["measured"]
-    for ranks in sorted({batch["ranks"] for batch in batches}):
-        found = [batch["ways"] for batch in batches if batch["ranks"] == ranks]
-
-        def mean(name: str, key: str, found: list[list[Row]] = found) -> float:
-            values = [pick(ways, name=name)[key] for ways in found]
-            return sum(max(value) if isinstance(value, list) else value for value in values) / len(values)
-
-        for way in found[0]:
-            cells = [str(ranks), way["name"]]
-            for key in ("seconds", "measured", "cpu"):
-                first = mean("one plan", key) if key in way else 0.0
-                cells.append(f"{mean(way['name'], key):.2f}; {mean(way['name'], key) / first:.2f}" if first else "–")
-            body.append(cells)
-    return table(["ranks", "way", "predicted", "measured", "CPU, busiest rank"], body)
-
-
-def global_batch_load() -> str:
-    loads = [batch["load_before"] for batch in load("global-batch-cpu")["measured"]]
-    return f"Load averages before the batches: {min(loads):.0f} to {max(loads):.0f}, on two cores."
+    for way in batches[0]:
+        same = [pick(ways, name=way["name"]) for ways in batches]
+        seconds = [sum(one[key] for one in same) / len(same) for key in ("seconds", "measured")]
+        body.append([way["name"], *(f"{one:.2f}" for one in seconds)])
+    return table(["two ranks", "predicted", "measured"], body)
 
 
 def grids() -> str:
@@ -377,64 +299,41 @@ def grids() -> str:
     for median, sigma in distinct(rows, "median", "sigma"):
         batches = [row["ways"] for row in rows if row["median"] == median]
         for way in batches[0]:
+            if "in order" in way["documents"] or way["dp"] not in (1, 2, 8):
+                continue
             same = [pick(ways, dp=way["dp"], documents=way["documents"]) for ways in batches]
             ones = [pick(ways, documents="one plan") for ways in batches]
-            spread = [
-                f"{min(one[key] for one in same):.2f} to {max(one[key] for one in same):.2f}"
-                for key in ("work_imbalance", "token_imbalance")
-            ]
+            most = [f"{max(one[key] for one in same):.2f}" for key in ("work_imbalance", "token_imbalance")]
             seconds = sum(one["seconds"] for one in same) / sum(one["seconds"] for one in ones)
-            body.append(
-                [f"{median:,}, σ {sigma}", f"{way['dp']} × {way['cp']}, {way['documents']}", f"{seconds:.2f}", *spread]
-            )
+            name = f"{way['dp']} × {way['cp']}, {way['documents']}"
+            body.append([f"{median:,}, σ {sigma}", name, f"{seconds:.2f}", *most])
     return table(["documents: median", "dp × cp", "step to one plan", "work", "tokens"], body)
 
 
 def plan_scale() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
-        body.append(
-            [row["mask"], f"{row['ranks']:,}", f"{row['plan_seconds']:.2f} ({row['floor_seconds']:.2f})",
-             f"{row['auto_seconds']:.2f}", row["auto_choice"], f"{row['tensor_seconds']:.2f}",
-             f"{row['imbalance']:.3f}", f"{row['received_a_rank']:,.0f}"]
-        )  # fmt: skip
-    header = ["mask", "ranks", "local (floor), s", "auto, s", "auto takes", "tensors, s", "imbalance",
-              "K/V tokens received a rank"]  # fmt: skip
-    return table(header, body)
+        if row["ranks"] < 128 or "scaled" in row["mask"]:
+            continue
+        choice = row["auto_choice"].removesuffix(" in 1").replace(" with ", ", ")
+        seconds = [f"{row[f'{key}_seconds']:.2f}" for key in ("plan", "auto", "tensor")]
+        body.append([row["mask"], f"{row['ranks']:,}", *seconds, choice, f"{row['imbalance']:.3f}"])
+    return table(["mask", "ranks", "local, s", "auto, s", "tensors, s", "auto takes", "imbalance of local"], body)
 
 
 def hosts() -> str:
     body = []
     for row in load("plan-scale")["rows"]:
-        both = row, row["hierarchical"]
-        over = ["–" if x["between_over_bound"] is None else f"{x['between_over_bound']:.2f}" for x in both]
-        steps = [f"{1e3 * row['hierarchical'][key]:,.0f}" for key in ("needed_step_seconds", "step_seconds")]
-        body.append(
-            [row["mask"], f"{row['ranks']:,}", *(f"{x['inside_share']:.0%}" for x in both),
-             *(f"{x['between_a_rank']:,.0f}" for x in both), *over, *steps,
-             f"{row['hierarchical']['relay_seconds']:.2f}"]
-        )  # fmt: skip
-    header = ["mask", "ranks", "inside hosts: needed", "hierarchical", "tokens between hosts, a rank: needed",
-              "hierarchical", "over its bound: needed", "hierarchical", "step, ms: needed", "hierarchical",
-              "relays, s"]  # fmt: skip
-    return table(header, body)
-
-
-def by_host() -> str:
-    body = []
-    for row in load("plan-scale")["rows"]:
-        if found := row["by_host"]:
-            usual = row["hierarchical"]
+        if (found := row.get("by_host")) and "scaled" not in row["mask"]:
+            once = row["hierarchical"]
+            shares = [f"{one['inside_share']:.0%}" for one in (row, once, found)]
+            over = [f"{one['between_over_bound']:.2f}" for one in (once, found)]
+            steps = [once["needed_step_seconds"], once["step_seconds"], found["step_seconds"]]
             body.append(
-                [row["mask"], f"{row['ranks']:,}", *(f"{x['inside_share']:.0%}" for x in (usual, found)),
-                 *(f"{x['between_a_rank']:,.0f}" for x in (usual, found)),
-                 *(f"{x['between_over_bound']:.2f}" for x in (usual, found)),
-                 *(f"{1e3 * x['step_seconds']:,.0f}" for x in (usual, found)),
-                 f"{row['imbalance']:.3f}", f"{found['imbalance']:.3f}", f"{found['plan_seconds']:.2f}"]
+                [row["mask"], f"{row['ranks']:,}", ", ".join(shares), ", ".join(over),
+                 ", ".join(f"{1e3 * one:,.0f}" for one in steps)]
             )  # fmt: skip
-    header = ["mask", "ranks", "inside hosts: local", "by host", "tokens between hosts, a rank: local", "by host",
-              "over the bound: local", "by host", "step, ms: local", "by host", "imbalance: local", "by host",
-              "by host, s"]  # fmt: skip
+    header = ["mask", "ranks", "bytes inside hosts", "over the bound (hierarchical)", "step, ms"]
     return table(header, body)
 
 
@@ -448,17 +347,6 @@ def recurrence() -> str:
     return table(["layer", "seconds", "to transformers", "floor", "seconds to floor"], body)
 
 
-def recurrence_maps() -> str:
-    found = load("recurrence-cpu")
-    body = [
-        [row["documents"], row["balancer"], str(row["runs"]), str(row["maps"]), f"{row['recv_bytes'] / 2**20:,.0f}",
-         f"{row['work_imbalance']:.2f}"]
-        for row in found["maps"]
-    ]  # fmt: skip
-    header = ["documents", "balancer", "runs a rank", "maps", "MiB received, busiest rank", "attention, busiest : mean"]
-    return table(header, body)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "kernels": kernels,
@@ -469,14 +357,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peers": peers,
     "overlap": overlap,
     "pieces": pieces,
-    "hidden": hidden,
     "noise": noise,
-    "growth": growth,
     "overlap link": overlap_link,
     "zoo": zoo,
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
     "global batch": global_batch,
-    "global batch load": global_batch_load,
     "grids": grids,
     "packed": packed,
     "memory": memory,
@@ -484,15 +369,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "linear loss": linear_loss,
     "linear loss shape": linear_loss_shape,
     "recurrence": recurrence,
-    "recurrence maps": recurrence_maps,
     "layouts": layouts,
     "planning": planning,
     "plan scale": plan_scale,
     "hosts": hosts,
-    "by host": by_host,
-    "fuzz": fuzz,
-    "fuzz errors": fuzz_errors,
-    "fuzz mutants": fuzz_mutants,
 }
 
 

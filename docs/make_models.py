@@ -16,25 +16,25 @@ from pages import DOCS, filled
 RESULTS = DOCS.parent / "benchmarks" / "results" / "huggingface-models.json"
 # Parts of what is said of a model that is refused or was not tried.
 _REASONS = {
-    "carries a state along the sequence": "a state that is not known here",
-    "layers of type": "layers of another kind",
+    "carries a state along the sequence": "an unknown kind of state",
+    "layers of type": "unsupported layers",
     "does not take its attention from AttentionInterface": "no `AttentionInterface`",
     "takes no position_ids": "no `position_ids`",
     "is not causal": "not causal",
     "an encoder and a decoder": "encoder and decoder",
     "rule of its own": "positions counted from padding",
-    "a mask or a bias of its own": "a mask or bias of its own",
+    "a mask or a bias of its own": "its own mask or bias",
     "computes its loss itself": "a loss of its own",
-    "asks for attention of": "a mask that its config does not tell",
+    "asks for attention of": "a mask other than its config's",
     "logits must be": "logits of another shape",
     "reads the first token": "a pooler",
-    "tells neither layer_types": "no kinds of layers in its config",
+    "tells neither layer_types": "no layer types in its config",
     "gets cross_attention_states": "cross attention to images",
-    "gets pixel_values": "images merged behind the cut",
-    "timm library": "its encoder of images needs timm",
-    "Unrecognized configuration": "its class does not read images",
-    "hidden_size_per_layer_input": "it reads the keys of another model",
-    "producing a cache": "it reads the keys of another model",
+    "gets pixel_values": "images merged after the cut",
+    "timm library": "its image encoder needs timm",
+    "Unrecognized configuration": "does not read images",
+    "hidden_size_per_layer_input": "reads the keys of another model",
+    "producing a cache": "reads the keys of another model",
 }
 _SAY = {"refused": "refused", "differs": "not exact", "not made": "not tried"}
 
@@ -61,8 +61,8 @@ def _listed(found: dict[str, dict[str, Any]], what: str, lead: str) -> str:
         if row["status"] == "exact" and "rounding" in row
     ]
     rest = (
-        f"Gradients of {', '.join(rounded)} differ by more than 1e-5, and by less than twice as much as those of "
-        f"transformers' SDPA and eager attention do."
+        f"Gradients of {', '.join(rounded)} differ by more than 1e-5, but by less than twice the difference between "
+        f"transformers' SDPA and eager attention."
     )
     return "\n".join([f"Of the {len(found)} {what}, {lead}:", "", *lines, "", rest])
 
@@ -75,12 +75,12 @@ def lists() -> dict[str, str]:
         "models": _listed(
             found["models"],
             f"causal language models {version}",
-            "each made small and random, on two ranks and a packed batch",
+            "small and random, on two ranks and a packed batch",
         ),
         "images": _listed(
             found["with_images"],
             f"models of images and text {version}",
-            "each made small and random with its encoder, on two ranks, packed and padded batches and random pixels",
+            "small and random with encoders, on two ranks, packed and padded batches, random pixels",
         ),
     }
 
