@@ -183,20 +183,3 @@ def check_runs(runs: object, length: int, name: str) -> Int64:
             f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
         )
     return array
-
-
-def check_like(shape: tuple[int, ...], kv_len: int, other_shape: tuple[int, ...], other_kv_len: int) -> None:
-    """Refuses two masks of shapes ``[batch, num_spans, q_len]`` that cannot be combined row by row."""
-    mine, theirs = (shape[2], kv_len), (other_shape[2], other_kv_len)
-    if mine != theirs:
-        raise ValueError(f"masks to combine must agree in (q_len, kv_len), got {mine} and {theirs}")
-    if shape[0] != other_shape[0] and 1 not in (shape[0], other_shape[0]):
-        raise ValueError(
-            f"masks to combine must have equal batch sizes, or one of them 1, got {shape[0]} and {other_shape[0]}"
-        )
-
-
-def check_unbatched(method: str, batch_size: int) -> None:
-    """Refuses batched masks."""
-    if batch_size > 1:
-        raise ValueError(f"{method} needs an unbatched mask, got batch_size {batch_size}; take mask.row(b)")

@@ -46,7 +46,8 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.causal(4).area()
         array([[1, 2, 3, 4]])
         """
-        return cls.documents([0, check_length(seq_len, "seq_len")])._with_offsets(None)
+        rows = check_length(seq_len, "seq_len")
+        return cls._trusted(np.zeros((1, 1, rows), np.int32), _next_key(rows)[None, None])
 
     @classmethod
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
@@ -103,7 +104,7 @@ class NamedMasks(SpanArrays):
             window_start, window_end = _window(seq_len, *check_window(window, seq_len, causal=causal))
             np.maximum(start, window_start, out=start)
             np.minimum(end, window_end, out=end)
-        return cls._trusted(start[None, None], end[None, None])._with_offsets((offsets,))
+        return cls._trusted(start[None, None], end[None, None], cu_seqlens=(offsets,))
 
     @classmethod
     def from_position_ids(
@@ -167,7 +168,7 @@ class NamedMasks(SpanArrays):
             row = np.arange(length)
             hidden = (row < low) | (row >= high)
             start, end = (np.where(hidden, np.int32(0), x) for x in (documents.start, documents.end))
-            rows.append(cls._trusted(start, end)._with_offsets(documents.cu_seqlens))
+            rows.append(cls._trusted(start, end, cu_seqlens=documents.cu_seqlens))
         return cls._stacked(rows)
 
     @classmethod
@@ -189,7 +190,7 @@ class NamedMasks(SpanArrays):
             raise ValueError(f"prefix_lens[{at}] = {prefixes[at]}, but document {at} has {cu[at + 1] - cu[at]} tokens")
         causal = cls.documents(cu)
         prefix_end = np.repeat((cu[:-1] + prefixes).astype(np.int32), np.diff(cu))
-        return cls._trusted(causal.start, np.maximum(causal.end, prefix_end))._with_offsets(causal.cu_seqlens)
+        return cls._trusted(causal.start, np.maximum(causal.end, prefix_end), cu_seqlens=causal.cu_seqlens)
 
     @classmethod
     def shared_prefix(cls, prefix_len: SupportsIndex, suffix_lens: Any) -> Self:
@@ -276,12 +277,22 @@ class NamedMasks(SpanArrays):
         return cls._trusted(*_with_shared(shared, start, np.maximum(end, np.int32(shared))))
 
     @classmethod
+    def stack(cls, masks: Sequence[Self]) -> Self:
+        """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
+
+        >>> from spanwise import SpanMask
+        >>> SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)]).area()
+        array([[1, 2, 3],
+               [3, 3, 3]])
+        """
+        cu_seqlens = offsets.stacked([(mask.cu_seqlens, mask.batch_size) for mask in masks])
+        return cls._trusted(*spans.stack([(mask.start, mask.end, mask.kv_len) for mask in masks]), cu_seqlens)
+
+    @classmethod
     def _stacked(cls, rows: Sequence[Self]) -> Self:
         """One mask of these rows; of batch size 1 where all are alike."""
-        if all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None:
-            return rows[0]
-        made = cls._trusted(*spans.stack([(row.start, row.end, row.kv_len) for row in rows]))
-        return made._with_offsets(offsets.stacked([(row.cu_seqlens, 1) for row in rows]))
+        alike = all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None
+        return rows[0] if alike else cls.stack(rows)
 
 
 def _next_key(seq_len: int) -> Int32:

@@ -276,7 +276,7 @@ def test_numpy_is_enough():
         (lambda: SpanMask.causal(8).select([[0, 9]], [[0, 8]]), r"q_runs .* inside \[0, 8\), but run 0 is \[0, 9\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 6], [5, 8]]), r"run 1 is \[5, 8\] after \[4, 6\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 3]]), r"run 0 is \[4, 3\]"),
-        (lambda: SpanMask.causal(8).keys_read([0, 8]), r"q_runs must be integers \[num_runs, 2\]"),
+        (lambda: SpanMask.causal(8).keys_read([0, 8]), r"q_runs\[0\] must be integers \[num_runs, 2\]"),
         (lambda: SpanMask.causal(8).keys_read_many([[[0, 4]], [[4, 9]]]), r"q_runs\[1\] must be .* \[4, 9\]"),
         (lambda: SpanMask.stack([SpanMask.causal(8)] * 2).keys_read([[0, 1]]), "batch_size 2; take mask.row"),
         (lambda: SpanMask.stack([SpanMask.causal(8)] * 2).keys_read_many([]), "batch_size 2; take mask.row"),
