@@ -47,7 +47,7 @@ class NamedMasks(SpanArrays):
         array([[1, 2, 3, 4]])
         """
         rows = check_length(seq_len, "seq_len")
-        return cls._trusted(np.zeros((1, 1, rows), np.int32), _next_key(rows)[None, None])
+        return cls._trusted(np.zeros((1, 1, rows), np.int32), np.arange(1, rows + 1, dtype=np.int32)[None, None])
 
     @classmethod
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
@@ -99,7 +99,7 @@ class NamedMasks(SpanArrays):
             cu = np.append(np.repeat(cu[:-1], counts) + nth * size, cu[-1])
         seq_len, lengths = int(cu[-1]), np.diff(cu)
         start = np.repeat(cu[:-1].astype(np.int32), lengths)
-        end = _next_key(seq_len) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
+        end = np.arange(1, seq_len + 1, dtype=np.int32) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
         if window is not None:
             window_start, window_end = _window(seq_len, *check_window(window, seq_len, causal=causal))
             np.maximum(start, window_start, out=start)
@@ -205,10 +205,8 @@ class NamedMasks(SpanArrays):
         array([[1, 2, 3, 3, 4]])
         """
         prefix, suffixes = check_length(prefix_len, "prefix_len"), check_lengths(suffix_lens, "suffix_lens")
-        seq_len = check_length(prefix + int(suffixes.sum()), "prefix_len + sum(suffix_lens)")
-        own = np.zeros(seq_len, np.int32)  # first token of the row's own answer
-        own[prefix:] = np.repeat((prefix + np.cumsum(suffixes) - suffixes).astype(np.int32), suffixes)
-        return cls._trusted(*_with_shared(prefix, own, _next_key(seq_len)))
+        check_length(prefix + int(suffixes.sum()), "prefix_len + sum(suffix_lens)")
+        return cls.tree([-1] + [0] * len(suffixes), np.append(prefix, suffixes))
 
     @classmethod
     def tree(
@@ -274,7 +272,14 @@ class NamedMasks(SpanArrays):
         start, end = np.zeros(length, np.int32), np.minimum((block + np.int32(1)) * width, np.int32(length))
         if previous is not None:
             start = np.maximum(block - np.int32(min(previous, length)), np.int32(0)) * width
-        return cls._trusted(*_with_shared(shared, start, np.maximum(end, np.int32(shared))))
+        end = np.maximum(end, np.int32(shared))
+        apart = start > shared  # in other rows the global tokens and the row's own keys are one span
+        if shared and not apart.any():
+            start = np.zeros_like(start)
+        if not shared or not apart.any():
+            return cls._trusted(start[None, None], end[None, None])
+        starts = np.stack([np.zeros_like(start), start * apart])
+        return cls._trusted(starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None])
 
     @classmethod
     def stack(cls, masks: Sequence[Self]) -> Self:
@@ -295,21 +300,7 @@ class NamedMasks(SpanArrays):
         return rows[0] if alike else cls.stack(rows)
 
 
-def _next_key(seq_len: int) -> Int32:
-    """The end of a causal row: ``i + 1``."""
-    return np.arange(1, seq_len + 1, dtype=np.int32)
-
-
 def _window(seq_len: int, left: np.int32, right: np.int32) -> tuple[Int32, Int32]:
     """One span for each row, int32 ``[q_len]`` each: the keys ``i - left … i + right`` that exist."""
     row = np.arange(seq_len, dtype=np.int32)
     return np.maximum(row - left, np.int32(0)), np.minimum(row + (right + np.int32(1)), np.int32(seq_len))
-
-
-def _with_shared(shared: int, start: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """Spans ``[start, end)`` ``[q_len]``, and the first `shared` keys for rows that start behind them."""
-    apart = start > shared  # otherwise the shared keys and the row's own are one span
-    if shared == 0 or not apart.any():
-        return (start if shared == 0 else np.zeros_like(start))[None, None], end[None, None]
-    starts = np.stack([np.zeros_like(start), start * apart])
-    return starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None]
