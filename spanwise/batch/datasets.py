@@ -181,8 +181,8 @@ class GlobalBatchStream(_RankBatches):
         if info is not None and info.num_workers > 1 and isinstance(self.documents, IterableDataset):
             raise ValueError(
                 f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of "
-                f"{info.num_workers} workers other documents, and some would be lost: use num_workers=1, or give an "
-                f"iterable that does not share"
+                f"{info.num_workers} workers other documents, and a batch would lack them: use num_workers=1, "
+                f"or give an iterable that does not share"
             )
         documents: Iterable[Any] = self.documents
         if position and hasattr(documents, "skip"):

@@ -204,7 +204,7 @@ def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[
 
 def _check_tree(plan: Plan | RankPlan, tree: TokenTree, cu_seqlens: Any) -> None:
     if cu_seqlens is not None:
-        raise ValueError("a tree tells the order of its tokens: give tree or cu_seqlens, not both")
+        raise ValueError("a tree has the order of its tokens: give tree or cu_seqlens, not both")
     if isinstance(plan, Plan):
         documents.check_tree(plan, tree)
     else:  # a RankPlan does not know the whole mask

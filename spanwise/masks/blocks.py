@@ -1,6 +1,6 @@
 """Block tables of span masks: which tiles are empty, partial or full, and the block lists that kernels walk.
 
-Works on stretches, one batch row at a time, and never looks at single rows or cells. All tiles lie on one line,
+Works on stretches, one batch row at a time, never single rows or cells. All tiles lie on one line,
 ``num_kv_blocks + 1`` positions for each query block, so that one union of intervals serves all query blocks.
 """
 

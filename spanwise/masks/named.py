@@ -222,7 +222,7 @@ class NamedMasks(SpanArrays):
         Rollouts that share prefixes are such a tree. `TokenTree` adds positions and labels along the paths.
 
         Args:
-            parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents come before children.
+            parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents stand before children.
             lengths: integers ``[num_nodes]``: tokens of each node; they lie in storage in this order. Nodes may be
                 empty.
             window: read only so many tokens before the row on its path, and the row itself, as the `left` of

@@ -2,7 +2,7 @@
 
 MagiAttention and its flexible flash attention describe masks in this language. Between two neighbouring edges of the
 slices' query ranges lies a *band* of rows: each row of it has the same slices in the same order, and the ends of a
-slice's span move by 0 or 1 key a row. So all checks look at bands, never at single rows.
+slice's span move by 0 or 1 key a row. So all checks take bands, never single rows.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, Stretches
     height, width = q[:, 1] - q[:, 0], k[:, 1] - k[:, 0]
     without = np.maximum(height - width, 0)
     first, stop = q[:, 0] + without * (kind & 1), q[:, 1] - without * (kind >> 1)
-    some = np.flatnonzero((first < stop) & (width > 0) & ((kind < 3) | (without == 0)))
-    edges = np.unique(np.concatenate([first[some], stop[some], [0, rows]]))
+    filled = np.flatnonzero((first < stop) & (width > 0) & ((kind < 3) | (without == 0)))
+    edges = np.unique(np.concatenate([first[filled], stop[filled], [0, rows]]))
     # Spans that touch in every row of a band are joined. Of those that touch in its first or its last row only, each
     # row between needs both. So without bands of two rows, the fullest row of a band needs as many spans as remain.
     edges = np.union1d(edges, edges[:-1][np.diff(edges) == 2] + 1)
 
-    low = np.searchsorted(edges, first[some])
-    count = np.searchsorted(edges, stop[some]) - low
+    low = np.searchsorted(edges, first[filled])
+    count = np.searchsorted(edges, stop[filled]) - low
     band = np.repeat(low - np.cumsum(count) + count, count) + np.arange(count.sum())
-    of = np.repeat(some, count)
+    of = np.repeat(filled, count)
     start = k[of, 0] + (kind[of] >> 1) * (edges[band] - q[of, 0])
     order = np.lexsort((start, band))
     band, of, start = band[order], of[order], start[order]

@@ -7,7 +7,7 @@ named masks; array functions do the work: `spans` (canonical form, set operation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -211,19 +211,9 @@ class SpanMask(NamedMasks):
         array([[0, 3],
                [4, 8]])
         """
-        return self.keys_read_many([q_runs])[0]
-
-    def keys_read_many(self, q_runs: Sequence[Any]) -> list[Int64]:
-        """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask's stretches.
-
-        >>> [runs.tolist() for runs in SpanMask.causal(8).keys_read_many([[[0, 2]], [[2, 5]]])]
-        [[[0, 2]], [[0, 5]]]
-        """
         self._check_unbatched("keys_read")
-        runs = [check_runs(r, self.q_len, f"q_runs[{k}]") for k, r in enumerate(q_runs)]
-        owner, stride = np.repeat(np.arange(len(runs)), [len(r) for r in runs]), self.kv_len + 1
-        rows = np.concatenate([np.zeros((0, 2), np.int64), *runs])
-        return stretches.by_owner(stretches.keys_read(self.stretches(), rows, owner, stride), len(runs), stride)
+        runs = check_runs(q_runs, self.q_len, "q_runs")
+        return stretches.keys_read(self.stretches(), runs, np.zeros(len(runs), np.int64), self.kv_len + 1)
 
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.

@@ -1,6 +1,6 @@
 """`chunkwise` as operators that compiled code takes whole: their loops follow the plan's tensors.
 
-Segments come in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
+Segments are in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
 """
 
 # T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P segments, N chunks of C tokens

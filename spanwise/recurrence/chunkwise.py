@@ -76,7 +76,7 @@ def put(out: Tensor, tokens: Tensor, chunks: Tensor) -> None:
 
 
 def between(log_decay: Tensor) -> Tensor:
-    """The decay ``[n, H, C, C, d]`` of token j's part in token i, 0 where i comes before j; of ``[n, H, C, d]``.
+    """The decay ``[n, H, C, C, d]`` of token j's values in token i, 0 where i is before j; of ``[n, H, C, d]``.
 
     A row of all chunks at a time, because torch's cumsum along a dim in the middle takes four times as long.
     """

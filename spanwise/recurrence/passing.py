@@ -60,7 +60,7 @@ def passed(
     """
     name = "" if route.mesh is None else _torch.group_name(route.mesh.get_group())
     tables, passages = (route.whole, route.first, route.middle, route.last), (route.forward, route.backward)
-    sizes = [[x.shape[0] for x in part] for of in passages for part in (of.send_sizes, of.recv_sizes)]
+    sizes = [[x.shape[0] for x in side] for of in passages for side in (of.send_sizes, of.recv_sizes)]
     tensors = [
         *(x for of in tables for x in (of.starts, of.ends, of.tokens, of.order, of.counts)),
         *(x for of in passages for x in (of.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
@@ -99,8 +99,8 @@ class _Passing(torch.autograd.Function):
             at_end = _ops.opened(*inputs, *_cut(last), scale)
             rows = torch.cat([own, failure.wait(pending, what, name)])
             entries += _ops.compose(rows, *chain, middle.order, last.order, *dims, False)
-            parts = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
-            for table, (opened, reads, maps), entry in parts:
+            later = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
+            for table, (opened, reads, maps), entry in later:
                 if not _skipped(table):
                     more, states = _ops.read(reads, maps, entry, *_cut(table))
                     outs.append((opened + more).to(v.dtype))

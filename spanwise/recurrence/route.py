@@ -1,7 +1,7 @@
 """RecurrenceRoute: how states and halos of a sharded sequence travel, made once a batch from a plan.
 
 The maps of a rank go by all-to-all to the ranks that hold later tokens of the same documents, which compose them. The
-adjoint states of a backward take the same way in the other direction, so a route has one `Passage` for each.
+adjoint states of a backward travel in the other direction, so a route has one `Passage` for each.
 """
 
 # T tokens of this rank in a batch row, R rows of its shard: T, or all batch rows' tokens where they differ
@@ -78,12 +78,12 @@ class HaloRoute:
     """Rows before the segments of this rank.
 
     Attributes:
-        route: rows that travel.
+        step: rows that travel.
         stream: int64, each segment behind its halo: rows of the shard, then arrived rows, then one row of zeros.
         outputs: int64 ``[R]``, where the window of each token begins in the stream.
     """
 
-    route: RankStep
+    step: RankStep
     stream: torch.Tensor
     outputs: torch.Tensor
 
@@ -238,7 +238,7 @@ class _Builder:
         maps = segments.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
         if backward:  # numbers in the list backwards
             maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
-        # Own rows are the maps of segments that begin chains, then of those in the middle; then come the received ones.
+        # Own rows are the maps of segments that begin chains, then of those in the middle, then the received ones.
         middle, first, last = ~of.opens & ~of.closes, of.opens & ~of.closes, ~of.opens & of.closes
         begin, end = (last, first) if backward else (first, last)
         row, number = self.numbered(begin, middle), self.numbered(middle, end)
@@ -272,7 +272,7 @@ class _Builder:
 
     def halo(self, width: int) -> HaloRoute:
         found = segments.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
-        route = RankStep(
+        step = RankStep(
             send=self.index(found.send),
             order=None,
             send_sizes=self.sizes(found.send_counts),
@@ -280,7 +280,7 @@ class _Builder:
         )
         # Compiled code knows that it has as many entries as the shard has rows.
         outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
-        return HaloRoute(route, self.index(found.stream), outputs)
+        return HaloRoute(step, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)

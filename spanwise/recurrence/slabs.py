@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Consecutive steps of some segments: their chunks ``[n, C]``, and how many chunks each step has."""
+    """Consecutive steps of segments: their chunks ``[n, C]``, and how many chunks each step has."""
 
     tokens: Tensor
     sizes: list[int]
