@@ -14,7 +14,7 @@ import numpy as np
 from spanwise.masks import spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, int_array
-from spanwise.masks.stretches import Stretches, span_arrays, stretches_of
+from spanwise.masks.even_runs import EvenRuns, even_runs_of, span_arrays
 
 
 def from_slices(
@@ -48,7 +48,7 @@ def from_slices(
             f"max_spans={limit}; pass max_spans={count.max()}, which takes {8 * int(count.max()) * rows:,} bytes"
         )
     slot = np.arange(len(band)) - np.repeat(np.cumsum(count) - count, count)
-    slots = [Stretches(*(x[slot == j] for x in of)) for j in range(max(int(count.max(initial=0)), 1))]
+    slots = [EvenRuns(*(x[slot == j] for x in of)) for j in range(max(int(count.max(initial=0)), 1))]
     start, end = span_arrays(slots, rows)
     # Neighbours may still touch in the first or the last row of a band.
     return *spans.canonicalise(start[None], end[None]), keys
@@ -79,7 +79,7 @@ def _ranges(ranges: Any, side: str, given: SupportsIndex | None, default: int | 
     return array, length
 
 
-def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, Stretches]:
+def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, EvenRuns]:
     """The spans of all bands, by band and then by key, and the band of each; ``ValueError`` if slices overlap."""
     # A slice that is taller than wide has rows without a key: the first ones if causal, the last ones if inverse
     # causal, all if both. Without them, slices have a key in every row, and disjoint ones never change their order.
@@ -100,7 +100,7 @@ def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, Stretches
     order = np.lexsort((start, band))
     band, of, start = band[order], of[order], start[order]
     end = k[of, 1] - (kind[of] & 1) * (q[of, 1] - 1 - edges[band])
-    found = Stretches(edges[band], edges[np.minimum(band + 1, len(edges) - 1)], start, end, kind[of] >> 1, kind[of] & 1)
+    found = EvenRuns(edges[band], edges[np.minimum(band + 1, len(edges) - 1)], start, end, kind[of] >> 1, kind[of] & 1)
 
     # Keys between neighbours of a band, in its first and in its last row; the gap is linear in the row.
     same, last_start = band[1:] == band[:-1], start + found.start_step * (found.stop - found.first - 1)
@@ -115,7 +115,7 @@ def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, Stretches
         )
     head = np.flatnonzero(np.append(True, ~same | (gap != 0) | (last_gap != 0))[: len(band)])
     tail = np.append(head[1:], len(band))[: len(head)] - 1
-    found = Stretches(*(x[head] for x in found))._replace(end=end[tail], end_step=found.end_step[tail])
+    found = EvenRuns(*(x[head] for x in found))._replace(end=end[tail], end_step=found.end_step[tail])
     return band[head], found
 
 
@@ -126,7 +126,7 @@ def to_slices(start: Int32, end: Int32) -> tuple[Int32, Int32, Int32]:
     because spans of a row do not touch. A slice takes rows as long as the move stays the same. That makes as few slices
     as can be.
     """
-    slots = [stretches_of(s, e) for s, e in zip(start, end, strict=True)]
+    slots = [even_runs_of(s, e) for s, e in zip(start, end, strict=True)]
     every = np.concatenate([np.column_stack([*of, of.last_end]) for of in slots])
     found: list[list[int]] = []  # first row, stop row, first key, last end, move (-1 in slices of one row)
     reached: dict[tuple[int, int, int], list[int]] = {}  # each slice by its stop row and the span before that

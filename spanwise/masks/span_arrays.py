@@ -10,7 +10,7 @@ import numpy as np
 
 from spanwise.masks import slices
 from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
-from spanwise.masks.stretches import Stretches, span_arrays, stretches_of
+from spanwise.masks.even_runs import EvenRuns, even_runs_of, span_arrays
 
 _Mask = TypeVar("_Mask", bound="SpanArrays")
 
@@ -19,13 +19,13 @@ _Mask = TypeVar("_Mask", bound="SpanArrays")
 class SpanArrays:
     """Canonical spans ``start, end`` of int32 ``[batch, num_spans, q_len]`` and the number of keys; see `SpanMask`."""
 
-    __slots__ = ("_stretches", "cu_seqlens", "end", "kv_len", "start")
+    __slots__ = ("_even_runs", "cu_seqlens", "end", "kv_len", "start")
 
     start: Int32
     end: Int32
     kv_len: int
     cu_seqlens: tuple[Int64, ...] | None
-    _stretches: dict[int, tuple[Stretches, ...]]  # by batch row, found when first asked for
+    _even_runs: dict[int, tuple[EvenRuns, ...]]  # by batch row, found when first asked for
 
     @classmethod
     def _trusted(
@@ -44,7 +44,7 @@ class SpanArrays:
         arrays: list[IntArray] = [start, end, *(cu_seqlens or ())]
         for array in arrays:
             array.setflags(write=False)
-        values = {"start": start, "end": end, "kv_len": kv_len, "cu_seqlens": cu_seqlens, "_stretches": {}}
+        values = {"start": start, "end": end, "kv_len": kv_len, "cu_seqlens": cu_seqlens, "_even_runs": {}}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -79,17 +79,17 @@ class SpanArrays:
             area += self.end[:, j] - self.start[:, j]
         return area.astype(np.int64)
 
-    def stretches(self, row: int = 0) -> tuple[Stretches, ...]:
-        """Stretches of each slot of a batch row; see `masks.stretches`. Kept with the mask.
+    def even_runs(self, row: int = 0) -> tuple[EvenRuns, ...]:
+        """EvenRuns of each slot of a batch row; see `masks.even_runs`. Kept with the mask.
 
         >>> from spanwise import SpanMask
-        >>> SpanMask.documents([0, 300, 900]).stretches()[0].first
+        >>> SpanMask.documents([0, 300, 900]).even_runs()[0].first
         array([  0, 300])
         """
-        if row not in self._stretches:
+        if row not in self._even_runs:
             slots = zip(self.start[row], self.end[row], strict=True)
-            self._stretches[row] = tuple(stretches_of(start, end) for start, end in slots)
-        return self._stretches[row]
+            self._even_runs[row] = tuple(even_runs_of(start, end) for start, end in slots)
+        return self._even_runs[row]
 
     @property
     def is_causal(self) -> bool:
@@ -102,7 +102,7 @@ class SpanArrays:
         if self.batch_size > 1 or self.num_spans > 1 or self.q_len != self.kv_len:
             return False
         plain = [0, self.q_len, 0, 1, 0, int(self.q_len > 1)] if self.q_len else []
-        return np.ravel(self.stretches()[0]).tolist() == plain
+        return np.ravel(self.even_runs()[0]).tolist() == plain
 
     def dense(self) -> Bool:
         """The mask as bool ``[batch, q_len, kv_len]``, for tests and small problems.
@@ -166,13 +166,13 @@ class SpanArrays:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # 1M tokens of documents are about 20 kB of stretches, 8 MB of spans.
-        slots = [np.array(of, np.int32) for row in range(self.batch_size) for of in self.stretches(row)]
+        # 1M tokens of documents are about 20 kB of even runs, 8 MB of spans.
+        slots = [np.array(of, np.int32) for row in range(self.batch_size) for of in self.even_runs(row)]
         return type(self)._unpickled, (slots, self.start.shape, self.kv_len, self.cu_seqlens)
 
     @classmethod
     def _unpickled(cls: type[_Mask], slots: list[Int32], shape: Any, kv_len: int, cu_seqlens: Any) -> _Mask:
-        start, end = span_arrays([Stretches(*of.astype(np.int64)) for of in slots], shape[2])
+        start, end = span_arrays([EvenRuns(*of.astype(np.int64)) for of in slots], shape[2])
         return cls._trusted(start.reshape(shape), end.reshape(shape), kv_len, cu_seqlens)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, slices, spans, stretches
+from spanwise.masks import blocks, even_runs, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import (
     check_below,
@@ -213,7 +213,7 @@ class SpanMask(NamedMasks):
         """
         self._check_unbatched("keys_read")
         runs = check_runs(q_runs, self.q_len, "q_runs")
-        return stretches.keys_read(self.stretches(), runs, np.zeros(len(runs), np.int64), self.kv_len + 1)
+        return even_runs.keys_read(self.even_runs(), runs, np.zeros(len(runs), np.int64), self.kv_len + 1)
 
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.

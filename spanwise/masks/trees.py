@@ -13,8 +13,8 @@ import numpy as np
 
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_lengths, check_positive, int_array
+from spanwise.masks.even_runs import EvenRuns, span_arrays
 from spanwise.masks.spans import canonicalise
-from spanwise.masks.stretches import Stretches, span_arrays
 
 
 class Chains(NamedTuple):
@@ -103,7 +103,7 @@ def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: S
         node = np.flatnonzero(of.depth[of.chain[at]] == level)
         start, own = of.start[node], (at[node] == node).astype(np.int64)
         end = np.where(own == 1, start + 1, of.stop[at[node]])  # the own chain ends with the row
-        found.append(Stretches(start, of.stop[node], of.first[of.chain[at[node]]], end, 0 * own, own))
+        found.append(EvenRuns(start, of.stop[node], of.first[of.chain[at[node]]], end, 0 * own, own))
     starts, ends = (x[None] for x in span_arrays(found[::-1], total))
     if window is None:
         return starts, ends

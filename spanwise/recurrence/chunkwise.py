@@ -2,7 +2,7 @@
 
 `_ops` calls these functions slab by slab.
 
-Inside a chunk the recurrence is a few products of matrices; states pass from chunk to chunk, all segments and heads at
+Inside a chunk the recurrence is a few products of matrices; states pass from chunk to chunk, all runs and heads at
 once. With S the state before a chunk, D[i, j] the decay from token j to token i, and tril the lower triangle:
 
     U = V                                                          linear
@@ -24,7 +24,7 @@ Everything else follows chunk by chunk, from the states before and the gradients
 docs/decisions says how much slower autograd of the forward is.
 """
 
-# n chunks, H heads, C tokens of a chunk, K key dim, V value dim, d 1 or K: dims of a decay; P segments
+# n chunks, H heads, C tokens of a chunk, K key dim, V value dim, d 1 or K: dims of a decay; P runs
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The states of a gated recurrence, passed through the segments of all ranks; forward and backward.
+"""The states of a gated recurrence, passed through the runs of all ranks; forward and backward.
 
-    forward    first, middle segments -> | whole documents, last segments | -> compose, add to middle and last ones
-    backward   last, middle segments -> | whole documents | -> compose, first and middle segments
+    forward    first, middle runs -> | whole documents, last runs | -> compose, add to middle and last ones
+    backward   last, middle runs -> | whole documents | -> compose, first and middle runs
 
-Maps travel between the arrows. A segment acts on the state as S -> A S + B, and its outputs are linear in the state
-before it, so that a forward computes all of its segments once, most of them before the state is known. The adjoint of a
-segment acts on the gradient of the state as G -> Aᵀ G + C, with C the gradient through its own outputs. So one exchange
-brings either, and neither pass differentiates a composition: the backward computes each segment again, from the true
+Maps travel between the arrows. A run acts on the state as S -> A S + B, and its outputs are linear in the state
+before it, so that a forward computes all of its runs once, most of them before the state is known. The adjoint of a
+run acts on the gradient of the state as G -> Aᵀ G + C, with C the gradient through its own outputs. So one exchange
+brings either, and neither pass differentiates a composition: the backward computes each run again, from the true
 state before it and the true gradient behind it.
 """
 
-# R rows of a shard, H heads, K key dim, V value dim, d dims of a decay, P segments, F features of a map
+# R rows of a shard, H heads, K key dim, V value dim, d dims of a decay, P runs, F features of a map
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class _Passing(torch.autograd.Function):
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:
-    """Own maps ``[P, F]``: of known segments the state behind them, without an A that nobody needs; then the others."""
+    """Own maps ``[P, F]``: of known runs the state behind them, without an A that nobody needs; then the others."""
     known_PF = known.flatten(1)
     return torch.cat([F.pad(known_PF, (middle.shape[1] - known_PF.shape[1], 0)), middle])
 

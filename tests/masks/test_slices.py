@@ -136,7 +136,7 @@ def test_a_chain_that_changes_its_slot_is_one_slice():
 
 
 @given(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=9))
-def test_stretches_of_moves_take_as_few_slices_as_can_be(moves):
+def test_even_runs_of_moves_take_as_few_slices_as_can_be(moves):
     """One span a row, whose ends move as told; the fewest slices by trying every cut."""
     low, high = [20], [40]
     for move in moves:
