@@ -11,31 +11,29 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
 from spanwise.recurrence import chunkwise, tokenwise
 from spanwise.recurrence.slabs import Inputs, passed, slabs, wide
 
 Tensor = torch.Tensor
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
 
 
-def _without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
+def _operator(function: Callable[..., Any]) -> CustomOpDef:
+    """The function as an operator ``spanwise::recurrence_…``; without autocast."""
+
     @functools.wraps(function)
-    def exact(*args: Given.args, **kwargs: Given.kwargs) -> Found:
-        first = args[0]
-        assert isinstance(first, torch.Tensor)
-        with torch.autocast(first.device.type, enabled=False):
-            return function(*args, **kwargs)
+    def exact(*args: Any) -> Any:
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*args)
 
-    return exact
+    return torch.library.custom_op(f"spanwise::recurrence_{function.__name__}", exact, mutates_args=())
 
 
-@torch.library.custom_op("spanwise::recurrence_run", mutates_args=())
-@_without_autocast
+@_operator
 def run(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, tokens: Tensor,
     order: Tensor, counts: Tensor, scale: float,
@@ -55,8 +53,7 @@ def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: i
     return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
 
 
-@torch.library.custom_op("spanwise::recurrence_opened", mutates_args=())
-@_without_autocast
+@_operator
 def opened(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor,
     counts: Tensor, scale: float,
@@ -102,8 +99,7 @@ def _(q, k, v, log_decay, beta, tokens, order, counts, scale):  # type: ignore[n
     )
 
 
-@torch.library.custom_op("spanwise::recurrence_read", mutates_args=())
-@_without_autocast
+@_operator
 def read(
     reads: Tensor, maps: Tensor, state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -127,8 +123,7 @@ def _(reads, maps, state, tokens, order, counts):  # type: ignore[no-untyped-def
     return reads.new_empty(*reads.shape[:2], state.shape[3]), torch.empty_like(state)
 
 
-@torch.library.custom_op("spanwise::recurrence_adjoint", mutates_args=())
-@_without_autocast
+@_operator
 def adjoint(
     q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, d_out: Tensor, tokens: Tensor, order: Tensor,
     counts: Tensor, scale: float,
@@ -148,8 +143,7 @@ def _(q, k, log_decay, beta, d_out, tokens, order, counts, scale):  # type: igno
     return d_out.new_empty(order.shape[0], d_out.shape[1], k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
 
 
-@torch.library.custom_op("spanwise::recurrence_vjp", mutates_args=())
-@_without_autocast
+@_operator
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, d_out: Tensor,
     d_state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
@@ -184,8 +178,7 @@ def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, sc
     return [*found, torch.empty_like(state)]
 
 
-@torch.library.custom_op("spanwise::recurrence_compose", mutates_args=())
-@_without_autocast
+@_operator
 def compose(
     rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
     middle: Tensor, end: Tensor, heads: int, keys: int, values: int, decays: int, backward: bool,
