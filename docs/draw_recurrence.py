@@ -13,7 +13,7 @@ import numpy as np
 
 import spanwise
 from spanwise.cli.report.svg import RANK_COLORS, WIDTH, Drawing, ticks
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
 from spanwise.planning import documents
 
 CU_SEQLENS = [0, 130, 700, 760, 1024]
@@ -33,7 +33,7 @@ def runs(drawing: Drawing, top: float, balancer: str) -> float:
     """The runs of one layout, a row a rank, and a line for each map that travels; returns where the panel ends."""
     mask = spanwise.SpanMask.documents(CU_SEQLENS)
     plan = spanwise.make_plan(mask, RANKS, balancer=balancer, block_size=32)
-    everyone = segments.find(plan.layout, documents.packings(plan))
+    everyone = document_runs.find(plan.layout, documents.packings(plan))
     scale = (RIGHT - LEFT) / plan.seq_len
     bottom, count = top + GAP + RANKS * ROW, 0
     for cut in CU_SEQLENS:
@@ -46,7 +46,7 @@ def runs(drawing: Drawing, top: float, balancer: str) -> float:
         for start, stop in plan.layout.runs(rank):
             drawing.rect(LEFT + start * scale, y, (stop - start) * scale, BAR, f"c{rank}", f"{start} to {stop}")
     for rank in range(RANKS):
-        maps = segments.exchanged(everyone, rank, RANKS)
+        maps = document_runs.exchanged(everyone, rank, RANKS)
         for sent, to in zip(maps.send, np.repeat(np.arange(RANKS), maps.send_counts), strict=True):
             # To the first later run of the document on that rank.
             same = (everyone.document == everyone.document[sent]) & (everyone.rank == to)

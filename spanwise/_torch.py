@@ -62,15 +62,12 @@ def start_all_to_all(
     `tag`, below 2^31, tells messages of different collectives apart. Selective checkpointing, which decides by
     operators, sees the operator.
     """
-    plain = type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if plain and not _selects_what_to_save() and is_gloo(group := find_group(name)):
-        return _start_receives_first(x.contiguous(), recv_rows, send_rows, group, tag)
+    if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
+        if not selects and is_gloo(group := find_group(name)):
+            return _start_receives_first(x.contiguous(), recv_rows, send_rows, group, tag)
     return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
-
-
-def _selects_what_to_save() -> bool:
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
 
 
 def _start_receives_first(
@@ -290,16 +287,9 @@ def without_modes() -> Iterator[None]:
 
 
 def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, scale: float, window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """torch's flash kernel as `varlen_attn` calls it; `spanwise.attention.kernels._rounds.Flash.forward`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), False,
@@ -309,19 +299,9 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, max_q: int, max_k: int, scale: float, window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Its backward; `Flash.backward` there."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(

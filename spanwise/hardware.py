@@ -100,33 +100,27 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory"):
-            object.__setattr__(self, field, _number(f"Hardware.{field}", getattr(self, field)))
-        for field in ("kernel_seconds", "edge_pairs"):
-            object.__setattr__(self, field, _number(f"Hardware.{field}", getattr(self, field), zero=True))
+        rates = ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory")
+        for name in (*rates, "kernel_seconds", "edge_pairs"):
+            number = _number(f"Hardware.{name}", getattr(self, name), zero=name not in rates)
+            object.__setattr__(self, name, number)
         object.__setattr__(self, "memory", int(self.memory))
         object.__setattr__(self, "links", tuple(self.links))
         sizes = [link.ranks for link in self.links]
-        inner = [1, *(size for size in sizes[:-1] if size is not None)]
-        if (
-            not sizes
-            or sizes[-1] is not None
-            or len(inner) != len(sizes)
-            or any(outer <= size or outer % size for size, outer in itertools.pairwise(inner))
-        ):
+        inner = [size or 0 for size in sizes[:-1]]
+        if not sizes or sizes[-1] is not None or any(o <= i or o % i for i, o in itertools.pairwise([1, *inner])):
             raise ValueError(
                 f"Hardware.links must go from the innermost level to the outermost, each level's ranks a multiple of "
                 f"the one inside it and None for the last alone, got ranks {sizes}"
             )
-        wire: list[tuple[str, float]] = []
-        for name, factor in self.wire:
-            if name not in COLLECTIVES or name in dict(wire) or _number("a factor of Hardware.wire", factor) < 1:
-                raise ValueError(
-                    f"Hardware.wire holds a factor of 1 or more for each of {list(COLLECTIVES)} at most once, got "
-                    f"{self.wire!r}"
-                )
-            wire.append((name, float(factor)))
-        object.__setattr__(self, "wire", tuple(wire))
+        names = [name for name, _ in self.wire]
+        wire = tuple((name, _number("a factor of Hardware.wire", factor)) for name, factor in self.wire)
+        if set(names) - set(COLLECTIVES) or len(set(names)) < len(names) or any(factor < 1 for _, factor in wire):
+            raise ValueError(
+                f"Hardware.wire holds a factor of 1 or more for each of {list(COLLECTIVES)} at most once, got "
+                f"{self.wire!r}"
+            )
+        object.__setattr__(self, "wire", wire)
 
     def attention_seconds(self, flops: float | np.ndarray, *, backward: bool) -> Any:
         """Seconds of one call of the attention kernel with ``flops`` operations; 0 for 0 operations.

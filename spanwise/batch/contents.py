@@ -19,7 +19,15 @@ def tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int, kv: Co
         ValueError: other values, shapes that do not fit the plan, different batch sizes, names in `kv` that the batch
             lacks or that belong to the queries, an attention mask that contradicts the plan.
     """
-    tensors = {name: x for name, x in batch.items() if not _passes(name, x)}
+    tensors = {}
+    for name, x in batch.items():
+        if isinstance(x, torch.Tensor) and x.dim() > 0:
+            tensors[name] = x
+        elif x is not None and not isinstance(x, (bool, int, float, str, torch.Tensor)):
+            raise ValueError(
+                f"shard_batch takes tensors, numbers, strings and None, and batch[{name!r}] is a {type(x).__name__}: "
+                f"make it a tensor, or take it out of the batch"
+            )
     if isinstance(kv, str) or not set(kv) <= set(tensors) - {"labels", "position_ids"}:
         raise ValueError(
             f"kv must name tensors of the batch, {sorted(tensors)}, other than labels and position_ids, which belong "
@@ -55,17 +63,6 @@ def seq_dim(name: str, x: torch.Tensor, dim: int) -> int:
     Qwen-VL has three positions of each token, ``[3, B, S]``.
     """
     return x.dim() - 1 if name == "position_ids" and x.dim() == dim + 2 else dim
-
-
-def _passes(name: str, x: Any) -> bool:
-    if x is None or isinstance(x, (bool, int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0):
-        return True
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(
-            f"shard_batch takes tensors, numbers, strings and None, and batch[{name!r}] is a {type(x).__name__}: make "
-            f"it a tensor, or take it out of the batch"
-        )
-    return False
 
 
 def _check_attention_mask(mask: torch.Tensor, plan: Plan | RankPlan, dim: int) -> None:

@@ -9,9 +9,10 @@ of one batch in memory.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,26 +26,17 @@ from spanwise.masks.checks import check_below
 class _RankBatches(IterableDataset[dict[str, Any]]):
     """One rank's batches, shared by the workers of a loader in turns.
 
-    Attributes:
-        config: hex digest of what decides the batches.
-        end: the last position; None without one.
-        decided_by: names of the arguments behind `config`.
+    `config` is a hex digest of what decides the batches, the arguments named in `decided_by`; `end` the last position,
+    or None without one.
     """
 
-    config: str
-    decided_by: str
-    end: int | None = None
-
-    def __init__(self, batches: GlobalBatches, rank: int) -> None:
+    def __init__(self, batches: GlobalBatches, rank: int, config: str, decided_by: str, end: int | None) -> None:
         self.rank = check_below(rank, batches.size, "rank", ", the ranks of the batches")
+        self.config, self.decided_by, self.end = config, decided_by, end
         self._start = self._position = 0
 
-    def _turns(self, position: int) -> Iterator[tuple[Any, int]]:
-        """What each batch from `position` on is made of, and the position behind it."""
-        raise NotImplementedError
-
-    def _batch(self, of: Any) -> tuple[GlobalBatch, DocumentSource]:
-        """A batch of `_turns`, and where its documents are read."""
+    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
+        """What makes each batch from `position` on, where its documents are read, and the position behind it."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -54,11 +46,11 @@ class _RankBatches(IterableDataset[dict[str, Any]]):
         self._position = self._start
         # A round holds a batch for each worker. The state of a worker is where its next round begins.
         while turn := list(itertools.islice(turns, workers)):
-            self._position = turn[-1][1]
+            self._position = turn[-1][2]
             if worker >= len(turn):
                 return
-            of, after = turn[worker]
-            batch, source = self._batch(of)
+            make, source, after = turn[worker]
+            batch = make()
             batch.plan.count()  # in the worker: what the plan has computed travels with it
             _ = batch.plan.fingerprint
             state = {"position": after, "config": self.config}
@@ -123,20 +115,15 @@ class GlobalBatchDataset(_RankBatches):
     [(9, 7, 9), (5, 4, 14), (9, 8, 23), (2, 1, 25)]
     """
 
-    decided_by = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
-
     def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
-        super().__init__(batches, rank)
+        decided_by = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
+        super().__init__(batches, rank, batches.config, decided_by, batches.end)
         self.batches, self.source = batches, source
-        self.config, self.end = batches.config, batches.end
 
-    def _turns(self, position: int) -> Iterator[tuple[int, int]]:
+    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
         while (after := self.batches.next_position(position)) is not None:
-            yield position, after
+            yield functools.partial(self.batches.at, position), self.source, after
             position = after
-
-    def _batch(self, of: int) -> tuple[GlobalBatch, DocumentSource]:
-        return self.batches.at(of), self.source
 
 
 class GlobalBatchStream(_RankBatches):
@@ -166,8 +153,6 @@ class GlobalBatchStream(_RankBatches):
     [(9, 2), (5, 3), (9, 4), (2, 5)]
     """
 
-    decided_by = "num_ranks * tokens_per_rank"
-
     def __init__(
         self,
         documents: Iterable[Any],
@@ -184,24 +169,20 @@ class GlobalBatchStream(_RankBatches):
                 f"the documents before"
             )
         checked = GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options)
-        super().__init__(checked, rank)
         self.batch_tokens, self.documents, self.drop_last = checked.batch_tokens, documents, drop_last
         self._arguments, self._options = (num_ranks, tokens_per_rank), options
-        # The documents are not part of it.
-        self.config = hashlib.blake2b(f"stream {self.batch_tokens}".encode(), digest_size=16).hexdigest()
+        # The documents are not part of the digest.
+        config = hashlib.blake2b(f"stream {self.batch_tokens}".encode(), digest_size=16).hexdigest()
+        super().__init__(checked, rank, config, "num_ranks * tokens_per_rank", None)
 
-    def _batch(self, of: list[Any]) -> tuple[GlobalBatch, DocumentSource]:
-        (batch,) = GlobalBatches([len(tokens) for tokens in of], *self._arguments, **self._options)
-        return batch, of
-
-    def _turns(self, position: int) -> Iterator[tuple[list[Any], int]]:
-        """The documents of each batch, and the number of documents of the stream up to its end."""
+    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
+        """Positions count documents of the stream."""
         info = get_worker_info()
         if info is not None and info.num_workers > 1 and isinstance(self.documents, IterableDataset):
             raise ValueError(
                 f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of "
-                f"{info.num_workers} workers other documents, and some would be lost: use num_workers=1, or give an "
-                f"iterable that does not share"
+                f"{info.num_workers} workers other documents, and a batch would lack them: use num_workers=1, "
+                f"or give an iterable that does not share"
             )
         documents: Iterable[Any] = self.documents
         if position and hasattr(documents, "skip"):
@@ -209,8 +190,12 @@ class GlobalBatchStream(_RankBatches):
         elif position:
             documents = itertools.islice(documents, position, None)
         group: list[Any] = []
-        tokens, number = 0, position
-        for given in documents:
+        tokens = 0
+
+        def make(group: list[Any]) -> GlobalBatch:
+            return GlobalBatches([len(tokens) for tokens in group], *self._arguments, **self._options).at()
+
+        for number, given in enumerate(documents, position):
             document = given["input_ids"] if isinstance(given, Mapping) else given
             length = len(document)
             if length > self.batch_tokens:
@@ -219,9 +204,9 @@ class GlobalBatchStream(_RankBatches):
                     f"{self.batch_tokens:,}: raise tokens_per_rank, or cut the document before"
                 )
             if tokens + length > self.batch_tokens:
-                yield group, number
-                group, tokens = [], 0
+                yield functools.partial(make, group), group, number
+                group, tokens, position = [], 0, number
             group.append(document)
-            tokens, number = tokens + length, number + 1
+            tokens += length
         if tokens and not (self.drop_last and tokens < self.batch_tokens):
-            yield group, number
+            yield functools.partial(make, group), group, position + len(group)

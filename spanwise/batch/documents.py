@@ -34,10 +34,13 @@ def traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Ten
 
     The host does not read offsets in tensors: wrong ones stop the program when it runs.
     """
-    rows = cu_seqlens if _is_nested(cu_seqlens) else [cu_seqlens]
+    if isinstance(cu_seqlens, Sequence):
+        nested = len(cu_seqlens) > 0 and not isinstance(cu_seqlens[0], int)
+    else:
+        nested = len(cu_seqlens.shape) > 1
     at = torch.arange(seq_len, device=device)
     ids = []
-    for row in rows:
+    for row in cu_seqlens if nested else [cu_seqlens]:
         cu = _torch.to_device(torch.as_tensor(row), device)
         if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
             raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
@@ -45,9 +48,3 @@ def traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Ten
         _torch.assert_async(good, f"cu_seqlens must begin with 0, not decrease, and end with {seq_len}")
         ids.append(torch.bucketize(at, cu, right=True))
     return torch.stack(ids)
-
-
-def _is_nested(cu_seqlens: Any) -> bool:
-    if isinstance(cu_seqlens, Sequence):
-        return len(cu_seqlens) > 0 and not isinstance(cu_seqlens[0], int)
-    return len(cu_seqlens.shape) > 1

@@ -97,27 +97,35 @@ class GlobalBatches:
         **options: Any,
     ) -> None:
         self.order = DocumentOrder(lengths, seed, max_document)
-        _check_options(options)
+        known = inspect.signature(make_plan).parameters.keys() - {"mask", "num_ranks", "cu_seqlens", "packing"}
+        if unknown := sorted(options.keys() - known):
+            raise ValueError(
+                f"global batches take no {', '.join(unknown)}: options of make_plan are {', '.join(sorted(known))}; "
+                f"the documents follow from lengths"
+            )
         check_hardware(options.get("hardware"))
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
         self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
         self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
-        longest = self.order.longest
-        if longest > self.batch_tokens and not cut:
+        if self.order.longest > self.batch_tokens and not cut:
             raise ValueError(
-                f"document {self.order.longest_document()} has {longest:,} tokens, and a global batch at most "
-                f"{ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long documents "
-                f"with max_document={self.batch_tokens}, or fill batches with cut=True"
+                f"document {self.order.longest_document()} has {self.order.longest:,} tokens, and a global batch at "
+                f"most {ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long "
+                f"documents with max_document={self.batch_tokens}, or fill batches with cut=True"
             )
         most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         self.most = check_positive(most, "max_tokens_per_rank")
         self.linear_flops = linear_flops
-        self._check_room(tokens_per_rank)
-        self._check_last()
+        self._check_most(tokens_per_rank)
+        # A batch of too few tokens is refused now, not at the end of an epoch; of very many documents, when it is made.
+        if self.end is not None and self.end // self.order.epoch_tokens * self.order.num_parts <= _MOST_PARTS:
+            last = (self.end - 1) // self.batch_tokens * self.batch_tokens if cut else 0
+            while not pad and (after := self.next_position(last)) is not None:
+                last = after
 
-    def _check_room(self, tokens_per_rank: int) -> None:
+    def _check_most(self, tokens_per_rank: int) -> None:
         if self.most < tokens_per_rank:
             raise ValueError(
                 f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, their mean in a full batch, "
@@ -139,26 +147,6 @@ class GlobalBatches:
                 f"{block_size}, got {self.most}"
             )
 
-    def _check_last(self) -> None:
-        """``ValueError`` now, not at the end of an epoch, if a batch has fewer tokens than ranks.
-
-        Of very many documents, only when the batch is made.
-        """
-        if self.end is None or self.pad or self.end // self.order.epoch_tokens * self.order.num_parts > _MOST_PARTS:
-            return
-        position = (self.end - 1) // self.batch_tokens * self.batch_tokens if self.cut else 0
-        while (after := self.next_position(position)) is not None:
-            self._check_tokens(position, after)
-            position = after
-
-    def _check_tokens(self, position: int, after: int) -> None:
-        if after - position < self.size and not self.pad:
-            raise ValueError(
-                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks, and a rank "
-                f"would hold none: pad=True fills every batch, drop_last=True leaves out the last one, cut=True fills "
-                f"the others"
-            )
-
     @property
     def config(self) -> str:
         """Hex digest of everything that decides which documents a batch holds: equal for runs that may be resumed.
@@ -175,11 +163,18 @@ class GlobalBatches:
             after = self.order.last_end(after)
             if after <= position:
                 raise ValueError(f"no document ends in the {self.batch_tokens:,} tokens from {position:,} on")
-        if self.end is None:
-            return after
-        after = min(after, self.end)
-        incomplete = after == self.end and after - position < self.batch_tokens
-        return None if position >= self.end or (self.drop_last and incomplete) else after
+        if self.end is not None:
+            after = min(after, self.end)
+            incomplete = after == self.end and after - position < self.batch_tokens
+            if position >= self.end or (self.drop_last and incomplete):
+                return None
+        if after - position < self.size and not self.pad:
+            raise ValueError(
+                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks, and a rank "
+                f"would hold none: pad=True fills every batch, drop_last=True leaves out the last one, cut=True fills "
+                f"the others"
+            )
+        return after
 
     def at(self, position: int = 0) -> GlobalBatch:
         """The batch that begins `position` tokens after the start; pure, and the same on every rank.
@@ -195,19 +190,18 @@ class GlobalBatches:
                 f"no batch begins at token {position}, inside a document that begins at {begin}; give "
                 f"next_position of the batch before, or cut=True"
             )
-        self._check_tokens(position, after)
         pieces = self.order.pieces(position, after - position)
         pieces.setflags(write=False)
         return GlobalBatch(pieces, self._plan(pieces), after)
 
     def _plan(self, pieces: Int64) -> Plan:
         cu_seqlens = np.concatenate(([0], np.cumsum(pieces[:, 2] - pieces[:, 1])))
-        masks, room = self.mask(cu_seqlens), self.size * self.most
-        if self.pad and cu_seqlens[-1] < room:
-            masks = _padded(masks, room - int(cu_seqlens[-1]))
-            cu_seqlens = np.append(cu_seqlens, room)
+        masks, most = self.mask(cu_seqlens), self.size * self.most
+        if self.pad and cu_seqlens[-1] < most:
+            masks = _padded(masks, most - int(cu_seqlens[-1]))
+            cu_seqlens = np.append(cu_seqlens, most)
         plan = make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **self.options)
-        if self.pad or room == self.batch_tokens:  # padding already lets ranks hold unequal numbers of tokens
+        if self.pad or most == self.batch_tokens:  # padding already lets ranks hold unequal numbers of tokens
             return plan
         assert self.linear_flops is not None
         groups = self.most * plan.inner  # a group of ranks under Ulysses holds the tokens of all its ranks
@@ -231,15 +225,6 @@ class GlobalBatches:
         while (after := self.next_position(position)) is not None:
             count, position = count + 1, after
         return count
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = inspect.signature(make_plan).parameters.keys() - {"mask", "num_ranks", "cu_seqlens", "packing"}
-    if unknown := sorted(options.keys() - known):
-        raise ValueError(
-            f"global batches take no {', '.join(unknown)}: options of make_plan are {', '.join(sorted(known))}; "
-            f"the documents follow from lengths"
-        )
 
 
 def _padded(masks: Any, padding: int) -> Any:

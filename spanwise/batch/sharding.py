@@ -171,21 +171,19 @@ def roll(
 def _moved(
     x: torch.Tensor, source: torch.Tensor, inside: torch.Tensor, dim: int, batch_dim: int | None, fill_value: float
 ) -> torch.Tensor:
-    """Token ``source[i]`` for each token ``i`` of the whole sequence `x`; `fill_value` where it is not `inside`."""
-    moved = x.index_select(dim, to_device_of(x, source))
-    return torch.where(_along(inside, x, dim, batch_dim), moved, torch.full_like(moved, fill_value))
+    """Token ``source[i]`` for each token ``i`` of the whole sequence `x`; `fill_value` where it is not `inside`.
 
-
-def _along(rows: torch.Tensor, x: torch.Tensor, dim: int, batch_dim: int | None) -> torch.Tensor:
-    """`rows` ``[rows, seq_len]`` as a tensor that broadcasts against `x`; one row serves every batch row."""
+    `inside` is ``[rows, seq_len]``; one row serves every batch row.
+    """
     dim = check_dim(x, dim)
     shape = [1] * x.dim()
-    shape[dim] = rows.shape[1]
-    if len(rows) > 1:
-        batch_dim = check_batch_dim(x, dim, batch_dim, len(rows), f"cu_seqlens has {len(rows)} rows")
-        shape[batch_dim] = len(rows)
-        rows = rows if batch_dim < dim else rows.T
-    return to_device_of(x, rows).reshape(shape)
+    shape[dim] = inside.shape[1]
+    if len(inside) > 1:
+        batch_dim = check_batch_dim(x, dim, batch_dim, len(inside), f"cu_seqlens has {len(inside)} rows")
+        shape[batch_dim] = len(inside)
+        inside = inside if batch_dim < dim else inside.T
+    moved = x.index_select(dim, to_device_of(x, source))
+    return torch.where(to_device_of(x, inside).reshape(shape), moved, torch.full_like(moved, fill_value))
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
@@ -206,7 +204,7 @@ def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[
 
 def _check_tree(plan: Plan | RankPlan, tree: TokenTree, cu_seqlens: Any) -> None:
     if cu_seqlens is not None:
-        raise ValueError("a tree tells the order of its tokens: give tree or cu_seqlens, not both")
+        raise ValueError("a tree has the order of its tokens: give tree or cu_seqlens, not both")
     if isinstance(plan, Plan):
         documents.check_tree(plan, tree)
     else:  # a RankPlan does not know the whole mask

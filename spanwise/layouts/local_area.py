@@ -1,7 +1,7 @@
 """Mask area that each rank computes on its own keys.
 
 A row of rank r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` is the number of r's tokens before
-``x``. Over a stretch, whose ends stay the same or grow by one a row, the sum of F has a closed form, because F is
+``x``. Over an even run, whose ends stay the same or grow by one a row, the sum of F has a closed form, because F is
 piecewise linear. So the time grows with the number of documents and runs, not of rows.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.stretches import Stretches
+from spanwise.masks.even_runs import EvenRuns
 
 
-def local_area(rank: Int64, of: Stretches, keys: Int64, num_ranks: int) -> Int64:
+def local_area(rank: Int64, of: EvenRuns, keys: Int64, num_ranks: int) -> Int64:
     """Number of (query, key) pairs of each rank whose key the rank holds.
 
     Args:
-        rank: of the rows of each stretch, int64 ``[n]``.
-        of: stretches whose rows lie on one rank each.
+        rank: of the rows of each even run, int64 ``[n]``.
+        of: even runs whose rows lie on one rank each.
         keys: int64 ``[m, 3]``: rank, first key and end of each run of keys, sorted by rank, then key.
 
     Returns:

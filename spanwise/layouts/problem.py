@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
-from spanwise.masks import stretches
+from spanwise.masks import even_runs
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_finite, check_offset_rows, check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -147,16 +147,16 @@ class LayoutProblem:
 
 
 def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
-    """Offsets of the stretches of one batch row that no span crosses, in any mask; int64, from 0 to the length.
+    """Offsets of the runs of one batch row that no span crosses, in any mask; int64, from 0 to the length.
 
-    A stretch can be laid out anywhere without reading more, whether or not it is a document of the caller.
+    A run can be laid out anywhere without reading more, whether or not it is a document of the caller.
 
     >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
     array([0, 3, 8])
     """
     length = masks[0].q_len
-    of = (slot.crossed for mask in masks for slot in mask.stretches(row if mask.batch_size > 1 else 0))
-    return np.concatenate([[0], ragged_arange(stretches.outside(of, length)), [length]])
+    of = (slot.crossed for mask in masks for slot in mask.even_runs(row if mask.batch_size > 1 else 0))
+    return np.concatenate([[0], ragged_arange(even_runs.outside(of, length)), [length]])
 
 
 @runtime_checkable

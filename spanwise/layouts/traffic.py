@@ -13,7 +13,7 @@ import numpy as np
 from spanwise.layouts import local_area as _local_area
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import subtract_runs
-from spanwise.masks import stretches
+from spanwise.masks import even_runs
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 
@@ -73,9 +73,9 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) ->
     found, stride = [], kv_layout.seq_len + 1  # all groups on one line: one merge and one difference serve them
     for row in range(batch_size):
         pieces, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
-        read = stretches.keys_read(mask.stretches(row_of(mask, row)), pieces[:, 1:], pieces[:, 0], stride)
+        read = even_runs.keys_read(mask.even_runs(row_of(mask, row)), pieces[:, 1:], pieces[:, 0], stride)
         missing = subtract_runs(read, keys[:, 1:] + keys[:, :1] * stride)
-        found.append(stretches.by_owner(missing, layout.num_ranks, stride))
+        found.append(even_runs.by_owner(missing, layout.num_ranks, stride))
     return found
 
 
@@ -99,10 +99,10 @@ def needed_pairs(rows: Needs, kv_layout: Layout) -> tuple[Int64, Int64, Int64]:
     return receiver, sender, tokens
 
 
-def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, stretches.Stretches]:
-    """The group and the rows of each stretch of a batch row, cut where groups change."""
+def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, even_runs.EvenRuns]:
+    """The group and the rows of each even run of a batch row, cut where groups change."""
     pieces = layout.pieces(row_of(layout, row))
-    run, of = stretches.cut(mask.stretches(row_of(mask, row)), pieces[:, 1:])
+    run, of = even_runs.cut(mask.even_runs(row_of(mask, row)), pieces[:, 1:])
     return pieces[run, 0], of
 
 

@@ -1,6 +1,6 @@
 """Block tables of span masks: which tiles are empty, partial or full, and the block lists that kernels walk.
 
-Works on stretches, one batch row at a time, and never looks at single rows or cells. All tiles lie on one line,
+Works on even runs, one batch row at a time, never single rows or cells. All tiles lie on one line,
 ``num_kv_blocks + 1`` positions for each query block, so that one union of intervals serves all query blocks.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanwise.masks.arrays import Int8, Int32, Int64
+from spanwise.masks.even_runs import EvenRuns, cut
 from spanwise.masks.span_arrays import SpanArrays
 from spanwise.masks.spans import merge_runs
-from spanwise.masks.stretches import Stretches, cut
 
 PARTIAL, FULL = 1, 2
 
@@ -42,21 +42,28 @@ def num_blocks(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def _parts(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, Stretches]:
-    """The parts of a batch row's stretches in each query block, with the number of the block."""
+def _parts(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, EvenRuns]:
+    """The parts of a batch row's even runs in each query block, with the number of the block."""
     edges = np.minimum(np.arange(num_blocks(mask.q_len, block_size) + 1) * block_size, mask.q_len)
-    return cut(mask.stretches(row), np.column_stack([edges[:-1], edges[1:]]))
+    return cut(mask.even_runs(row), np.column_stack([edges[:-1], edges[1:]]))
+
+
+def block_runs(mask: SpanArrays, row: int, block_size: int) -> Int64:
+    """Runs of key blocks that each query block of a batch row reads, int64 ``[n, 3]``: query block, start, stop."""
+    stride = num_blocks(mask.kv_len, block_size) + 1
+    q_block, of = _parts(mask, row, block_size)
+    line = q_block * stride
+    runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
+    q_block = runs[:, :1] // stride
+    return np.column_stack([q_block, runs - q_block * stride])
 
 
 def block_counts(mask: SpanArrays, block_size: int) -> Int64:
     """Non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``."""
-    stride = num_blocks(mask.kv_len, block_size) + 1
     counts = np.zeros((mask.batch_size, num_blocks(mask.q_len, block_size)), np.int64)
-    for b, found in enumerate(counts):
-        q_block, of = _parts(mask, b, block_size)
-        line = q_block * stride
-        runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
-        np.add.at(found, runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
+    for row, found in enumerate(counts):
+        q_block, start, stop = block_runs(mask, row, block_size).T
+        np.add.at(found, q_block, stop - start)
     return counts
 
 

@@ -111,8 +111,8 @@ def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool 
         tail = offsets[s:]
         cure = ""
         if (tail == tail[0]).all() and tail[0] <= 0:
-            what = f"the {len(tail)} entries from there on look" if len(tail) > 1 else "that entry looks"
-            cure = f"; {what} like filling: cut off the tail, {name}[:{s}]"
+            what = f"the {len(tail)} entries from there on are" if len(tail) > 1 else "that entry is"
+            cure = f"; if {what} filling, cut off the tail, {name}[:{s}]"
         raise ValueError(f"{name} must not decrease, got {tail[0]} after {offsets[s - 1]} at position {s}{cure}")
     check_length(int(offsets[-1]), f"the last entry of {name}")
     offsets.setflags(write=False)
@@ -133,8 +133,7 @@ def check_lengths(values: Any, name: str) -> Int64:
     lengths = int_array(values, name).astype(np.int64)
     if lengths.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {list(lengths.shape)}")
-    if bool((lengths < 0).any()):
-        at = int(np.argmax(lengths < 0))
+    for at in np.flatnonzero(lengths < 0)[:1]:
         raise ValueError(f"{name} must not be negative, got {lengths[at]} at position {at}")
     if (total := float(lengths.sum(dtype=np.float64))) >= 2.0**63:  # the sum of int64 would wrap around
         raise ValueError(f"{name} must sum to less than 2**63 tokens, got {total:.3g}")
@@ -173,30 +172,10 @@ def check_runs(runs: object, length: int, name: str) -> Int64:
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers [num_runs, 2], got {array.dtype} of shape {list(array.shape)}")
     array = array.astype(np.int64)
-    flat = array.ravel()
-    if flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any()):
-        wrong = (array[:, 0] < 0) | (array[:, 1] > length) | (array[:, 1] < array[:, 0])
-        wrong[1:] |= array[1:, 0] < array[:-1, 1]
-        at = int(np.argmax(wrong))
+    before = np.append(0, array[:-1, 1])
+    for at in np.flatnonzero((array[:, 0] < before) | (array[:, 1] < array[:, 0]) | (array[:, 1] > length))[:1]:
         raise ValueError(
             f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), but run {at} is "
             f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
         )
     return array
-
-
-def check_like(shape: tuple[int, ...], kv_len: int, other_shape: tuple[int, ...], other_kv_len: int) -> None:
-    """Refuses two masks of shapes ``[batch, num_spans, q_len]`` that cannot be combined row by row."""
-    mine, theirs = (shape[2], kv_len), (other_shape[2], other_kv_len)
-    if mine != theirs:
-        raise ValueError(f"masks to combine must agree in (q_len, kv_len), got {mine} and {theirs}")
-    if shape[0] != other_shape[0] and 1 not in (shape[0], other_shape[0]):
-        raise ValueError(
-            f"masks to combine must have equal batch sizes, or one of them 1, got {shape[0]} and {other_shape[0]}"
-        )
-
-
-def check_unbatched(method: str, batch_size: int) -> None:
-    """Refuses batched masks."""
-    if batch_size > 1:
-        raise ValueError(f"{method} needs an unbatched mask, got batch_size {batch_size}; take mask.row(b)")

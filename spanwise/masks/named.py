@@ -46,7 +46,8 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.causal(4).area()
         array([[1, 2, 3, 4]])
         """
-        return cls.documents([0, check_length(seq_len, "seq_len")])._with_offsets(None)
+        rows = check_length(seq_len, "seq_len")
+        return cls._trusted(np.zeros((1, 1, rows), np.int32), np.arange(1, rows + 1, dtype=np.int32)[None, None])
 
     @classmethod
     def sliding_window(cls, seq_len: SupportsIndex, left: SupportsIndex, right: SupportsIndex = 0) -> Self:
@@ -98,12 +99,12 @@ class NamedMasks(SpanArrays):
             cu = np.append(np.repeat(cu[:-1], counts) + nth * size, cu[-1])
         seq_len, lengths = int(cu[-1]), np.diff(cu)
         start = np.repeat(cu[:-1].astype(np.int32), lengths)
-        end = _next_key(seq_len) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
+        end = np.arange(1, seq_len + 1, dtype=np.int32) if causal else np.repeat(cu[1:].astype(np.int32), lengths)
         if window is not None:
             window_start, window_end = _window(seq_len, *check_window(window, seq_len, causal=causal))
             np.maximum(start, window_start, out=start)
             np.minimum(end, window_end, out=end)
-        return cls._trusted(start[None, None], end[None, None])._with_offsets((offsets,))
+        return cls._trusted(start[None, None], end[None, None], cu_seqlens=(offsets,))
 
     @classmethod
     def from_position_ids(
@@ -167,7 +168,7 @@ class NamedMasks(SpanArrays):
             row = np.arange(length)
             hidden = (row < low) | (row >= high)
             start, end = (np.where(hidden, np.int32(0), x) for x in (documents.start, documents.end))
-            rows.append(cls._trusted(start, end)._with_offsets(documents.cu_seqlens))
+            rows.append(cls._trusted(start, end, cu_seqlens=documents.cu_seqlens))
         return cls._stacked(rows)
 
     @classmethod
@@ -189,7 +190,7 @@ class NamedMasks(SpanArrays):
             raise ValueError(f"prefix_lens[{at}] = {prefixes[at]}, but document {at} has {cu[at + 1] - cu[at]} tokens")
         causal = cls.documents(cu)
         prefix_end = np.repeat((cu[:-1] + prefixes).astype(np.int32), np.diff(cu))
-        return cls._trusted(causal.start, np.maximum(causal.end, prefix_end))._with_offsets(causal.cu_seqlens)
+        return cls._trusted(causal.start, np.maximum(causal.end, prefix_end), cu_seqlens=causal.cu_seqlens)
 
     @classmethod
     def shared_prefix(cls, prefix_len: SupportsIndex, suffix_lens: Any) -> Self:
@@ -204,10 +205,8 @@ class NamedMasks(SpanArrays):
         array([[1, 2, 3, 3, 4]])
         """
         prefix, suffixes = check_length(prefix_len, "prefix_len"), check_lengths(suffix_lens, "suffix_lens")
-        seq_len = check_length(prefix + int(suffixes.sum()), "prefix_len + sum(suffix_lens)")
-        own = np.zeros(seq_len, np.int32)  # first token of the row's own answer
-        own[prefix:] = np.repeat((prefix + np.cumsum(suffixes) - suffixes).astype(np.int32), suffixes)
-        return cls._trusted(*_with_shared(prefix, own, _next_key(seq_len)))
+        check_length(prefix + int(suffixes.sum()), "prefix_len + sum(suffix_lens)")
+        return cls.tree([-1] + [0] * len(suffixes), np.append(prefix, suffixes))
 
     @classmethod
     def tree(
@@ -223,7 +222,7 @@ class NamedMasks(SpanArrays):
         Rollouts that share prefixes are such a tree. `TokenTree` adds positions and labels along the paths.
 
         Args:
-            parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents come before children.
+            parents: integers ``[num_nodes]``: the parent of each node, -1 for a root. Parents stand before children.
             lengths: integers ``[num_nodes]``: tokens of each node; they lie in storage in this order. Nodes may be
                 empty.
             window: read only so many tokens before the row on its path, and the row itself, as the `left` of
@@ -273,32 +272,35 @@ class NamedMasks(SpanArrays):
         start, end = np.zeros(length, np.int32), np.minimum((block + np.int32(1)) * width, np.int32(length))
         if previous is not None:
             start = np.maximum(block - np.int32(min(previous, length)), np.int32(0)) * width
-        return cls._trusted(*_with_shared(shared, start, np.maximum(end, np.int32(shared))))
+        end = np.maximum(end, np.int32(shared))
+        apart = start > shared  # in other rows the global tokens and the row's own keys are one span
+        if shared and not apart.any():
+            start = np.zeros_like(start)
+        if not shared or not apart.any():
+            return cls._trusted(start[None, None], end[None, None])
+        starts = np.stack([np.zeros_like(start), start * apart])
+        return cls._trusted(starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None])
+
+    @classmethod
+    def stack(cls, masks: Sequence[Self]) -> Self:
+        """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
+
+        >>> from spanwise import SpanMask
+        >>> SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)]).area()
+        array([[1, 2, 3],
+               [3, 3, 3]])
+        """
+        cu_seqlens = offsets.stacked([(mask.cu_seqlens, mask.batch_size) for mask in masks])
+        return cls._trusted(*spans.stack([(mask.start, mask.end, mask.kv_len) for mask in masks]), cu_seqlens)
 
     @classmethod
     def _stacked(cls, rows: Sequence[Self]) -> Self:
         """One mask of these rows; of batch size 1 where all are alike."""
-        if all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None:
-            return rows[0]
-        made = cls._trusted(*spans.stack([(row.start, row.end, row.kv_len) for row in rows]))
-        return made._with_offsets(offsets.stacked([(row.cu_seqlens, 1) for row in rows]))
-
-
-def _next_key(seq_len: int) -> Int32:
-    """The end of a causal row: ``i + 1``."""
-    return np.arange(1, seq_len + 1, dtype=np.int32)
+        alike = all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None
+        return rows[0] if alike else cls.stack(rows)
 
 
 def _window(seq_len: int, left: np.int32, right: np.int32) -> tuple[Int32, Int32]:
     """One span for each row, int32 ``[q_len]`` each: the keys ``i - left … i + right`` that exist."""
     row = np.arange(seq_len, dtype=np.int32)
     return np.maximum(row - left, np.int32(0)), np.minimum(row + (right + np.int32(1)), np.int32(seq_len))
-
-
-def _with_shared(shared: int, start: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """Spans ``[start, end)`` ``[q_len]``, and the first `shared` keys for rows that start behind them."""
-    apart = start > shared  # otherwise the shared keys and the row's own are one span
-    if shared == 0 or not apart.any():
-        return (start if shared == 0 else np.zeros_like(start))[None, None], end[None, None]
-    starts = np.stack([np.zeros_like(start), start * apart])
-    return starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None]

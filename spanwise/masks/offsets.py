@@ -28,8 +28,8 @@ def valid_runs(attention_mask: Any) -> tuple[Int64, Int64, int]:
     rows = _rows(given, "attention_mask", "give the mask of padding, [batch, tokens], from which it was made")
     if not np.isin(rows, (0, 1)).all():
         raise ValueError(
-            f"attention_mask must be 1 for tokens and 0 for padding, got {rows.max()}; documents that it numbers are "
-            f"told by cu_seqlens or position_ids"
+            f"attention_mask must be 1 for tokens and 0 for padding, got {rows.max()}; for documents that it "
+            f"numbers, give cu_seqlens or position_ids"
         )
     valid = rows.astype(bool)
     length = valid.shape[1]

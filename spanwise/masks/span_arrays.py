@@ -9,9 +9,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from spanwise.masks import slices
-from spanwise.masks.arrays import Bool, Int32, Int64
-from spanwise.masks.checks import check_unbatched
-from spanwise.masks.stretches import Stretches, span_arrays, stretches_of
+from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
+from spanwise.masks.even_runs import EvenRuns, even_runs_of, span_arrays
 
 _Mask = TypeVar("_Mask", bound="SpanArrays")
 
@@ -20,24 +19,13 @@ _Mask = TypeVar("_Mask", bound="SpanArrays")
 class SpanArrays:
     """Canonical spans ``start, end`` of int32 ``[batch, num_spans, q_len]`` and the number of keys; see `SpanMask`."""
 
-    __slots__ = ("_stretches", "cu_seqlens", "end", "kv_len", "start")
+    __slots__ = ("_even_runs", "cu_seqlens", "end", "kv_len", "start")
 
     start: Int32
     end: Int32
     kv_len: int
     cu_seqlens: tuple[Int64, ...] | None
-    _stretches: dict[int, tuple[Stretches, ...]]  # by batch row, found when first asked for
-
-    def _set(self, start: Int32, end: Int32, kv_len: int, cu_seqlens: tuple[Int64, ...] | None = None) -> None:
-        start.setflags(write=False)
-        end.setflags(write=False)
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "end", end)
-        object.__setattr__(self, "kv_len", kv_len)
-        for row in cu_seqlens or ():
-            row.setflags(write=False)
-        object.__setattr__(self, "cu_seqlens", cu_seqlens)
-        object.__setattr__(self, "_stretches", {})
+    _even_runs: dict[int, tuple[EvenRuns, ...]]  # by batch row, found when first asked for
 
     @classmethod
     def _trusted(
@@ -52,9 +40,17 @@ class SpanArrays:
         mask._set(start, end, start.shape[2] if kv_len is None else kv_len, cu_seqlens)
         return mask
 
-    def _with_offsets(self: _Mask, cu_seqlens: tuple[Int64, ...] | None) -> _Mask:
-        """The same mask that knows its documents."""
-        return type(self)._trusted(self.start, self.end, self.kv_len, cu_seqlens)
+    def _set(self, start: Int32, end: Int32, kv_len: int, cu_seqlens: tuple[Int64, ...] | None = None) -> None:
+        arrays: list[IntArray] = [start, end, *(cu_seqlens or ())]
+        for array in arrays:
+            array.setflags(write=False)
+        values = {"start": start, "end": end, "kv_len": kv_len, "cu_seqlens": cu_seqlens, "_even_runs": {}}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_unbatched(self, method: str) -> None:
+        if self.batch_size > 1:
+            raise ValueError(f"{method} needs an unbatched mask, got batch_size {self.batch_size}; take mask.row(b)")
 
     @property
     def q_len(self) -> int:
@@ -83,17 +79,17 @@ class SpanArrays:
             area += self.end[:, j] - self.start[:, j]
         return area.astype(np.int64)
 
-    def stretches(self, row: int = 0) -> tuple[Stretches, ...]:
-        """Stretches of each slot of a batch row; see `masks.stretches`. Kept with the mask.
+    def even_runs(self, row: int = 0) -> tuple[EvenRuns, ...]:
+        """EvenRuns of each slot of a batch row; see `masks.even_runs`. Kept with the mask.
 
         >>> from spanwise import SpanMask
-        >>> SpanMask.documents([0, 300, 900]).stretches()[0].first
+        >>> SpanMask.documents([0, 300, 900]).even_runs()[0].first
         array([  0, 300])
         """
-        if row not in self._stretches:
+        if row not in self._even_runs:
             slots = zip(self.start[row], self.end[row], strict=True)
-            self._stretches[row] = tuple(stretches_of(start, end) for start, end in slots)
-        return self._stretches[row]
+            self._even_runs[row] = tuple(even_runs_of(start, end) for start, end in slots)
+        return self._even_runs[row]
 
     @property
     def is_causal(self) -> bool:
@@ -105,10 +101,8 @@ class SpanArrays:
         """
         if self.batch_size > 1 or self.num_spans > 1 or self.q_len != self.kv_len:
             return False
-        (of,) = self.stretches()
-        if len(of.first) != 1:
-            return self.q_len == 0
-        return [int(field[0]) for field in of] == [0, self.q_len, 0, 1, 0, int(self.q_len > 1)]
+        plain = [0, self.q_len, 0, 1, 0, int(self.q_len > 1)] if self.q_len else []
+        return np.ravel(self.even_runs()[0]).tolist() == plain
 
     def dense(self) -> Bool:
         """The mask as bool ``[batch, q_len, kv_len]``, for tests and small problems.
@@ -139,7 +133,7 @@ class SpanArrays:
         >>> q_ranges.tolist(), k_ranges.tolist(), types.tolist()
         ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
         """
-        check_unbatched("to_slices", self.batch_size)
+        self._check_unbatched("to_slices")
         return slices.to_slices(self.start[0], self.end[0])
 
     def digest(self) -> bytes:
@@ -172,20 +166,14 @@ class SpanArrays:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # 1M tokens of documents are some 20 kB of stretches, 8 MB of spans.
-        slots = [np.array(of, np.int32) for row in range(self.batch_size) for of in self.stretches(row)]
-        short = sum(of.size for of in slots) < self.start.size
-        spans = slots if short else [self.start, self.end]
-        return type(self)._unpickled, (spans, short, self.start.shape, self.kv_len, self.cu_seqlens)
+        # 1M tokens of documents are about 20 kB of even runs, 8 MB of spans.
+        slots = [np.array(of, np.int32) for row in range(self.batch_size) for of in self.even_runs(row)]
+        return type(self)._unpickled, (slots, self.start.shape, self.kv_len, self.cu_seqlens)
 
     @classmethod
-    def _unpickled(
-        cls: type[_Mask], spans: list[Int32], short: bool, shape: tuple[int, ...], kv_len: int, cu_seqlens: Any
-    ) -> _Mask:
-        if short:
-            spans = list(span_arrays([Stretches(*of.astype(np.int64)) for of in spans], shape[2]))
-        start, end = (x.reshape(shape) for x in spans)
-        return cls._trusted(start, end, kv_len, cu_seqlens)
+    def _unpickled(cls: type[_Mask], slots: list[Int32], shape: Any, kv_len: int, cu_seqlens: Any) -> _Mask:
+        start, end = span_arrays([EvenRuns(*of.astype(np.int64)) for of in slots], shape[2])
+        return cls._trusted(start.reshape(shape), end.reshape(shape), kv_len, cu_seqlens)
 
     def __repr__(self) -> str:
         cells = self.batch_size * self.q_len * self.kv_len

@@ -7,25 +7,23 @@ named masks; array functions do the work: `spans` (canonical form, set operation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, slices, spans, stretches
+from spanwise.masks import blocks, even_runs, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import (
     check_below,
     check_length,
-    check_like,
     check_positive,
     check_runs,
     check_spans,
-    check_unbatched,
 )
 from spanwise.masks.named import NamedMasks
-from spanwise.masks.offsets import common, stacked
+from spanwise.masks.offsets import common
 
 if TYPE_CHECKING:
     import torch
@@ -70,17 +68,6 @@ class SpanMask(NamedMasks):
         # The caller may write to its arrays later, so the mask never shares memory with them.
         first, last = (x.copy() if np.may_share_memory(x, y) else x for x, y in zip(own, given, strict=True))
         self._set(first, last, length)
-
-    @classmethod
-    def stack(cls, masks: Sequence[SpanMask]) -> SpanMask:
-        """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
-
-        >>> SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)]).area()
-        array([[1, 2, 3],
-               [3, 3, 3]])
-        """
-        made = cls._trusted(*spans.stack([(m.start, m.end, m.kv_len) for m in masks]))
-        return made._with_offsets(stacked([(m.cu_seqlens, m.batch_size) for m in masks]))
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> SpanMask:
@@ -180,9 +167,16 @@ class SpanMask(NamedMasks):
     def _combine(self, other: SpanMask, operation: Callable[..., tuple[Int32, Int32]]) -> SpanMask:
         if not isinstance(other, SpanMask):
             return NotImplemented
-        check_like(self.start.shape, self.kv_len, other.start.shape, other.kv_len)
-        made = SpanMask._trusted(*operation((self.start, self.end), (other.start, other.end)), self.kv_len)
-        return made._with_offsets(common([self.cu_seqlens, other.cu_seqlens]))
+        mine, theirs = (self.q_len, self.kv_len), (other.q_len, other.kv_len)
+        if mine != theirs:
+            raise ValueError(f"masks to combine must agree in (q_len, kv_len), got {mine} and {theirs}")
+        if self.batch_size != other.batch_size and 1 not in (self.batch_size, other.batch_size):
+            raise ValueError(
+                f"masks to combine must have equal batch sizes, or one of them 1, got {self.batch_size} and "
+                f"{other.batch_size}"
+            )
+        found = operation((self.start, self.end), (other.start, other.end))
+        return SpanMask._trusted(*found, self.kv_len, common([self.cu_seqlens, other.cu_seqlens]))
 
     def block_counts(self, block_size: SupportsIndex = 128) -> Int64:
         """Number of non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``; exact.
@@ -217,20 +211,9 @@ class SpanMask(NamedMasks):
         array([[0, 3],
                [4, 8]])
         """
-        check_unbatched("keys_read", self.batch_size)
-        return self.keys_read_many([check_runs(q_runs, self.q_len, "q_runs")])[0]
-
-    def keys_read_many(self, q_runs: Sequence[Any]) -> list[Int64]:
-        """``[self.keys_read(runs) for runs in q_runs]``, in one vectorised pass over the mask's stretches.
-
-        >>> [runs.tolist() for runs in SpanMask.causal(8).keys_read_many([[[0, 2]], [[2, 5]]])]
-        [[[0, 2]], [[0, 5]]]
-        """
-        check_unbatched("keys_read_many", self.batch_size)
-        runs = [check_runs(r, self.q_len, f"q_runs[{k}]") for k, r in enumerate(q_runs)]
-        owner, stride = np.repeat(np.arange(len(runs)), [len(r) for r in runs]), self.kv_len + 1
-        rows = np.concatenate([np.zeros((0, 2), np.int64), *runs])
-        return stretches.by_owner(stretches.keys_read(self.stretches(), rows, owner, stride), len(runs), stride)
+        self._check_unbatched("keys_read")
+        runs = check_runs(q_runs, self.q_len, "q_runs")
+        return even_runs.keys_read(self.even_runs(), runs, np.zeros(len(runs), np.int64), self.kv_len + 1)
 
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.
@@ -242,9 +225,8 @@ class SpanMask(NamedMasks):
         if self.batch_size == 1:
             return self
         row = slice(index, index + 1)
-        made = SpanMask._trusted(*spans.trim(self.start[row], self.end[row]), self.kv_len)
-        offsets = self.cu_seqlens
-        return made._with_offsets(offsets if offsets is None or len(offsets) == 1 else offsets[row])
+        offsets = self.cu_seqlens if self.cu_seqlens is None or len(self.cu_seqlens) == 1 else self.cu_seqlens[row]
+        return SpanMask._trusted(*spans.trim(self.start[row], self.end[row]), self.kv_len, offsets)
 
     def select(self, q_runs: Any, kv_runs: Any) -> SpanMask:
         """The local problem: the rows of ``q_runs`` and the keys of ``kv_runs``, both renumbered from 0.
@@ -277,7 +259,7 @@ class SpanMask(NamedMasks):
         """
         from spanwise.masks import flex
 
-        return flex.span_mask_mod(*flex.span_tensors(self.start, self.end, device))
+        return flex.span_mask_mod(self, device)
 
     def block_mask(self, device: torch.device | str = "cpu", block_size: SupportsIndex = 128) -> BlockMask:
         """A FlexAttention ``BlockMask`` with batch ``batch_size`` and one head, without evaluating a cell.

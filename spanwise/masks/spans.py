@@ -1,14 +1,9 @@
-"""Array functions behind `SpanMask`: canonical form, set operations, runs, and unions over rows.
+"""Array functions behind `SpanMask`: canonical form, set operations, runs.
 
 A mask is a pair ``start, end`` of int32 arrays ``[batch, num_spans, q_len]``: row ``i`` of batch row ``b`` reads the
 keys ``start[b, j, i] <= k < end[b, j, i]`` of every slot ``j``. In *canonical* form the non-empty spans of a row come
 first, ascending, disjoint and not touching; empty slots are ``(0, 0)``; no trailing slot is empty in every row. Two
 masks are equal exactly when their canonical arrays are.
-
-Most unions here use *chains*. Neighbouring rows of a mask usually read neighbouring keys. In a maximal stretch of rows
-whose starts and ends never decrease and leave no gap, the rows together read exactly ``[first start, last end)``. A
-document mask of a million rows has a few thousand chains, found with a few vector operations; only the chains are
-sorted. A mask without such structure has as many chains as rows, and the result is the same.
 """
 
 from __future__ import annotations
@@ -26,29 +21,21 @@ _NO_SPAN = np.iinfo(np.int64).max  # sorts behind every packed span
 # ---------------------------------------------------------------- canonical form
 
 
-def is_canonical(start: IntArray, end: IntArray) -> bool:
-    """Whether arrays ``[batch, num_spans, q_len]`` with ``0 <= start <= end`` are canonical; no sort."""
-    num_spans = start.shape[1]
-    filled = start < end
-    if bool((~filled & (end != 0)).any()):
-        return False
-    if num_spans == 1:
-        return True
-    if not bool(filled[:, -1].any()):
-        return False
-    return not bool((filled[:, 1:] & (~filled[:, :-1] | (start[:, 1:] <= end[:, :-1]))).any())
-
-
-def canonicalise(start: IntArray, end: IntArray, *, allow_overlap: bool = False) -> tuple[Int32, Int32]:
+def canonicalise(start: IntArray, end: IntArray) -> tuple[Int32, Int32]:
     """Canonical form of ``[batch, num_spans, q_len]`` spans that ascend by start within each row.
 
-    Empty slots (``end <= start``) may stand anywhere. Touching spans are merged. Overlapping ones are merged with
-    ``allow_overlap``; without it they raise ``ValueError``, as spans out of order do. Never sorts.
+    Empty slots (``end <= start``) may stand anywhere. Touching spans are merged; overlapping ones, and spans out of
+    order, raise ``ValueError``. Never sorts.
     """
-    if is_canonical(start, end):
+    filled = start < end
+    ready = not bool((~filled & (end != 0)).any())
+    if ready and start.shape[1] > 1:
+        apart = filled[:, :-1] & (start[:, 1:] > end[:, :-1])
+        ready = bool(filled[:, -1].any()) and not bool((filled[:, 1:] & ~apart).any())
+    if ready:
         return np.ascontiguousarray(start, np.int32), np.ascontiguousarray(end, np.int32)
     slots = zip(start.swapaxes(0, 1), end.swapaxes(0, 1), strict=True)
-    return gather_spans(slots, start.shape[1], start.shape[0], start.shape[2], allow_overlap=allow_overlap)
+    return gather_spans(slots, start.shape[1], start.shape[0], start.shape[2], allow_overlap=False)
 
 
 def gather_spans(
@@ -73,8 +60,13 @@ def gather_spans(
             continue
         at = np.flatnonzero(filled)
         s, e, before = s[at], e[at], reach[at]
-        if not allow_overlap and bool((s < before).any()):
-            _refuse_overlap(j, s, e, before, at, q_len, batch)
+        for n in np.flatnonzero(s < before)[:1] if not allow_overlap else ():
+            b, i = divmod(int(at[n]), q_len)
+            raise ValueError(
+                f"the spans of a row must ascend and not overlap, but in row {i}"
+                f"{'' if batch == 1 else f' of batch row {b}'} span {j} is [{s[n]}, {e[n]}) after a span that ends at "
+                f"{before[n]}; sort and merge the spans of each row, or join masks with `|`"
+            )
         fresh = s > before
         slot_of[at] += fresh
         target = slot_of[at]
@@ -84,16 +76,6 @@ def gather_spans(
     shape = (used, batch, q_len)
     starts, ends = out_start[:used].reshape(shape), out_end[:used].reshape(shape)
     return np.ascontiguousarray(starts.swapaxes(0, 1)), np.ascontiguousarray(ends.swapaxes(0, 1))
-
-
-def _refuse_overlap(j: int, start: IntArray, end: IntArray, before: Int32, rows: Int64, q_len: int, batch: int) -> None:
-    at = int(np.argmax(start < before))
-    b, i = divmod(int(rows[at]), q_len)
-    row = f"row {i}" if batch == 1 else f"row {i} of batch row {b}"
-    raise ValueError(
-        f"the spans of a row must ascend and not overlap, but in {row} span {j} is [{start[at]}, {end[at]}) after a "
-        f"span that ends at {before[at]}; sort and merge the spans of each row, or join masks with `|`"
-    )
 
 
 def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
@@ -150,17 +132,16 @@ def intersect(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, In
 def unite(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
     """Union of two canonical masks of equal q_len; batch dims equal or 1."""
     batch, q_len = max(len(a[0]), len(b[0])), a[0].shape[2]
-    packed = np.concatenate([np.broadcast_to(_pack(*m), (batch, m[0].shape[1], q_len)) for m in (a, b)], axis=1)
-    capacity = packed.shape[1]
-    if capacity == 2:
+    # A span as one integer sorts by start, then end; empty spans last.
+    masks = (np.where(start < end, (start.astype(np.int64) << 32) | end, _NO_SPAN) for start, end in (a, b))
+    packed = np.concatenate([np.broadcast_to(m, (batch, *m.shape[1:])) for m in masks], axis=1)
+    if packed.shape[1] == 2:
         packed = np.stack([packed.min(axis=1), packed.max(axis=1)], axis=1)
     else:
         packed.sort(axis=1)
-    empty = packed == _NO_SPAN
-    packed[empty] = 0
-    start, end = packed >> 32, packed & 0xFFFFFFFF
-    slots = zip(start.swapaxes(0, 1), end.swapaxes(0, 1), strict=True)
-    return gather_spans(slots, capacity, batch, q_len, allow_overlap=True)
+    packed[packed == _NO_SPAN] = 0
+    slots = ((span >> 32, span & 0xFFFFFFFF) for span in packed.swapaxes(0, 1))
+    return gather_spans(slots, packed.shape[1], batch, q_len, allow_overlap=True)
 
 
 def stack(masks: Sequence[tuple[Int32, Int32, int]]) -> tuple[Int32, Int32, int]:
@@ -179,13 +160,6 @@ def stack(masks: Sequence[tuple[Int32, Int32, int]]) -> tuple[Int32, Int32, int]
         arrays[1, b : b + len(start), : start.shape[1]] = end
         b += len(start)
     return arrays[0], arrays[1], kv_len
-
-
-def _pack(start: Int32, end: Int32) -> Int64:
-    """A span as one integer that sorts by start, then end; empty spans last."""
-    packed = (start.astype(np.int64) << 32) | end
-    packed[start >= end] = _NO_SPAN
-    return packed
 
 
 # ---------------------------------------------------------------- runs
@@ -223,16 +197,3 @@ def merge_runs(start: IntArray, end: IntArray) -> Int64:
     first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
     last = np.append(first[1:], len(start)) - 1
     return np.stack([start[first], reach[last]], axis=1)
-
-
-# ---------------------------------------------------------------- chains of rows
-
-
-def chain_breaks(start: IntArray, end: IntArray) -> Bool:
-    """Where a chain of rows begins: bool ``[rows]``; see the module docstring. Spans must not be empty."""
-    breaks = np.empty(len(start), np.bool_)
-    breaks[:1] = True
-    np.greater(start[1:], end[:-1], out=breaks[1:])
-    breaks[1:] |= start[1:] < start[:-1]
-    breaks[1:] |= end[1:] < end[:-1]
-    return breaks

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import spans as _spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_lengths, check_positive, int_array
+from spanwise.masks.even_runs import EvenRuns, span_arrays
+from spanwise.masks.spans import canonicalise
 
 
 class Chains(NamedTuple):
@@ -53,26 +54,12 @@ def checked(parents: Any, lengths: Any) -> tuple[Int64, Int64]:
             f"-1 for a root: a forest has no node left out"
         )
     for node in np.flatnonzero(own >= np.arange(count))[:1]:
-        if (cycle := _cycle(own)) is not None:
-            raise ValueError(f"parents must not go in a circle, but {' -> '.join(map(str, cycle))} does")
         raise ValueError(
             f"parents[{node}] = {own[node]}: nodes lie in storage in the order of their numbers, and a parent must "
-            f"come before its children; renumber the nodes, for example depth-first from the roots"
+            f"come before its children; renumber the nodes, for example depth-first from the roots (a circle of "
+            f"parents has no such order)"
         )
     return own, sizes
-
-
-def _cycle(parents: Int64) -> list[int] | None:
-    """A circle of parents, from a node back to itself; None if every node leads to a root."""
-    top, steps = np.append(parents, -1), 1
-    while steps < 2 * len(parents):  # each time twice as far up; roots stay at -1, the last entry
-        top, steps = top[top], 2 * steps
-    for node in top[top >= 0][:1].tolist():
-        found = [node]
-        while len(found) == 1 or found[-1] != node:
-            found.append(int(parents[found[-1]]))
-        return found
-    return None
 
 
 def chains(parents: Int64, lengths: Int64) -> Chains:
@@ -87,64 +74,52 @@ def chains(parents: Int64, lengths: Int64) -> Chains:
     number[filled] = np.arange(len(filled))
     stop = np.cumsum(lengths)[filled]
     start, above = stop - lengths[filled], number[above[filled]]
-    heads = np.flatnonzero(above != np.arange(len(filled)) - 1)
-    if len(filled):
-        heads = np.union1d(heads, [0])  # the first node follows none, as -1 would say
-    chain = np.zeros(len(filled), np.int64)
-    chain[heads[1:]] = 1
-    chain = np.cumsum(chain)
-    link = above[heads]
-    depth, at = np.zeros(len(heads), np.int64), link
+    opens = above != np.arange(len(filled)) - 1
+    opens[:1] = True  # the first node follows no other
+    chain, link = np.cumsum(opens) - 1, above[opens]
+    depth, at = np.zeros(len(link), np.int64), link
     while bool((at >= 0).any()):
         depth += at >= 0
         at = np.where(at >= 0, link[chain[at]], -1)
-    return Chains(start, stop, above, chain, start[heads], link, depth)
+    return Chains(start, stop, above, chain, start[opens], link, depth)
 
 
 def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: SupportsIndex) -> tuple[Int32, Int32]:
     """Canonical ``start, end`` ``[1, num_spans, tokens]``; see `SpanMask.tree`."""
     nodes, limit = checked(parents, lengths), check_positive(max_spans, "max_spans")
-    found = chains(*nodes)
-    sizes = found.stop - found.start
-    total, slots = int(sizes.sum()), int(found.depth.max(initial=0)) + 1
+    of = chains(*nodes)
+    total, slots = int(nodes[1].sum()), int(of.depth.max(initial=0)) + 1
     if slots > limit:
-        node = int(np.argmax(found.depth[found.chain] + 1 > limit))
+        deep = int(np.argmax(of.depth[of.chain] + 1 > limit))
         raise ValueError(
-            f"tokens {found.start[node]} to {found.stop[node] - 1} need {found.depth[found.chain[node]] + 1} spans, "
+            f"tokens {of.start[deep]} to {of.stop[deep] - 1} need {of.depth[of.chain[deep]] + 1} spans, "
             f"more than max_spans={limit}: one for each ancestor that does not end where the next one on the path "
             f"begins. Let the child with the deepest subtree follow its parent (tree_from_sequences does), or pass "
             f"max_spans={slots}, which takes {8 * slots * total:,} bytes"
         )
-    out = np.zeros((2, 1, slots, total), np.int32)
-    rows = np.arange(total, dtype=np.int32)
-    if not total:
-        return out[0], out[1]
-    # The span of a row's own chain, then those above, which all rows of a node share.
-    slot = np.repeat(found.depth[found.chain], sizes)
-    out[0, 0, slot, rows] = np.repeat(found.first[found.chain], sizes)
-    out[1, 0, slot, rows] = rows + np.int32(1)
-    at = found.link[found.chain]
-    while bool((at >= 0).any()):
-        some = np.repeat(at >= 0, sizes)
-        slot = np.repeat(found.depth[found.chain[at]], sizes)[some]
-        out[0, 0, slot, rows[some]] = np.repeat(found.first[found.chain[at]], sizes)[some]
-        out[1, 0, slot, rows[some]] = np.repeat(found.stop[at], sizes)[some]
-        at = np.where(at >= 0, found.link[found.chain[at]], -1)
+    found, at = [], np.arange(len(of.start))  # of each node and level the last node on its path in a chain so deep
+    for level in reversed(range(slots)):
+        at = np.where(of.depth[of.chain[at]] > level, of.link[of.chain[at]], at)
+        node = np.flatnonzero(of.depth[of.chain[at]] == level)
+        start, own = of.start[node], (at[node] == node).astype(np.int64)
+        end = np.where(own == 1, start + 1, of.stop[at[node]])  # the own chain ends with the row
+        found.append(EvenRuns(start, of.stop[node], of.first[of.chain[at[node]]], end, 0 * own, own))
+    starts, ends = (x[None] for x in span_arrays(found[::-1], total))
     if window is None:
-        return out[0], out[1]
+        return starts, ends
     left = min(check_length(window, "window"), total)
     position = positions(*nodes).astype(np.int32)
     # A span follows the path, so its first token is at a known distance from the row.
-    begin = np.where(out[0] < out[1], position[np.minimum(out[0], total - 1)], np.int32(0))
-    clipped = out[0] + np.maximum(position - np.int32(left) - begin, np.int32(0))
-    return _spans.canonicalise(np.minimum(clipped, out[1]), out[1])
+    begin = np.where(starts < ends, position[np.minimum(starts, total - 1)], np.int32(0))
+    clipped = starts + np.maximum(position - np.int32(left) - begin, np.int32(0))
+    return canonicalise(np.minimum(clipped, ends), ends)
 
 
 def parent_tokens(parents: Int64, lengths: Int64) -> Int64:
     """The token before each token on its path, int64 ``[tokens]``; -1 for the first token of a path."""
-    found = chains(parents, lengths)
+    of = chains(parents, lengths)
     before = np.arange(int(lengths.sum()), dtype=np.int64) - 1
-    before[found.start] = np.where(found.above >= 0, found.stop[found.above] - 1, -1) if len(found.start) else 0
+    before[of.start] = np.append(of.stop, 0)[of.above] - 1
     return before
 
 

@@ -13,7 +13,7 @@ from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.layouts.traffic import row_of
-from spanwise.masks import stretches
+from spanwise.masks import even_runs
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
@@ -118,8 +118,8 @@ def _positions(packing: Packing, tokens: Int64) -> Int64:
 
 def cuts(masks: Iterable[SpanMask], seq_len: int) -> Int64:
     """Positions in ``(0, seq_len)`` that no span of any mask and batch row crosses, ascending."""
-    of = (slot.crossed for mask in masks for row in range(mask.batch_size) for slot in mask.stretches(row))
-    return ragged_arange(stretches.outside(of, seq_len))
+    of = (slot.crossed for mask in masks for row in range(mask.batch_size) for slot in mask.even_runs(row))
+    return ragged_arange(even_runs.outside(of, seq_len))
 
 
 def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
@@ -127,6 +127,6 @@ def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
     every = list(masks)
     apart = [np.zeros(0, np.int64)]
     for row in range(max((mask.batch_size for mask in every), default=0)):
-        of = (slot.joined for mask in every for slot in mask.stretches(row_of(mask, row)))
-        apart.append(ragged_arange(stretches.outside(of, seq_len)))
+        of = (slot.joined for mask in every for slot in mask.even_runs(row_of(mask, row)))
+        apart.append(ragged_arange(even_runs.outside(of, seq_len)))
     return np.unique(np.concatenate(apart))

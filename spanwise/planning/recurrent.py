@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.layout import Layout
 from spanwise.masks.arrays import Float64, Int64
@@ -72,7 +72,7 @@ def variants(plans: list[PlanT]) -> list[PlanT]:
 def costs(plan: PlanData) -> dict[str, Costs]:
     """Of each kind of recurrent layers of the plan, where the plan runs them."""
     layout = layout_of(plan)
-    everyone = segments.find(layout, documents.packings(plan, state=True))
+    everyone = document_runs.find(layout, documents.packings(plan, state=True))
     moved = _moved(plan.layout, layout)
     attention = sum(plan.weights.values())
     return {
@@ -86,11 +86,13 @@ def seconds(plan: PlanData) -> float:
     return sum(each.seconds + each.moving for each in costs(plan).values())
 
 
-def _cost(plan: PlanData, of: Recurrence, everyone: segments.Segments, moved: Int64, attention_layers: float) -> Costs:
+def _cost(
+    plan: PlanData, of: Recurrence, everyone: document_runs.DocumentRuns, moved: Int64, attention_layers: float
+) -> Costs:
     num_ranks, hardware = plan.num_ranks, plan.hardware
-    travel, composed = segments.map_traffic(everyone, num_ranks)
-    back, composed_back = segments.map_traffic(everyone.backwards(), num_ranks)
-    halo = segments.halo_traffic(everyone, num_ranks, of.conv_width - 1)
+    travel, composed = document_runs.map_traffic(everyone, num_ranks)
+    back, composed_back = document_runs.map_traffic(everyone.backwards(), num_ranks)
+    halo = document_runs.halo_traffic(everyone, num_ranks, of.conv_width - 1)
     length = (everyone.stop - everyone.start).astype(np.float64)
     tokens = np.bincount(everyone.rank, length, num_ranks)
     carried = np.bincount(everyone.rank, length * ~everyone.opens, num_ranks)

@@ -1,9 +1,9 @@
 """`chunkwise` as operators that compiled code takes whole: their loops follow the plan's tensors.
 
-Segments come in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
+Runs are in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
 """
 
-# T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P segments, N chunks of C tokens
+# T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P runs, N chunks of C tokens
 # F features of a map: A, then B
 
 from __future__ import annotations
@@ -11,36 +11,34 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
 from spanwise.recurrence import chunkwise, tokenwise
 from spanwise.recurrence.slabs import Inputs, passed, slabs, wide
 
 Tensor = torch.Tensor
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
 
 
-def _without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
+def _operator(function: Callable[..., Any]) -> CustomOpDef:
+    """The function as an operator ``spanwise::recurrence_…``; without autocast."""
+
     @functools.wraps(function)
-    def exact(*args: Given.args, **kwargs: Given.kwargs) -> Found:
-        first = args[0]
-        assert isinstance(first, torch.Tensor)
-        with torch.autocast(first.device.type, enabled=False):
-            return function(*args, **kwargs)
+    def exact(*args: Any) -> Any:
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*args)
 
-    return exact
+    return torch.library.custom_op(f"spanwise::recurrence_{function.__name__}", exact, mutates_args=())
 
 
-@torch.library.custom_op("spanwise::recurrence_run", mutates_args=())
-@_without_autocast
+@_operator
 def run(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, tokens: Tensor,
     order: Tensor, counts: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs ``[T, H, V]`` of segments, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
+    """Outputs ``[T, H, V]`` of runs, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
     inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
     out, state = _one_more(v), state.index_select(0, order)
     for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
@@ -55,17 +53,16 @@ def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: i
     return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
 
 
-@torch.library.custom_op("spanwise::recurrence_opened", mutates_args=())
-@_without_autocast
+@_operator
 def opened(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor,
     counts: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Segments before which the state S is not known yet, in float32 at least.
+    """Runs before which the state S is not known yet, in float32 at least.
 
     Returns:
         ``[T, H, V]`` and ``[T, H, K]``: outputs are the first and the second times S; 0 elsewhere. And the maps of the
-        segments, ``[P, F]``.
+        runs, ``[P, F]``.
     """
     inputs, form, keys, values = Inputs(q, k, v, log_decay, beta), _form(beta, v), k.shape[2], v.shape[2]
     dtype, heads, dense = wide(v.dtype), inputs.heads, beta is not None
@@ -102,12 +99,11 @@ def _(q, k, v, log_decay, beta, tokens, order, counts, scale):  # type: ignore[n
     )
 
 
-@torch.library.custom_op("spanwise::recurrence_read", mutates_args=())
-@_without_autocast
+@_operator
 def read(
     reads: Tensor, maps: Tensor, state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the state before segments that were `opened`, ``[P, H, K, V]``, adds to outputs; and the states after."""
+    """What the state before runs that were `opened`, ``[P, H, K, V]``, adds to outputs; and the states after."""
     heads, keys, values = state.shape[1:]
     out = reads.new_zeros(reads.shape[0] + 1, heads, values)
     by_length = state.index_select(0, order)
@@ -127,13 +123,12 @@ def _(reads, maps, state, tokens, order, counts):  # type: ignore[no-untyped-def
     return reads.new_empty(*reads.shape[:2], state.shape[3]), torch.empty_like(state)
 
 
-@torch.library.custom_op("spanwise::recurrence_adjoint", mutates_args=())
-@_without_autocast
+@_operator
 def adjoint(
     q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, d_out: Tensor, tokens: Tensor, order: Tensor,
     counts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Gradients ``[P, H, K, V]`` of the states before segments through the outputs of the segments."""
+    """Gradients ``[P, H, K, V]`` of the states before runs through the outputs of the runs."""
     inputs, form = Inputs(q, k, None, log_decay, beta), _form(beta, d_out)
     d_state = d_out.new_zeros(order.shape[0], inputs.heads, k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
     for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
@@ -148,16 +143,15 @@ def _(q, k, log_decay, beta, d_out, tokens, order, counts, scale):  # type: igno
     return d_out.new_empty(order.shape[0], d_out.shape[1], k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
 
 
-@torch.library.custom_op("spanwise::recurrence_vjp", mutates_args=())
-@_without_autocast
+@_operator
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, d_out: Tensor,
     d_state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, beta (empty without), 0 outside the segments, and of the states before.
+    """Gradients of q, k, v, log_decay, beta (empty without), 0 outside the runs, and of the states before.
 
     Args:
-        state, d_state: ``[P, H, K, V]``, states before the segments, gradients of those after.
+        state, d_state: ``[P, H, K, V]``, states before the runs, gradients of those after.
     """
     inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
     grads = [None if x is None else _one_more(x) for x in inputs]
@@ -184,19 +178,18 @@ def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, sc
     return [*found, torch.empty_like(state)]
 
 
-@torch.library.custom_op("spanwise::recurrence_compose", mutates_args=())
-@_without_autocast
+@_operator
 def compose(
     rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
     middle: Tensor, end: Tensor, heads: int, keys: int, values: int, decays: int, backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States ``[P, H, K, V]`` that enter this rank's segments in the middle of documents, and those at the end.
+    """States ``[P, H, K, V]`` that enter this rank's runs in the middle of documents, and those at the end.
 
     Args:
         rows: ``[maps, F]``; of the first map of a chain only B is read.
         chain, counts: maps to compose, document beside document, step by step; documents that go on at each step.
-        reads, read_from, read_counts: which segment gets the state after a step, of which document, and how many.
-        middle, end: ``[P]``, for their numbers of segments.
+        reads, read_from, read_counts: which run gets the state after a step, of which document, and how many.
+        middle, end: ``[P]``, for their numbers of runs.
         decays: d where A is diagonal, else 0.
         backward: compose with the transpose of A.
     """
@@ -239,5 +232,5 @@ def _one_more(x: Tensor) -> Tensor:
 
 
 def _restored(by_length: Tensor, order: Tensor) -> Tensor:
-    """Segments in the order of the plan."""
+    """Runs in the order of the plan."""
     return torch.empty_like(by_length).index_copy_(0, order, by_length)

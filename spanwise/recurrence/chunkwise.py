@@ -2,7 +2,7 @@
 
 `_ops` calls these functions slab by slab.
 
-Inside a chunk the recurrence is a few products of matrices; states pass from chunk to chunk, all segments and heads at
+Inside a chunk the recurrence is a few products of matrices; states pass from chunk to chunk, all runs and heads at
 once. With S the state before a chunk, D[i, j] the decay from token j to token i, and tril the lower triangle:
 
     U = V                                                          linear
@@ -24,7 +24,7 @@ Everything else follows chunk by chunk, from the states before and the gradients
 docs/decisions says how much slower autograd of the forward is.
 """
 
-# n chunks, H heads, C tokens of a chunk, K key dim, V value dim, d 1 or K: dims of a decay; P segments
+# n chunks, H heads, C tokens of a chunk, K key dim, V value dim, d 1 or K: dims of a decay; P runs
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def put(out: Tensor, tokens: Tensor, chunks: Tensor) -> None:
 
 
 def between(log_decay: Tensor) -> Tensor:
-    """The decay ``[n, H, C, C, d]`` of token j's part in token i, 0 where i comes before j; of ``[n, H, C, d]``.
+    """The decay ``[n, H, C, C, d]`` of token j's values in token i, 0 where i is before j; of ``[n, H, C, d]``.
 
     A row of all chunks at a time, because torch's cumsum along a dim in the middle takes four times as long.
     """

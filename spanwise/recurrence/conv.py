@@ -59,19 +59,19 @@ def causal_conv(
     fix_sizes(*weight.shape)
     weight_CW = _checked(x, weight, bias, route, activation)
     rows_RBC = to_rows("x", x, route, 1)
-    parts = [rows_RBC]
+    stream = [rows_RBC]
     if route.apart and route.conv_width > 1:
         assert route.mesh is not None
         options = (weight_CW.shape[1], activation, bias is not None)
         compare = compare_recurrence("causal_conv", [rows_RBC], options, route.digest, route.mesh)
         name = _torch.group_name(route.mesh.get_group())
         link = Link(name, route.num_ranks, "tokens (causal_conv)", eager(compare))
-        ((arrived_NF,),) = bring((rows_RBC.flatten(1),), [route.halo.route], link)
+        ((arrived_NF,),) = bring((rows_RBC.flatten(1),), [route.halo.step], link)
         (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
-        parts.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
+        stream.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype
-        rows_NBC = torch.cat([*parts, rows_RBC.new_zeros(1, *rows_RBC.shape[1:])]).to(dtype)
+        rows_NBC = torch.cat([*stream, rows_RBC.new_zeros(1, *rows_RBC.shape[1:])]).to(dtype)
         bias_C = weight_CW.new_zeros(weight_CW.shape[0]) if bias is None else bias
         skipped = route.conv_width - weight_CW.shape[1]
         out_RBC = _Windows.apply(

@@ -103,15 +103,12 @@ def gated_delta(
     """
     if beta is None:
         raise ValueError("gated_delta needs beta; without an error to correct the layer is gated_linear")
-    if normalize:
-        q, k = (_normalized(x) for x in (q, k))
     name = "gated_delta(normalize=True)" if normalize else "gated_delta"
+    if normalize:
+        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        unit = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide)
+        q, k = (x.to(dtype) for x, dtype in zip(unit, (q.dtype, k.dtype), strict=True))
     return _layer(name, q, k, v, log_decay, beta, route, scale, initial, return_final)
-
-
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _layer(
@@ -206,7 +203,7 @@ def _initial(
     wanted: tuple[int, ...] = (route.starts.shape[0], heads, keys, v.shape[-1])
     if not flat:
         wanted = (batch, *wanted)
-    if initial.dim() != len(wanted) or any(a != b for a, b in zip(initial.shape, wanted, strict=True)):
+    if initial.shape != wanted:
         raise ValueError(
             f"initial must have shape {wanted}, one state for each document that starts on this rank, got "
             f"{tuple(initial.shape)}"

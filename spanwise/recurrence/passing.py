@@ -1,20 +1,20 @@
-"""The states of a gated recurrence, passed through the segments of all ranks; forward and backward.
+"""The states of a gated recurrence, passed through the runs of all ranks; forward and backward.
 
-    forward    first, middle segments -> | whole documents, last segments | -> compose, add to middle and last ones
-    backward   last, middle segments -> | whole documents | -> compose, first and middle segments
+    forward    first, middle runs -> | whole documents, last runs | -> compose, add to middle and last ones
+    backward   last, middle runs -> | whole documents | -> compose, first and middle runs
 
-Maps travel between the arrows. A segment acts on the state as S -> A S + B, and its outputs are linear in the state
-before it, so that a forward computes all of its segments once, most of them before the state is known. The adjoint of a
-segment acts on the gradient of the state as G -> Aᵀ G + C, with C the gradient through its own outputs. So one exchange
-brings either, and neither pass differentiates a composition: the backward computes each segment again, from the true
+Maps travel between the arrows. A run acts on the state as S -> A S + B, and its outputs are linear in the state
+before it, so that a forward computes all of its runs once, most of them before the state is known. The adjoint of a
+run acts on the gradient of the state as G -> Aᵀ G + C, with C the gradient through its own outputs. So one exchange
+brings either, and neither pass differentiates a composition: the backward computes each run again, from the true
 state before it and the true gradient behind it.
 """
 
-# R rows of a shard, H heads, K key dim, V value dim, d dims of a decay, P segments, F features of a map
+# R rows of a shard, H heads, K key dim, V value dim, d dims of a decay, P runs, F features of a map
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,48 +23,25 @@ from spanwise import _torch
 from spanwise.attention.exchange import failure
 from spanwise.attention.executor import check_first_order
 from spanwise.recurrence import _ops
-from spanwise.recurrence.route import RecurrenceRoute
+from spanwise.recurrence.route import ChunkTable, RecurrenceRoute
 
 Tensor = torch.Tensor
 
 
-class _Table(NamedTuple):
-    """A `ChunkTable` as an autograd function takes it; `cut` is what operators take."""
-
-    starts: Tensor
-    ends: Tensor
-    cut: list[Tensor]  # tokens, order, counts
-
-    @property
-    def order(self) -> Tensor:
-        return self.cut[1]
-
-    @property
-    def skipped(self) -> bool:
-        """Whether there is nothing to compute; compiled code does not know."""
-        return not torch.compiler.is_compiling() and self.order.shape[0] == 0
+_TABLES, _COUNT = 4 * 5, 4 * 5 + 2 * 6  # tensors of four tables, and of two passages behind them
 
 
-_WAYS, _COUNT = 4 * 5, 4 * 5 + 2 * 6  # tensors of four tables and two passages
+def _tables(tensors: list[Tensor]) -> list[ChunkTable]:
+    return [ChunkTable(*tensors[at : at + 5]) for at in range(0, _TABLES, 5)]
 
 
-def _flat(route: RecurrenceRoute) -> list[Tensor]:
-    tables = (route.whole, route.first, route.middle, route.last)
-    ways = (route.forward, route.backward)
-    return [
-        *(x for of in tables for x in (of.starts, of.ends, of.tokens, of.order, of.counts)),
-        *(x for of in ways for x in (of.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
-    ]
+def _cut(table: ChunkTable) -> tuple[Tensor, Tensor, Tensor]:
+    return table.tokens, table.order, table.counts
 
 
-def _tables(tensors: list[Tensor]) -> list[_Table]:
-    return [_Table(tensors[at], tensors[at + 1], tensors[at + 2 : at + 5]) for at in range(0, _WAYS, 5)]
-
-
-def _way(tensors: list[Tensor], backward: bool) -> tuple[Tensor, list[Tensor]]:
-    """Maps that are sent, and what `_ops.compose` takes."""
-    at = _WAYS + 6 * backward
-    return tensors[at], tensors[at + 1 : at + 6]
+def _skipped(table: ChunkTable) -> bool:
+    """Whether there is nothing to compute; compiled code does not know."""
+    return not torch.compiler.is_compiling() and table.order.shape[0] == 0
 
 
 def passed(
@@ -82,16 +59,17 @@ def passed(
         ``[R, H, V]`` in the dtype of v; ``[documents, H, K, V]`` in float32 at least.
     """
     name = "" if route.mesh is None else _torch.group_name(route.mesh.get_group())
-    sizes = [
-        [x.shape[0] for x in part]
-        for way in (route.forward, route.backward)
-        for part in (way.send_sizes, way.recv_sizes)
-    ]  # fmt: skip
+    tables, passages = (route.whole, route.first, route.middle, route.last), (route.forward, route.backward)
+    sizes = [[x.shape[0] for x in side] for of in passages for side in (of.send_sizes, of.recv_sizes)]
+    tensors = [
+        *(x for of in tables for x in (of.starts, of.ends, of.tokens, of.order, of.counts)),
+        *(x for of in passages for x in (of.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
+    ]
     if initial is None:
         state = (route.starts.shape[0], log_decay.shape[1], k.shape[2], v.shape[2])
         initial = k.new_zeros(state, dtype=_ops.wide(k.dtype))
     out, final = _Passing.apply(
-        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, sizes, route.ends, *_flat(route)
+        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, sizes, route.ends, *tensors
     )
     return out, final
 
@@ -108,23 +86,23 @@ class _Passing(torch.autograd.Function):
         final = initial.new_empty(ends.shape[0], *initial.shape[1:])
         if apart:
             entries.append(initial.index_select(0, first.starts))
-            out, states = _ops.run(*inputs, entries[1], *first.cut, scale)
-            (send, chain), in_middle = _way(tensors, False), _ops.opened(*inputs, *middle.cut, scale)
+            out, states = _ops.run(*inputs, entries[1], *_cut(first), scale)
+            (send, *chain), in_middle = tensors[_TABLES : _TABLES + 6], _ops.opened(*inputs, *_cut(middle), scale)
             own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
             pending = _start(own, send, sizes[:2], name, what)
             outs.append(out)
-        if not (apart and whole.skipped):
-            out, states = _ops.run(*inputs, entries[0], *whole.cut, scale)
+        if not (apart and _skipped(whole)):
+            out, states = _ops.run(*inputs, entries[0], *_cut(whole), scale)
             outs.append(out)
             final = final.index_copy(0, whole.ends, states)
         if apart:
-            at_end = _ops.opened(*inputs, *last.cut, scale)
+            at_end = _ops.opened(*inputs, *_cut(last), scale)
             rows = torch.cat([own, failure.wait(pending, what, name)])
             entries += _ops.compose(rows, *chain, middle.order, last.order, *dims, False)
-            parts = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
-            for table, (opened, reads, maps), entry in parts:
-                if not table.skipped:
-                    more, states = _ops.read(reads, maps, entry, *table.cut)
+            later = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
+            for table, (opened, reads, maps), entry in later:
+                if not _skipped(table):
+                    more, states = _ops.read(reads, maps, entry, *_cut(table))
                     outs.append((opened + more).to(v.dtype))
                     final = final if table is middle else final.index_copy(0, last.ends, states)
             a = in_middle[2][:, : -entries[0].shape[1:].numel()].clone()
@@ -143,23 +121,23 @@ class _Passing(torch.autograd.Function):
         found = []
         if ctx.apart:
             d_states = d_final.index_select(0, last.ends)
-            *grads, d_states = _ops.vjp(*inputs, entries[3], d_out, d_states, *last.cut, ctx.scale)
-            through = _ops.adjoint(q, k, log_decay, beta, d_out, *middle.cut, ctx.scale)
-            (send, chain), what = _way(tensors, True), f"all-to-all of gradients, {ctx.label}"
+            *grads, d_states = _ops.vjp(*inputs, entries[3], d_out, d_states, *_cut(last), ctx.scale)
+            through = _ops.adjoint(q, k, log_decay, beta, d_out, *_cut(middle), ctx.scale)
+            (send, *chain), what = tensors[_TABLES + 6 : _COUNT], f"all-to-all of gradients, {ctx.label}"
             own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
             pending = _start(own, send, ctx.sizes[2:], ctx.name, what)
             found.append(grads)
-        if not (ctx.apart and whole.skipped):
+        if not (ctx.apart and _skipped(whole)):
             d_states = d_final.index_select(0, whole.ends)
-            *grads, d_states = _ops.vjp(*inputs, entries[0], d_out, d_states, *whole.cut, ctx.scale)
+            *grads, d_states = _ops.vjp(*inputs, entries[0], d_out, d_states, *_cut(whole), ctx.scale)
             found.append(grads)
             d_initial = d_initial.index_copy(0, whole.starts, d_states)
         if ctx.apart:
             rows = torch.cat([own, failure.wait(pending, what, ctx.name)])
             behind = _ops.compose(rows, *chain, middle.order, first.order, *ctx.dims, True)
             for table, entry, d_states in ((middle, entries[2], behind[0]), (first, entries[1], behind[1])):
-                if not table.skipped:
-                    *grads, d_states = _ops.vjp(*inputs, entry, d_out, d_states, *table.cut, ctx.scale)
+                if not _skipped(table):
+                    *grads, d_states = _ops.vjp(*inputs, entry, d_out, d_states, *_cut(table), ctx.scale)
                     found.append(grads)
                     d_initial = d_initial if table is middle else d_initial.index_copy(0, first.starts, d_states)
         grads = [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
@@ -168,7 +146,7 @@ class _Passing(torch.autograd.Function):
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:
-    """Own maps ``[P, F]``: of known segments the state behind them, without an A that nobody needs; then the others."""
+    """Own maps ``[P, F]``: of known runs the state behind them, without an A that nobody needs; then the others."""
     known_PF = known.flatten(1)
     return torch.cat([F.pad(known_PF, (middle.shape[1] - known_PF.shape[1], 0)), middle])
 

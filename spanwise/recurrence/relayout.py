@@ -32,7 +32,7 @@ class RelayoutRoute:
     """How this rank's tokens travel between two layouts; a pytree of tensors, for compiled code.
 
     Attributes:
-        route: rows that this rank sends and receives.
+        step: rows that this rank sends and receives.
         before, after: ``[T, 0]`` and ``[U, 0]``; carry sizes in their shapes.
         digest: uint8 ``[16]`` in host memory, of both plans; compared across the ranks in each call.
         rank, num_ranks: plain numbers.
@@ -40,7 +40,7 @@ class RelayoutRoute:
         mesh: of all ranks, 1-D; None for one rank.
     """
 
-    route: RankStep
+    step: RankStep
     before: torch.Tensor
     after: torch.Tensor
     digest: torch.Tensor
@@ -94,37 +94,33 @@ def relayout(
     if isinstance(from_plan, RelayoutRoute):
         if to_plan is not None or mesh is not None:
             raise ValueError("a RelayoutRoute holds both plans and the mesh; leave to_plan and mesh out")
-        way = from_plan
+        route = from_plan
     else:
         if to_plan is None:
             raise ValueError("relayout needs to_plan, the plan whose shard it returns")
-        way = relayout_route(from_plan, to_plan, mesh, x.device)
+        route = relayout_route(from_plan, to_plan, mesh, x.device)
     dim = check_dim(x, dim)
-    if x.shape[dim] != way.before.shape[0]:
+    if x.shape[dim] != route.before.shape[0]:
         raise ValueError(
-            f"dim {dim} must have rank {way.rank}'s {way.before.shape[0]} tokens, got a tensor of shape "
+            f"dim {dim} must have rank {route.rank}'s {route.before.shape[0]} tokens, got a tensor of shape "
             f"{tuple(x.shape)}"
         )
-    if way.num_ranks == 1:
+    if route.num_ranks == 1:
         return x
-    assert way.mesh is not None
-    if way.rows == 1:  # the batch is part of a token's features
-        return _moved(x.movedim(dim, 0), way, way.mesh).movedim(0, dim)
-    why = f"the plans lay out {way.rows} batch rows differently"
-    dims = (check_batch_dim(x, dim, batch_dim, way.rows, why), dim)
-    moved = _moved(x.movedim(dims, (0, 1)).flatten(0, 1), way, way.mesh)
-    return moved.unflatten(0, (way.rows, way.after.shape[0])).movedim((0, 1), dims)
-
-
-def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Tensor:
-    """Rows ``[R, …]`` of all ranks, moved; a row is a token, or a batch row's token."""
-    rest = x_Rx.shape[1:]
-    rows_RF = x_Rx.flatten(1) if rest else x_Rx.unsqueeze(-1)
-    compare = compare_relayout(rows_RF, way.digest, mesh)
-    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)", eager(compare))
-    ((arrived_NF,),) = bring((rows_RF,), [way.route], link)
+    assert route.mesh is not None
+    dims: tuple[int, ...] = (dim,)  # the batch is part of a token's features, unless its rows have layouts of their own
+    if route.rows > 1:
+        why = f"the plans lay out {route.rows} batch rows differently"
+        dims = (check_batch_dim(x, dim, batch_dim, route.rows, why), dim)
+    front = tuple(range(len(dims)))
+    rows_Rx = x.movedim(dims, front).flatten(0, front[-1])
+    rows_RF = rows_Rx.flatten(1) if rows_Rx.dim() > 1 else rows_Rx.unsqueeze(-1)
+    compare = compare_relayout(rows_RF, route.digest, route.mesh)
+    link = Link(_torch.group_name(route.mesh.get_group()), route.num_ranks, "tokens (relayout)", eager(compare))
+    ((arrived_NF,),) = bring((rows_RF,), [route.step], link)
     (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
-    return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
+    leading = (route.after.shape[0],) if route.rows == 1 else (route.rows, route.after.shape[0])
+    return arrived_NF.reshape(*leading, *rows_Rx.shape[1:]).movedim(front, dims)
 
 
 def relayout_route(
@@ -159,35 +155,23 @@ def relayout_route(
     digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
     if mesh is not None and from_plan.num_ranks > 1:
         compare_fingerprints("relayout_route", digest.hex(), mesh)
-    with _torch.plain_tensors() as to_active_mode:
-        return to_active_mode(_build(from_plan, to_plan, rank, mesh, device, digest))
-
-
-def _build(
-    from_plan: Plan, to_plan: Plan, rank: int, mesh: DeviceMesh | None, device: torch.device, digest: bytes
-) -> RelayoutRoute:
     before, after = from_plan.layout, to_plan.layout
     rows = max(before.batch_size, after.batch_size)
-    had, gets = (layout.num_tokens(rank) for layout in (before, after))
-    goes_to, comes_from = _others(before, after, rank, rows), _others(after, before, rank, rows)
-    order = np.empty(len(comes_from), dtype=np.int64)
-    order[np.argsort(comes_from, kind="stable")] = np.arange(len(order))
-    num_ranks = from_plan.num_ranks
-    return RelayoutRoute(
-        route=RankStep(
+    goes_to, from_rank = _others(before, after, rank, rows), _others(after, before, rank, rows)
+    order = np.empty(len(from_rank), dtype=np.int64)
+    order[np.argsort(from_rank, kind="stable")] = np.arange(len(order))
+    send_sizes, recv_sizes = (np.bincount(x, minlength=from_plan.num_ranks).tolist() for x in (goes_to, from_rank))
+    with _torch.plain_tensors() as to_active_mode:
+        step = RankStep(
             send=_torch.mark_unbacked(on_device(np.argsort(goes_to, kind="stable"), device), 0),
             order=_torch.mark_unbacked(on_device(order, device), 0),
-            send_sizes=tuple(size(n, device) for n in np.bincount(goes_to, minlength=num_ranks).tolist()),
-            recv_sizes=tuple(size(n, device) for n in np.bincount(comes_from, minlength=num_ranks).tolist()),
-        ),
-        before=_torch.mark_dynamic(torch.empty(had, 0, device=device), 0),
-        after=size(gets, device),
-        digest=torch.tensor(list(digest), dtype=torch.uint8),
-        rank=rank,
-        num_ranks=num_ranks,
-        rows=rows,
-        mesh=mesh,
-    )
+            send_sizes=tuple(size(n, device) for n in send_sizes),
+            recv_sizes=tuple(size(n, device) for n in recv_sizes),
+        )
+        tokens_before = _torch.mark_dynamic(torch.empty(before.num_tokens(rank), 0, device=device), 0)
+        tokens_after, host_digest = size(after.num_tokens(rank), device), torch.tensor(list(digest), dtype=torch.uint8)
+        route = RelayoutRoute(step, tokens_before, tokens_after, host_digest, rank, from_plan.num_ranks, rows, mesh)
+        return to_active_mode(route)
 
 
 def _others(held: Layout, other: Layout, rank: int, rows: int) -> Int64:

@@ -1,7 +1,7 @@
 """RecurrenceRoute: how states and halos of a sharded sequence travel, made once a batch from a plan.
 
 The maps of a rank go by all-to-all to the ranks that hold later tokens of the same documents, which compose them. The
-adjoint states of a backward take the same way in the other direction, so a route has one `Passage` for each.
+adjoint states of a backward travel in the other direction, so a route has one `Passage` for each.
 """
 
 # T tokens of this rank in a batch row, R rows of its shard: T, or all batch rows' tokens where they differ
@@ -20,9 +20,9 @@ from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.executor import RankStep
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
+from spanwise.layouts.document_runs import DocumentRuns
 from spanwise.layouts.packing import Packing
-from spanwise.layouts.segments import Segments
 from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.checks import check_offset_rows, check_positive
 from spanwise.planning import documents
@@ -34,15 +34,15 @@ _CHUNK = 16
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTable:
-    """Segments of this rank of one kind, cut into chunks.
+    """Runs of this rank of one kind, cut into chunks.
 
     Attributes:
-        starts, ends: int64 ``[P]``, where the documents of the segments stand in the route's `starts`, `ends`; empty
-            for segments that do not open, or close, them.
-        tokens: int64 ``[N, C]``, rows of the shard, R in places that are empty. First the first chunk of each segment,
-            the longest segment first; then the second chunks; …
-        order: int64 ``[P]``, the segments by number of chunks.
-        counts: int64 in host memory, segments that have a first, a second, … chunk.
+        starts, ends: int64 ``[P]``, where the documents of the runs stand in the route's `starts`, `ends`; empty
+            for runs that do not open, or close, them.
+        tokens: int64 ``[N, C]``, rows of the shard, R in places that are empty. First the first chunk of each run,
+            the longest run first; then the second chunks; …
+        order: int64 ``[P]``, the runs by number of chunks.
+        counts: int64 in host memory, runs that have a first, a second, … chunk.
     """
 
     starts: torch.Tensor
@@ -54,10 +54,10 @@ class ChunkTable:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """How states pass through the segments in one direction.
+    """How states pass through the runs in one direction.
 
     Attributes:
-        send: int64, maps that this rank sends, rank 0's first: numbers of its `first` segments (`last` ones in the
+        send: int64, maps that this rank sends, rank 0's first: numbers of its `first` runs (`last` ones in the
             backward), then of its `middle` ones.
         send_sizes, recv_sizes: for each rank a tensor ``[maps, 0]``.
         chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory.
@@ -75,15 +75,15 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class HaloRoute:
-    """Rows before the segments of this rank.
+    """Rows before the runs of this rank.
 
     Attributes:
-        route: rows that travel.
-        stream: int64, each segment behind its halo: rows of the shard, then arrived rows, then one row of zeros.
+        step: rows that travel.
+        stream: int64, each run behind its halo: rows of the shard, then arrived rows, then one row of zeros.
         outputs: int64 ``[R]``, where the window of each token begins in the stream.
     """
 
-    route: RankStep
+    step: RankStep
     stream: torch.Tensor
     outputs: torch.Tensor
 
@@ -97,7 +97,7 @@ class RecurrenceRoute:
         starts: int64 ``[n]``, documents whose first token this rank holds, ascending; counted through all batch rows
             where their documents differ.
         ends: int64 ``[m]``, documents whose last token this rank holds, ascending.
-        whole: segments that are documents.
+        whole: runs that are documents.
         first, middle, last: those that open documents which go on elsewhere, that neither open nor close one, and that
             close one.
         forward, backward: how states, and their gradients, pass.
@@ -175,7 +175,7 @@ def recurrence_route(
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    everyone, rows = segments.find(plan.layout, packings), max(plan.layout.batch_size, len(packings))
+    everyone, rows = document_runs.find(plan.layout, packings), max(plan.layout.batch_size, len(packings))
     prints = hashlib.blake2b(f"recurrence of {plan.fingerprint}, {conv_width}".encode(), digest_size=16)
     for values in everyone:
         prints.update(np.ascontiguousarray(values).tobytes())
@@ -203,9 +203,9 @@ def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
 
 
 class _Builder:
-    """Tensors of one rank from the segments of all."""
+    """Tensors of one rank from the runs of all."""
 
-    def __init__(self, plan: Plan, everyone: Segments, rows: int, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, everyone: DocumentRuns, rows: int, rank: int, device: torch.device) -> None:
         self.everyone, self.rank, self.device, self.num_ranks = everyone, rank, device, plan.num_ranks
         self.length = plan.layout.num_tokens(rank)
         self.rows = rows
@@ -235,10 +235,10 @@ class _Builder:
 
     def passage(self, *, backward: bool) -> Passage:
         of, count = self.everyone, len(self.everyone.rank)
-        maps = segments.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
+        maps = document_runs.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
         if backward:  # numbers in the list backwards
             maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
-        # Own rows are the maps of segments that begin chains, then of those in the middle; then come the received ones.
+        # Own rows are the maps of runs that begin chains, then of those in the middle, then the received ones.
         middle, first, last = ~of.opens & ~of.closes, of.opens & ~of.closes, ~of.opens & of.closes
         begin, end = (last, first) if backward else (first, last)
         row, number = self.numbered(begin, middle), self.numbered(middle, end)
@@ -255,7 +255,7 @@ class _Builder:
         )
 
     def numbered(self, *kinds: Bool) -> Int64:
-        """For each segment of the rank its number among those of the first kind, then the second, …"""
+        """For each run of the rank its number among those of the first kind, then the second, …"""
         ordered = np.concatenate([np.flatnonzero(self.mine & kind) for kind in kinds])
         number = np.empty(len(self.mine), dtype=np.int64)
         number[ordered] = np.arange(len(ordered))
@@ -263,16 +263,13 @@ class _Builder:
 
     def table(self, which: Bool) -> ChunkTable:
         of, mine = self.everyone, self.mine & which
-        chunks = segments.cut(of.of(mine), self.rows * self.length, _CHUNK)
-        starts, ends = (self.numbered(kind)[mine & kind] for kind in (of.opens, of.closes))
-        return ChunkTable(
-            self.index(starts), self.index(ends), self.index(chunks.tokens), self.index(chunks.order),
-            self.host(chunks.counts),
-        )  # fmt: skip
+        tokens, order, counts = document_runs.cut(of.of(mine), self.rows * self.length, _CHUNK)
+        starts, ends = (self.index(self.numbered(kind)[mine & kind]) for kind in (of.opens, of.closes))
+        return ChunkTable(starts, ends, self.index(tokens), self.index(order), self.host(counts))
 
     def halo(self, width: int) -> HaloRoute:
-        found = segments.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
-        route = RankStep(
+        found = document_runs.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
+        step = RankStep(
             send=self.index(found.send),
             order=None,
             send_sizes=self.sizes(found.send_counts),
@@ -280,7 +277,7 @@ class _Builder:
         )
         # Compiled code knows that it has as many entries as the shard has rows.
         outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
-        return HaloRoute(route, self.index(found.stream), outputs)
+        return HaloRoute(step, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)

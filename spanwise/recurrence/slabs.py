@@ -1,7 +1,7 @@
 """Tokens of a rank in chunks, and chunks in slabs: what `chunkwise` and `tokenwise` compute on at a time."""
 
 # T tokens of a rank, h heads of q or k, H heads, K key dim, V value dim, d 1 or K: dims of a decay
-# P segments, n chunks of C tokens
+# P runs, n chunks of C tokens
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Consecutive steps of some segments: their chunks ``[n, C]``, and how many chunks each step has."""
+    """Consecutive steps of runs: their chunks ``[n, C]``, and how many chunks each step has."""
 
     tokens: Tensor
     sizes: list[int]
@@ -45,11 +45,11 @@ _SLAB = 1 << 20
 
 
 def slabs(tokens: Tensor, counts: Tensor, heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
-    """Batches ``[first, stop)`` of the segments, by length, each with its slabs in order.
+    """Batches ``[first, stop)`` of the runs, by length, each with its slabs in order.
 
     Args:
         tokens: ``[N, C]``, chunks step by step.
-        counts: segments that have a chunk at each step.
+        counts: runs that have a chunk at each step.
         dims: elements of a chunk's largest tensor, over C.
     """
     steps: list[int] = counts.tolist()

@@ -11,10 +11,10 @@ Decays only multiply: nothing cancels, and products may underflow. CPU seconds o
 1,024 channels with 16 states, 256 tokens: 0.07, and 1.05 with `chunkwise`; 2,048 tokens: 0.98.
 
 The functions are those of `chunkwise`. Tensors of chunks are ``[C, n, h, …]`` with h 1 or H, in float32 at least;
-states of the segments ``[P, H, K, 1]``.
+states of the runs ``[P, H, K, 1]``.
 """
 
-# C tokens of a chunk, n chunks, H heads, K key dim, d 1 or K: dims of a decay; P segments. Values have one dim.
+# C tokens of a chunk, n chunks, H heads, K key dim, d 1 or K: dims of a decay; P runs. Values have one dim.
 
 from __future__ import annotations
 

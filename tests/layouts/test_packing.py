@@ -254,11 +254,11 @@ def test_what_a_packing_refuses() -> None:
         (lambda: Packing(torch.tensor([[0, 4]] * 3)), r"got shape \[3, 2\]$"),
         (
             lambda: Packing([0, 5, 9, -1, -1]),
-            r"got -1 after 9 at position 3; the 2 entries .* cut off the tail, cu_seqlens_q\[:3\]",
+            r"got -1 after 9 at position 3; if the 2 entries .* cut off the tail, cu_seqlens_q\[:3\]",
         ),
         (
             lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16, 0]),
-            r"got 0 after 16 at position 3; that entry looks like filling: .* cu_seqlens_q_padded\[:3\]",
+            r"got 0 after 16 at position 3; if that entry is filling, .* cu_seqlens_q_padded\[:3\]",
         ),
         (lambda: Packing([0, 5, -1, 9]), "got -1 after 5 at position 2$"),
         (

@@ -146,7 +146,7 @@ def test_labels_of_padded_batches() -> None:
         (lambda: SpanMask.from_position_ids([0.0, 1.0]), "integer"),
         (lambda: SpanMask.from_position_ids([]), "not empty"),
         (lambda: SpanMask.from_attention_mask(np.ones((1, 1, 4, 4), int)), "give the mask of padding"),
-        (lambda: SpanMask.from_attention_mask([[1, 1, 2, 2]]), "documents that it numbers are told by"),
+        (lambda: SpanMask.from_attention_mask([[1, 1, 2, 2]]), "for documents that it numbers, give"),
         (lambda: SpanMask.from_attention_mask([[1, 0, 1]]), "padding between the tokens of row 0"),
         (lambda: Packing.from_attention_mask([[1, 1], [0, 1], [3, 0]]), "must be 1 for tokens and 0 for padding"),
         (lambda: Packing.from_position_ids(np.zeros((3, 1, 4), int)), "take those of the text"),

@@ -94,8 +94,8 @@ def test_spans_of_a_row_are_the_ancestors_that_the_next_one_does_not_follow():
         ([-1, 5], [1, 2], r"parents\[1\] = 5, and there are 2 nodes; a parent is a node from 0 to 1, or -1"),
         ([-1, -2], [1, 2], r"parents\[1\] = -2, and there are 2 nodes"),
         ([1, -1], [1, 2], r"parents\[0\] = 1: .* a parent must come before its children; renumber"),
-        ([-1, 3, 1, 2], [1, 1, 1, 1], "must not go in a circle, but (1 -> 3 -> 2 -> 1|3 -> 2 -> 1 -> 3|2 -> 1 -> 3)"),
-        ([0], [1], "circle, but 0 -> 0 does"),
+        ([-1, 3, 1, 2], [1, 1, 1, 1], r"parents\[1\] = 3: .*a circle of parents has no such order"),
+        ([0], [1], r"parents\[0\] = 0: .*a circle of parents has no such order"),
         ([-1], [2**30 + 1], "the sum of lengths must be between 0 and"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import Recurrence
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
 from spanwise.layouts.local import Local
 from spanwise.planning import recurrent
 
@@ -33,15 +33,15 @@ def test_traffic_of_all_ranks_is_that_of_each(data: st.DataObject, ranks: int, w
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
     layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
-    everyone = segments.find(layout, [spanwise.Packing(cuts)])
+    everyone = document_runs.find(layout, [spanwise.Packing(cuts)])
     for ordered in (everyone, everyone.backwards()):
-        traffic, composed = segments.map_traffic(ordered, ranks)
-        each = [segments.exchanged(ordered, rank, ranks) for rank in range(ranks)]
+        traffic, composed = document_runs.map_traffic(ordered, ranks)
+        each = [document_runs.exchanged(ordered, rank, ranks) for rank in range(ranks)]
         assert traffic.tolist() == [maps.recv_counts.tolist() for maps in each]
         assert traffic.T.tolist() == [maps.send_counts.tolist() for maps in each]
         assert composed.tolist() == [len(maps.chain) for maps in each]
-    halos = [segments.halo(everyone, rank, ranks, layout.num_tokens(rank), width) for rank in range(ranks)]
-    rows = segments.halo_traffic(everyone, ranks, width)
+    halos = [document_runs.halo(everyone, rank, ranks, layout.num_tokens(rank), width) for rank in range(ranks)]
+    rows = document_runs.halo_traffic(everyone, ranks, width)
     assert rows.tolist() == [halo.recv_counts.tolist() for halo in halos]
     wanted = np.zeros((ranks, ranks), int)
     for start, stop in itertools.pairwise(cuts):

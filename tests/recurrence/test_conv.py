@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import recurrence
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
 from tests.ranks.harness import run_ranks
 from tests.recurrence import oracle
 from tests.recurrence.test_layers import Owners
@@ -110,9 +110,9 @@ def test_nan_stays_in_its_document_and_padding_gives_zeros() -> None:
 
 def test_only_rows_before_runs_travel() -> None:
     layout = spanwise.Layout([[(0, 0, 10), (1, 10, 20), (0, 20, 25), (1, 25, 40)]], num_ranks=2, seq_len=40)
-    everyone = segments.find(layout, [spanwise.Packing([0, 12, 20, 40])])
+    everyone = document_runs.find(layout, [spanwise.Packing([0, 12, 20, 40])])
     # Rank 1 reads 7 to 9, and 22 to 24; rank 0 begins a document at 20.
-    found = [segments.halo(everyone, rank, 2, layout.num_tokens(rank), 3) for rank in (0, 1)]
+    found = [document_runs.halo(everyone, rank, 2, layout.num_tokens(rank), 3) for rank in (0, 1)]
     assert layout.indices(0)[found[0].send].tolist() == [7, 8, 9, 22, 23, 24]
     assert [x.send_counts.tolist() for x in found] == [[0, 6], [0, 0]]
     assert [x.recv_counts.tolist() for x in found] == [[0, 0], [6, 0]]

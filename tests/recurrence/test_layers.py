@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import _torch, recurrence
-from spanwise.layouts import segments
+from spanwise.layouts import document_runs
 from spanwise.planning import recurrent
 from spanwise.recurrence import _ops
 from tests.ranks.harness import run_ranks
@@ -217,10 +217,10 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
     layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
-    everyone = segments.find(layout, [spanwise.Packing(cuts)])
+    everyone = document_runs.find(layout, [spanwise.Packing(cuts)])
     sent = {(rank, to): [] for rank in range(ranks) for to in range(ranks)}
     for rank in range(ranks):
-        maps = segments.exchanged(everyone, rank, ranks)
+        maps = document_runs.exchanged(everyone, rank, ranks)
         readers = np.repeat(np.arange(ranks), maps.send_counts)
         for to, segment in zip(readers.tolist(), maps.send.tolist(), strict=True):
             sent[rank, to].append(segment)

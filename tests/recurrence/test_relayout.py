@@ -94,7 +94,7 @@ def test_there_and_back() -> None:
 
 def _bytes_moved(rank: int, mesh: Any, plans: Any) -> tuple[int, int]:
     way = spanwise.relayout_route(*plans, mesh)
-    sent = way.route.sizes[: mesh.size()]
+    sent = way.step.sizes[: mesh.size()]
     return sum(sent) - sent[rank], len(np.setdiff1d(plans[0].layout.indices(rank), plans[1].layout.indices(rank)))
 
 

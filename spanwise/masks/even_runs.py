@@ -1,10 +1,10 @@
-"""Stretches: a mask as intervals of rows in which both ends of a span move evenly, by 0 or 1 key a row.
+"""Even runs: a mask as intervals of rows in which both ends of a span move evenly, by 0 or 1 key a row.
 
-Masks in use have a few of them for each document, frame or window. What a stretch reads, its pairs and the tokens that
-it joins have closed forms. So work, needs and documents of a plan take time by stretches and runs, not by tokens. A
-mask without such structure has as many stretches as spans, and the results are the same.
+Masks in use have a few of them for each document, frame or window. What an even run reads, its pairs and the tokens
+that it joins have closed forms. So work, needs and documents of a plan take time by even runs, not by tokens. A mask
+without such structure has as many even runs as spans, and the results are the same.
 
-`SpanArrays.stretches` finds them once for each mask, slot by slot: the j-th spans of all rows are slot j.
+`SpanArrays.even_runs` finds them once for each mask, slot by slot: the j-th spans of all rows are slot j.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from spanwise.masks.spans import merge_runs
 _ROWS_AT_ONCE = 2**15  # fits a core's cache: 16M rows of documents take 25 ms, 45 ms with 2**13, 60 in one go
 
 
-class Stretches(NamedTuple):
-    """Stretches of spans, int64 ``[n]`` each; none is empty.
+class EvenRuns(NamedTuple):
+    """Even runs of spans, int64 ``[n]`` each; none is empty.
 
     Attributes:
         first, stop: rows ``[first, stop)``.
@@ -44,7 +44,7 @@ class Stretches(NamedTuple):
 
     @property
     def pairs(self) -> Int64:
-        """(query, key) pairs of each stretch."""
+        """(query, key) pairs of each even run."""
         rows = self.stop - self.first
         return rows * (self.end - self.start) + (self.end_step - self.start_step) * (rows * (rows - 1) // 2)
 
@@ -52,7 +52,7 @@ class Stretches(NamedTuple):
     def crossed(self) -> Int64:
         """Positions ``[low, high)`` between two tokens of which one reads the other or both are read; ``[n, 2]``."""
         low, high = np.minimum(self.start, self.first) + 1, np.maximum(self.last_end, self.stop)
-        # Rows that read themselves alone cross nothing; in all other stretches the rows' intervals overlap or touch.
+        # Rows that read themselves alone cross nothing; in all other even runs the rows' intervals overlap or touch.
         alone = (self.start == self.first) & (self.end == self.first + 1) & (self.start_step + self.end_step == 2)
         return np.column_stack([low, np.where(alone, low, high)])
 
@@ -68,8 +68,8 @@ class Stretches(NamedTuple):
         return np.concatenate(found)
 
 
-def stretches_of(start: Int32, end: Int32) -> Stretches:
-    """The stretches of one slot ``[q_len]``, ascending; rows with an empty span are in none."""
+def even_runs_of(start: Int32, end: Int32) -> EvenRuns:
+    """The even runs of one slot ``[q_len]``, ascending; rows with an empty span are in none."""
     found = [np.zeros(min(len(start), 1), np.int64)]
     for low in range(0, len(start), _ROWS_AT_ONCE):
         begin = max(low - 2, 0)
@@ -88,14 +88,14 @@ def stretches_of(start: Int32, end: Int32) -> Stretches:
     first, stop = first[filled], stop[filled]
     second = np.minimum(first + 1, stop - 1)
     start_at, end_at = start[first].astype(np.int64), end[first].astype(np.int64)
-    return Stretches(first, stop, start_at, end_at, start[second] - start_at, end[second] - end_at)
+    return EvenRuns(first, stop, start_at, end_at, start[second] - start_at, end[second] - end_at)
 
 
-def span_arrays(slots: Sequence[Stretches], q_len: int) -> tuple[Int32, Int32]:
-    """``start, end`` ``[num_slots, q_len]`` of the stretches of each slot; (0, 0) in rows of none."""
+def span_arrays(slots: Sequence[EvenRuns], q_len: int) -> tuple[Int32, Int32]:
+    """``start, end`` ``[num_slots, q_len]`` of the even runs of each slot; (0, 0) in rows of none."""
     found = np.empty((2, len(slots), q_len), np.int32)
     for j, of in enumerate(slots):
-        rows = np.append(0, np.column_stack([of.first, of.stop]))  # each stretch, and the gap behind it
+        rows = np.append(0, np.column_stack([of.first, of.stop]))  # each run, and the gap behind it
         length = np.diff(rows, append=q_len)
         for side, (begin, step) in enumerate(((of.start, of.start_step), (of.end, of.end_step))):
             value, steps = (np.append(0, np.column_stack([x, np.zeros_like(x)])) for x in (begin, step))
@@ -107,19 +107,19 @@ def span_arrays(slots: Sequence[Stretches], q_len: int) -> tuple[Int32, Int32]:
     return found[0], found[1]
 
 
-def cut(slots: Sequence[Stretches], runs: Int64) -> tuple[Int64, Stretches]:
-    """The parts of stretches that lie in runs of rows ``[m, 2]``; each part with the index of its run, ``[n]``.
+def cut(slots: Sequence[EvenRuns], runs: Int64) -> tuple[Int64, EvenRuns]:
+    """Even runs cut where they leave runs of rows ``[m, 2]``; each part with the index of its run, ``[n]``.
 
     Runs may stand in any order and overlap; parts are sorted by slot, then by run.
     """
-    found, parts = [np.zeros(0, np.int64)], [Stretches(*np.zeros((6, 0), np.int64))]
+    found, parts = [np.zeros(0, np.int64)], [EvenRuns(*np.zeros((6, 0), np.int64))]
     for of in slots:
         low = np.searchsorted(of.stop, runs[:, 0], side="right")
         count = np.maximum(np.searchsorted(of.first, runs[:, 1], side="left") - low, 0)
         count[runs[:, 0] >= runs[:, 1]] = 0
         run = np.repeat(np.arange(len(runs)), count)
         at = np.arange(len(run)) + np.repeat(low - np.cumsum(count) + count, count)
-        part = Stretches(*(x[at] for x in of))
+        part = EvenRuns(*(x[at] for x in of))
         first = np.maximum(part.first, runs[run, 0])
         later = first - part.first
         found.append(run)
@@ -131,10 +131,10 @@ def cut(slots: Sequence[Stretches], runs: Int64) -> tuple[Int64, Stretches]:
                 end=part.end + later * part.end_step,
             )
         )
-    return np.concatenate(found), Stretches(*map(np.concatenate, zip(*parts, strict=True)))
+    return np.concatenate(found), EvenRuns(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def keys_read(slots: Sequence[Stretches], runs: Int64, owner: Int64, stride: int) -> Int64:
+def keys_read(slots: Sequence[EvenRuns], runs: Int64, owner: Int64, stride: int) -> Int64:
     """Union of the keys that the rows of each owner read, as runs ``[n, 2]`` on one line: ``owner * stride + key``.
 
     Args:

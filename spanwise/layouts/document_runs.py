@@ -1,7 +1,7 @@
-"""Segments: the stretches of consecutive tokens of one document that a rank holds. Pure numpy, for all ranks at once.
+"""Document runs: the runs of one document's tokens that a rank holds. Pure numpy, for all ranks at once.
 
-A segment begins at its document's first token, or *continues* one that another rank holds; and it ends with its
-document, or another rank continues it. Tables of chunks, halos and the maps to exchange follow from the segments.
+A run begins at its document's first token, or *continues* one that another rank holds; and it ends with its
+document, or another rank continues it. Tables of chunks, halos and the maps to exchange follow from the runs.
 """
 
 # R batch rows (1 where one row serves all), T tokens of a rank in a row
@@ -18,11 +18,11 @@ from spanwise.layouts.runs import ragged_arange
 from spanwise.masks.arrays import Bool, Int64
 
 
-class Segments(NamedTuple):
-    """All segments, by batch row and position; arrays ``[n]``.
+class DocumentRuns(NamedTuple):
+    """All runs, by batch row and position; arrays ``[n]``.
 
     Attributes:
-        rank: that holds the segment.
+        rank: that holds the run.
         row: batch row.
         start, stop: positions in the sequence.
         document: its document, numbered over all batch rows.
@@ -39,29 +39,29 @@ class Segments(NamedTuple):
     closes: Bool
     at: Int64
 
-    def of(self, which: Bool | Int64) -> Segments:
-        """Some of the segments."""
-        return Segments(**{name: values[which] for name, values in self._asdict().items()})
+    def of(self, which: Bool | Int64) -> DocumentRuns:
+        """The chosen runs."""
+        return DocumentRuns(**{name: values[which] for name, values in self._asdict().items()})
 
-    def backwards(self) -> Segments:
-        """The segments in the order in which gradients pass through them: last first, ends for starts."""
+    def backwards(self) -> DocumentRuns:
+        """The runs in the order in which gradients pass through them: last first, ends for starts."""
         last_first = self.of(np.arange(len(self.rank))[::-1])
         document = last_first.document.max(initial=0) - last_first.document
         return last_first._replace(document=document, opens=last_first.closes, closes=last_first.opens)
 
 
-def find(layout: Layout, documents: list[Packing]) -> Segments:
-    """The segments of all ranks. One entry of `documents`, like one row of the layout, serves every batch row."""
+def find(layout: Layout, documents: list[Packing]) -> DocumentRuns:
+    """The runs of all ranks. One entry of `documents`, like one row of the layout, serves every batch row."""
     rows = range(max(layout.batch_size, len(documents)))
     found, before = [], 0
     for row in rows:
         of = documents[row % len(documents)]
         found.append(_of_row(layout, row, of, before))
         before += of.num_sequences
-    return Segments(*(np.concatenate(values) for values in zip(*found, strict=True)))
+    return DocumentRuns(*(np.concatenate(values) for values in zip(*found, strict=True)))
 
 
-def _of_row(layout: Layout, row: int, documents: Packing, before: int) -> Segments:
+def _of_row(layout: Layout, row: int, documents: Packing, before: int) -> DocumentRuns:
     pieces = layout.pieces(row if layout.batch_size > 1 else 0)
     held = np.concatenate([[0], np.cumsum(pieces[:, 2] - pieces[:, 1])])[:-1]  # tokens of all ranks before each piece
     held -= np.concatenate([[0], np.cumsum(layout.tokens_per_rank)])[pieces[:, 0]]
@@ -76,7 +76,7 @@ def _of_row(layout: Layout, row: int, documents: Packing, before: int) -> Segmen
     inside = (document >= 0) & (left < last[document]) if len(filled) else np.zeros(len(left), dtype=bool)
     left, right, document = left[inside], right[inside], document[inside]
     piece = np.searchsorted(start, left, side="right") - 1
-    return Segments(
+    return DocumentRuns(
         rank=rank[piece],
         row=np.full(len(left), row, dtype=np.int64),
         start=left,
@@ -88,21 +88,17 @@ def _of_row(layout: Layout, row: int, documents: Packing, before: int) -> Segmen
     )
 
 
-class Chunks(NamedTuple):
-    """Segments cut into chunks; see `ChunkTable` in `recurrence.route`."""
+def cut(mine: DocumentRuns, num_tokens: int, size: int) -> tuple[Int64, Int64, Int64]:
+    """Chunks of `size` tokens of the runs of one rank; `num_tokens` fills the last chunk of each.
 
-    tokens: Int64
-    order: Int64
-    counts: Int64
-
-
-def cut(mine: Segments, num_tokens: int, size: int) -> Chunks:
-    """Chunks of `size` tokens of the segments of one rank; `num_tokens` fills the last chunk of each."""
+    Returns:
+        `tokens`, `order` and `counts` of a `recurrence.route.ChunkTable`.
+    """
     length = mine.stop - mine.start
     order, counts, place, step = _stepwise(-(-length // size))
     of, inside = order[place], step[:, None] * size + np.arange(size)
     tokens = np.where(inside < length[of][:, None], mine.at[of][:, None] + inside, num_tokens)
-    return Chunks(tokens, order, counts)
+    return tokens, order, counts
 
 
 def _stepwise(lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
@@ -120,17 +116,17 @@ def _stepwise(lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
 
 
 class Maps(NamedTuple):
-    """Maps of segments that one rank sends and receives; segments are numbers in the list given to `exchanged`.
+    """Maps of runs that one rank sends and receives; runs are numbers in the list given to `exchanged`.
 
     Attributes:
-        send: own segments, those for rank 0 first.
-        recv: segments of other ranks, rank 0's first.
+        send: own runs, those for rank 0 first.
+        recv: runs of other ranks, rank 0's first.
         send_counts, recv_counts: ``[num_ranks]``.
-        chain: segments whose maps the rank composes, document beside document, step by step.
+        chain: runs whose maps the rank composes, document beside document, step by step.
         counts: documents that go on at each step.
-        reads: own segments whose entry states the rank needs, in the order in which they are reached.
+        reads: own runs whose entry states the rank needs, in the order in which they are reached.
         read_from: the place of its document in the steps.
-        read_counts: segments reached by each step.
+        read_counts: runs reached by each step.
     """
 
     send: Int64
@@ -144,11 +140,11 @@ class Maps(NamedTuple):
     read_counts: Int64
 
 
-def exchanged(everyone: Segments, rank: int, num_ranks: int) -> Maps:
-    """The maps that `rank` exchanges and composes; a map goes to all ranks with a later segment of its document."""
+def exchanged(everyone: DocumentRuns, rank: int, num_ranks: int) -> Maps:
+    """The maps that `rank` exchanges and composes; a map goes to all ranks with a later run of its document."""
     carried, document, reader, last = _readers(everyone, num_ranks)
     sent, to = _sent(everyone, everyone.rank == rank, document, reader, last)
-    # The documents that this rank continues, up to its last segment there.
+    # The documents that this rank continues, up to its last run there.
     last, document = last[reader == rank], document[reader == rank]
     first = np.searchsorted(everyone.document, document, side="left")
     before = ragged_arange(np.stack([first, last], axis=1))
@@ -172,15 +168,15 @@ def exchanged(everyone: Segments, rank: int, num_ranks: int) -> Maps:
     )
 
 
-def _readers(everyone: Segments, num_ranks: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """Segments that continue a document; each document and rank that continues it once, and its last segment there."""
+def _readers(everyone: DocumentRuns, num_ranks: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """Runs that continue a document; each document and rank that continues it once, and its last run there."""
     carried = np.flatnonzero(~everyone.opens)
     pairs, place = np.unique((everyone.document * num_ranks + everyone.rank)[carried][::-1], return_index=True)
     return carried, pairs // num_ranks, pairs % num_ranks, carried[::-1][place]
 
 
-def _sent(everyone: Segments, which: Bool, document: Int64, reader: Int64, last: Int64) -> tuple[Int64, Int64]:
-    """Each of `which` segments that goes on elsewhere, once for each rank that reads its map."""
+def _sent(everyone: DocumentRuns, which: Bool, document: Int64, reader: Int64, last: Int64) -> tuple[Int64, Int64]:
+    """Each of `which` runs that goes on elsewhere, once for each rank that reads its map."""
     own = np.flatnonzero(which & ~everyone.closes)
     low, high = (np.searchsorted(document, everyone.document[own], side=side) for side in ("left", "right"))
     sent, pair = np.repeat(own, high - low), ragged_arange(np.stack([low, high], axis=1))
@@ -188,7 +184,7 @@ def _sent(everyone: Segments, which: Bool, document: Int64, reader: Int64, last:
     return sent[wanted], reader[pair[wanted]]
 
 
-def map_traffic(everyone: Segments, num_ranks: int) -> tuple[Int64, Int64]:
+def map_traffic(everyone: DocumentRuns, num_ranks: int) -> tuple[Int64, Int64]:
     """Maps that travel, int64 ``[receivers, senders]``, and maps that each rank composes, int64 ``[num_ranks]``."""
     _, document, reader, last = _readers(everyone, num_ranks)
     sent, to = _sent(everyone, np.ones(len(everyone.rank), dtype=bool), document, reader, last)
@@ -198,25 +194,25 @@ def map_traffic(everyone: Segments, num_ranks: int) -> tuple[Int64, Int64]:
     return traffic.reshape(num_ranks, num_ranks), composed
 
 
-def halo_traffic(everyone: Segments, num_ranks: int, width: int) -> Int64:
+def halo_traffic(everyone: DocumentRuns, num_ranks: int, width: int) -> Int64:
     """Rows that travel for a convolution that reads `width` tokens back, int64 ``[receivers, senders]``."""
     reader, _, holder = _halo_rows(everyone, _begin(everyone), width)
     traffic = np.bincount(reader * num_ranks + everyone.rank[holder], minlength=num_ranks**2)
     return traffic.reshape(num_ranks, num_ranks)
 
 
-def _begin(everyone: Segments) -> Int64:
-    """Where each segment begins in all batch rows, one after the other."""
+def _begin(everyone: DocumentRuns) -> Int64:
+    """Where each run begins in all batch rows, one after the other."""
     return everyone.row * int(everyone.stop.max(initial=0)) + everyone.start
 
 
-def _floor(everyone: Segments, begin: Int64) -> Int64:
-    """Where the document of each segment begins."""
+def _floor(everyone: DocumentRuns, begin: Int64) -> Int64:
+    """Where the document of each run begins."""
     return begin[np.searchsorted(everyone.document, everyone.document, side="left")]
 
 
-def _halo_rows(everyone: Segments, begin: Int64, width: int) -> tuple[Int64, Int64, Int64]:
-    """Each reader and token that it reads of another rank, once, ascending; and the segment that holds the token."""
+def _halo_rows(everyone: DocumentRuns, begin: Int64, width: int) -> tuple[Int64, Int64, Int64]:
+    """Each reader and token that it reads of another rank, once, ascending; and the run that holds the token."""
     runs, beyond = (
         np.stack([np.maximum(begin - width, _floor(everyone, begin)), begin], axis=1),
         begin.max(initial=0) + 1,
@@ -229,7 +225,7 @@ def _halo_rows(everyone: Segments, begin: Int64, width: int) -> tuple[Int64, Int
 
 
 class Halo(NamedTuple):
-    """Rows before the segments of one rank; see `HaloRoute` in `recurrence.route`."""
+    """Rows before the runs of one rank; see `HaloRoute` in `recurrence.route`."""
 
     send: Int64
     send_counts: Int64
@@ -238,7 +234,7 @@ class Halo(NamedTuple):
     outputs: Int64
 
 
-def halo(everyone: Segments, rank: int, num_ranks: int, num_tokens: int, width: int) -> Halo:
+def halo(everyone: DocumentRuns, rank: int, num_ranks: int, num_tokens: int, width: int) -> Halo:
     """What `rank` sends, receives and computes for a convolution that reads `width` tokens back."""
     begin = _begin(everyone)
     floor = _floor(everyone, begin)
@@ -246,7 +242,7 @@ def halo(everyone: Segments, rank: int, num_ranks: int, num_tokens: int, width: 
     owner = everyone.rank[holder]
     gives, takes = np.flatnonzero(owner == rank), np.flatnonzero(reader == rank)
     takes = takes[np.argsort(owner[takes], kind="stable")]
-    # Before each segment its halo, or zeros before its document.
+    # Before each run its halo, or zeros before its document.
     mine = np.flatnonzero(everyone.rank == rank)
     size = everyone.stop[mine] - everyone.start[mine]
     place = ragged_arange(np.stack([begin[mine] - width, begin[mine] + size], axis=1))

@@ -1,4 +1,4 @@
-"""Stretches say what the dense mask says: cells, pairs, keys read, positions crossed, tokens joined."""
+"""EvenRuns say what the dense mask says: cells, pairs, keys read, positions crossed, tokens joined."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import SpanMask
-from spanwise.masks import stretches
+from spanwise.masks import even_runs
 from tests.masks.test_properties import masks, runs
 
 
 def cells(of, shape):
-    """How often stretches hold each cell of a dense mask."""
+    """How often even runs hold each cell of a dense mask."""
     dense = np.zeros(shape, int)
     for first, stop, start, end, start_step, end_step in zip(*of, strict=True):
         for later, row in enumerate(range(first, stop)):
@@ -24,14 +24,14 @@ def cells(of, shape):
 
 
 @given(masks(), st.data())
-def test_stretches_hold_each_cell_once(mask, data):
+def test_even_runs_hold_each_cell_once(mask, data):
     rows = data.draw(runs(mask.q_len))
     for row, dense in enumerate(mask.dense()):
-        every = stretches.cut(mask.stretches(row), np.array([[0, mask.q_len]]))[1]
+        every = even_runs.cut(mask.even_runs(row), np.array([[0, mask.q_len]]))[1]
         np.testing.assert_array_equal(cells(every, dense.shape), dense)
-        run, parts = stretches.cut(mask.stretches(row), rows)
+        run, parts = even_runs.cut(mask.even_runs(row), rows)
         for k, (start, stop) in enumerate(rows.tolist()):
-            mine = stretches.Stretches(*(x[run == k] for x in parts))
+            mine = even_runs.EvenRuns(*(x[run == k] for x in parts))
             assert mine.pairs.sum() == dense[start:stop].sum()
             np.testing.assert_array_equal(cells(mine, dense.shape)[start:stop], dense[start:stop])
 
@@ -42,9 +42,9 @@ def test_crossed_and_joined(mask):
     for row, dense in enumerate(mask.dense()):
         crossed = [t for t in range(1, length) if dense[t:, :t].any() or dense[:t, t:].any()]
         joined = [t for t in range(1, length) if dense[t, t - 1] or dense[t - 1, t]]
-        slots = mask.stretches(row)
+        slots = mask.even_runs(row)
         for found, expected in (("crossed", crossed), ("joined", joined)):
-            gaps = stretches.outside((getattr(slot, found) for slot in slots), length)
+            gaps = even_runs.outside((getattr(slot, found) for slot in slots), length)
             outside = [t for start, stop in gaps for t in range(start, stop)]
             assert outside == [t for t in range(1, length) if t not in expected]
 
@@ -58,9 +58,9 @@ def test_crossed_and_joined(mask):
         (SpanMask.block_causal(200_000, 1536, 8), 131),
     ],
 )
-def test_regular_masks_have_few_stretches_wherever_blocks_of_the_scan_end(mask, most):
-    assert sum(len(slot.first) for slot in mask.stretches()) <= most
-    assert sum(int(slot.pairs.sum()) for slot in mask.stretches()) == mask.area().sum()
+def test_regular_masks_have_few_even_runs_wherever_blocks_of_the_scan_end(mask, most):
+    assert sum(len(slot.first) for slot in mask.even_runs()) <= most
+    assert sum(int(slot.pairs.sum()) for slot in mask.even_runs()) == mask.area().sum()
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 50])
