@@ -1,4 +1,4 @@
-"""The commands of the command line: train, verify, fuzz, plan, calibrate, overlap and bench."""
+"""The commands of the command line: verify, fuzz, plan, calibrate, overlap and bench."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from spanwise.cli.fuzz.command import FuzzOptions, fuzz
 from spanwise.cli.overlap import OverlapOptions, overlap
 from spanwise.cli.plan import PlanOptions
 from spanwise.cli.plan import plan as plan_command
-from spanwise.cli.train import train
 from spanwise.cli.verify import VerifyConfig, verify
-from spanwise.train.config import TrainConfig
 
 app = typer.Typer(
     help="Context parallelism for PyTorch, planned from the attention mask.",
@@ -27,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(command(TrainConfig, train, torchrun=True, leave_out=("vocab_size", "rope_theta", "norm_eps")))
 app.command("verify")(command(VerifyConfig, verify))
 app.command("fuzz")(command(FuzzOptions, fuzz))
 app.command("plan")(command(PlanOptions, plan_command))
