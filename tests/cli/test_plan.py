@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 import spanwise
+from benchmarks.plan import document_offsets
 from spanwise import GlobalBatches
 from spanwise import hardware as cost
 from spanwise.cli import plan as plan_command
 from spanwise.cli.app import app
-from spanwise.cli.bench.plan import document_offsets
 from spanwise.cli.hardware import load_hardware
 from spanwise.cli.lengths import read_lengths
 from spanwise.cli.overlap import OverlapOptions

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import spanwise.cli.bench
+import spanwise
 from spanwise.cli.app import app
 from spanwise.cli.ranks import RankFailure, run_ranks
 from spanwise.cli.verify import MASKS
@@ -46,20 +44,6 @@ def test_bad_options_of_verify(arguments: str, text: str) -> None:
 def test_masks_of_verify_fit_any_length(name: str, seq_len: int) -> None:
     mask = MASKS[name](seq_len, 0)
     assert (mask.q_len, mask.kv_len) == (seq_len, seq_len)
-
-
-def test_bench_runs_what_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = ["kernels", "plan", "layout", "memory", "packed"]
-    calls: list[tuple[str, Path | None, bool]] = []
-    for name in names:
-        module = importlib.import_module(f"spanwise.cli.bench.{name}")
-        monkeypatch.setattr(module, "run", lambda out, quick, name=name: calls.append((name, out, quick)))
-    for arguments in (["bench", "plan", "--quick"], ["bench", "--out", str(tmp_path)], ["bench", "kernels"]):
-        assert CliRunner().invoke(app, arguments).exit_code == 0
-    every = [(name, tmp_path / f"{name}.json", False) for name in names]
-    assert calls == [("plan", None, True), *every, ("kernels", None, False)]
-    assert {path.stem for path in Path(spanwise.cli.bench.__path__[0]).glob("*.py")} - {"__init__"} == set(names)
-    assert CliRunner().invoke(app, ["bench", "--quick", "plan"]).exit_code == 2
 
 
 def test_a_plan_option_that_is_to_come_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
