@@ -34,7 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## train on packed documents over 4 ranks, and prove losses and gradients against one device
-	$(BIN)/spanwise train --ranks 4 --steps 30 --prove 3 --out runs/demo
+	rm -rf runs/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_packed.py --out runs/demo
 
 # The processes of a run share what the first one compiles, whatever the caller's shell says.
 test test-all versions: export PYTHONDONTWRITEBYTECODE :=
@@ -63,9 +64,9 @@ docs: $(STAMP)  ## build the site into site/, and check its links
 	$(BIN)/python docs/check_site.py site
 
 bench: $(STAMP)  ## measure, print a table, write JSON
-	$(BIN)/spanwise bench plan
-	$(BIN)/spanwise bench layout
-	$(BIN)/spanwise bench kernels
+	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.layout
+	$(BIN)/python -m benchmarks.kernels
 
 gpu: $(STAMP)  ## run all that needs a CUDA device, in ten minutes (GPU_ARGS='--only parity'; --dry: on a CPU)
 	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)

@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
                 found = run(hosts, {"calibrate": given is None})
                 hardware = given or Hardware.from_dict(found[0]["hardware"])
                 flops = float(np.median([x["token_seconds"] for x in found])) * hardware.matmul_flops
-                result |= {"hardware": hardware.to_dict(), "linear_flops": flops, "model": dataclasses.asdict(MODEL)}
+                result |= {"hardware": hardware.to_dict(), "linear_flops": flops, "model": MODEL}
                 print(f"\n{hardware}\n{flops:,.0f} FLOPs a token at the rate of products")
             for seed in args.seeds:
                 lengths = documents(300, 1.4, seed, args.tokens)

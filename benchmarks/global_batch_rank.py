@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import spanwise
 from spanwise.calibrate.measure import measure as calibrate
 from spanwise.hardware import Hardware
-from spanwise.train.model import build_model
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from decoder import Decoder
 
 
 def main() -> None:
@@ -63,9 +67,9 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 def step_of(mine: tuple[np.ndarray, spanwise.Plan] | None, mesh: DeviceMesh) -> Callable[[], float]:
     """Forward and backward of this rank's documents; the sum of its losses. No gradients are summed over ranks."""
-    model = build_model(MODEL, 0)
+    model = Decoder(**MODEL)
     style = spanwise.ContextParallel(attention_type="sdpa")
-    parallelize_module(model, mesh, {"layers.*.attention.inner": style})
+    parallelize_module(model, mesh, {"layers.*.inner": style})
     if mine is None:
         return lambda: 0.0
     lengths, plan = mine

@@ -10,9 +10,8 @@ import numpy as np
 import spanwise
 from spanwise.hardware import Hardware
 from spanwise.planning.grids import in_order, longest_first, spread
-from spanwise.train.model import ModelConfig
 
-MODEL = ModelConfig(dim=256, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=768)
+MODEL = {"dim": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 768}
 SHAPE: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
 #: Most tokens of a rank over the mean, where tokens may be unequal.
 MOST = 1.5
@@ -58,7 +57,7 @@ def share(
 
 def _plan(way: Way, lengths: np.ndarray, ranks: int, hardware: Hardware, linear_flops: float) -> spanwise.Plan:
     mask = spanwise.SpanMask.documents(np.append(0, np.cumsum(lengths)))
-    given = {"hardware": hardware, "weights": {"default": MODEL.num_layers}, **SHAPE}
+    given = {"hardware": hardware, "weights": {"default": MODEL["num_layers"]}, **SHAPE}
     if way.documents.startswith("every"):
         given |= {"balancer": "per_document_head_tail", "exchange": "all_gather"}
     plan = spanwise.make_plan(mask, ranks, **given)

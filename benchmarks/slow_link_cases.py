@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import torch
+from plan import document_offsets
 
 import spanwise
-from spanwise.cli.bench.plan import document_offsets
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.heads import trades

@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.limits import HANG
 _PRELOAD = [
     "spanwise", "spanwise.layouts.local_search", "spanwise.overlap.backend", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "functorch.compile", "pytest",
-    "spanwise.train.loop", "spanwise.integrations.transformers",
+    "spanwise.integrations.transformers",
 ]  # fmt: skip
 
 
@@ -34,7 +35,9 @@ def forked() -> Any:
     return context
 
 
-def torchrun(script: Path, num_ranks: int, folder: Path, seconds: float = HANG) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    script: Path, num_ranks: int, folder: Path, seconds: float = HANG, arguments: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """What the ranks of a script printed; its `returncode` is that of a rank that failed, or 0.
 
     Args:
@@ -43,10 +46,8 @@ def torchrun(script: Path, num_ranks: int, folder: Path, seconds: float = HANG) 
     context = forked()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = folder / f"{script.stem}.out", folder / f"{script.stem}.err"
-    ranks = [
-        context.Process(target=_rank_main, args=(script, rank, num_ranks, folder, store.port, logs), daemon=True)
-        for rank in range(num_ranks)
-    ]
+    common = (arguments, num_ranks, folder, store.port, logs)
+    ranks = [context.Process(target=_rank_main, args=(rank, script, *common), daemon=True) for rank in range(num_ranks)]
     for log in logs:
         log.write_text("")
     for process in ranks:
@@ -61,7 +62,9 @@ def torchrun(script: Path, num_ranks: int, folder: Path, seconds: float = HANG) 
     return subprocess.CompletedProcess(str(script), code, *(log.read_text() for log in logs))
 
 
-def _rank_main(script: Path, rank: int, num_ranks: int, folder: Path, port: int, logs: tuple[Path, Path]) -> None:
+def _rank_main(
+    rank: int, script: Path, arguments: Sequence[str], num_ranks: int, folder: Path, port: int, logs: tuple[Path, Path]
+) -> None:
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     os.environ |= {
@@ -71,5 +74,6 @@ def _rank_main(script: Path, rank: int, num_ranks: int, folder: Path, port: int,
     }  # fmt: skip
     torch.set_num_threads(1)
     os.chdir(folder)
-    sys.argv = [str(script)]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")

@@ -129,9 +129,3 @@ def test_files_and_functions_are_short() -> None:
                 if (node.end_lineno or 0) - first.lineno >= 60:
                     functions.add(f"{path.relative_to(PACKAGE)}::{node.name}")
     assert functions == set(LONG_FUNCTIONS)
-
-
-def test_training_uses_public_names_only() -> None:
-    for path in (PACKAGE / "train").glob("*.py"):
-        names = {name for name in imported(path, modules()) if not name.startswith("spanwise.train")}
-        assert names <= {"spanwise"}, path.name

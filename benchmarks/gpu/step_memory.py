@@ -15,8 +15,8 @@ import spanwise
 from benchmarks.gpu.campaign import Row
 from benchmarks.gpu.steps import Context
 from benchmarks.gpu.worlds import Here, World
+from benchmarks.memory import copied_bytes
 from spanwise import SpanMask
-from spanwise.cli.bench.memory import copied_bytes
 
 HEADS, KV_HEADS, DIM = 8, 8, 64
 WAYS: dict[str, dict[str, Any]] = {

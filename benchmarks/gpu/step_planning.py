@@ -1,4 +1,4 @@
-"""Planning on the host of the GPU: ``spanwise bench plan``, and the tensors of a rank plan on the device."""
+"""Planning on the host of the GPU: ``python -m benchmarks.plan``, and the tensors of a rank plan on the device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 import spanwise
+from benchmarks import plan as bench
 from benchmarks.gpu.campaign import write_row
 from benchmarks.gpu.clock import device_of, medians
 from benchmarks.gpu.steps import Context
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
-from spanwise.cli.bench import plan as bench
 
 
 def run(context: Context) -> None:

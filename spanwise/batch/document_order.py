@@ -1,6 +1,6 @@
 """The order in which batches take documents: end to end, epoch after epoch.
 
-`GlobalBatches` and the loader of ``spanwise train`` use it. A position in it is one number, the tokens before it, which
+`GlobalBatches` uses it. A position in it is one number, the tokens before it, which
 does not depend on ranks or batch sizes. So a run resumes from that number alone.
 """
 

@@ -1,6 +1,6 @@
 """``spanwise calibrate``: starts ranks, or takes part in those of torchrun, and measures on all of them.
 
-`spanwise.calibrate` measures; this module starts the ranks, as `train` does, and shows the figures.
+`spanwise.calibrate` measures; this module starts the ranks and shows the figures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.cli.output import check_writable
+from spanwise.cli.ranks import join_torchrun, run_ranks, torchrun_size
 from spanwise.cli.report.terminal import console, table
 from spanwise.cli.report.units import percent, seconds
-from spanwise.train.launch import Rank, join_ranks, launch
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -69,21 +69,22 @@ class CalibrateOptions:
         check_writable(self.out)
 
 
-def calibrate(options: CalibrateOptions, rank: Rank | None) -> int:
+def calibrate(options: CalibrateOptions) -> int:
     """Measure this machine and its links. Plans are priced with the figures.
 
     Starts --ranks local processes, or takes part in those that torchrun started, on one host or several:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m spanwise calibrate --device cuda --out cluster.json
     """
-    if rank is not None:
-        return calibrate_rank(rank, options)
-    return launch(calibrate_rank, options, ranks=options.ranks)
+    if torchrun_size() is None:
+        return run_ranks(calibrate_rank, options, options.ranks, options.device)
+    join_torchrun(options.device)
+    return calibrate_rank(options)
 
 
-def calibrate_rank(rank: Rank, options: CalibrateOptions) -> int:
+def calibrate_rank(options: CalibrateOptions) -> int:
     """One rank's part; rank 0 prints the figures and writes the file."""
-    device = join_ranks(rank, options.device)
-    mesh = init_device_mesh(options.device, (rank.size,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     result = measure(
         mesh,
         device=device,
@@ -94,12 +95,11 @@ def calibrate_rank(rank: Rank, options: CalibrateOptions) -> int:
         dtype=getattr(torch, options.dtype),
         host_size=options.host_size,
     )
-    if rank.rank == 0:
+    if dist.get_rank() == 0:
         show(result)
         if options.out is not None:
             result.hardware.save(options.out)
             print(f"written to {options.out}")
-    dist.destroy_process_group()
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from spanwise.train.launch import RankFailure, torchrun_rank
+from spanwise.cli.ranks import RankFailure, torchrun_size
 
 
 def command(
@@ -32,8 +32,7 @@ def command(
     Args:
         config: a dataclass; every field has a default. Its ``ValueError`` becomes one line and exit status 2.
         run: takes the config and returns the exit status. Its docstring is the help of the command.
-        torchrun: whether torchrun may start the command on every rank. `run` then also takes this process's `Rank`,
-            or None; ``--ranks`` may be left out.
+        torchrun: whether torchrun may start the command on every rank; ``--ranks`` may then be left out.
         leave_out: fields that keep their defaults.
     """
     parameters = [p for p in _parameters(config) if p.name not in leave_out]
@@ -41,14 +40,13 @@ def command(
         parameters = [p.replace(default=None) if p.name == "ranks" else p for p in parameters]
 
     def call(**given: Any) -> None:
-        rank = torchrun_rank() if torchrun else None
+        size = torchrun_size() if torchrun else None
         try:
             if torchrun:
-                given["ranks"] = _num_ranks(config, given["ranks"], rank.size if rank else None)
-            options = _build(config, given)
-            status = run(options, rank) if torchrun else run(options)
+                given["ranks"] = _num_ranks(config, given["ranks"], size)
+            status = run(_build(config, given))
         except (ValueError, NotImplementedError) as error:
-            if rank is not None:  # torchrun shows the traceback
+            if size is not None:  # torchrun shows the traceback
                 raise
             _fail(str(error), 2)
         except RankFailure as error:

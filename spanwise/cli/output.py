@@ -36,16 +36,3 @@ def write_text(path: str | None, text: Callable[[], str]) -> None:
 def json_text(figures: Any) -> str:
     """`figures` as a JSON file holds them."""
     return json.dumps(figures, indent=1) + "\n"
-
-
-def publish(result: dict[str, Any], out: Path | None, *tables: Any, width: int = 120) -> dict[str, Any]:
-    """Print a benchmark's `tables` (empty ones are left out), write `result` as JSON to `out`, and return it.
-
-    `width` is that of the tables where there is no terminal.
-    """
-    for table in filter(None, tables):
-        console(width).print(table)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json_text(result), encoding="utf-8")
-    return result

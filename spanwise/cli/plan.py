@@ -20,13 +20,12 @@ from spanwise.cli.report.compare import compare
 from spanwise.cli.report.plan_figures import figures
 from spanwise.cli.report.plan_html import render
 from spanwise.cli.report.terminal import working
-from spanwise.cli.sequence import choose_sequence
+from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.grids import Grid, compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
-from spanwise.train.config import SEQ_LIMIT
 
 #: Most ranks: reports hold tables of ranks × ranks, and draw one.
 RANKS_LIMIT = 1024

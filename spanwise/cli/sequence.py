@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+import spanwise
 from spanwise.cli.lengths import read_lengths
 from spanwise.cli.report.plan_figures import Source
-from spanwise.train.config import SEQ_LIMIT
-from spanwise.train.data import DocumentStream, find_documents
+
+#: Most tokens of a sequence: a plan keeps a few arrays of one entry a token.
+SEQ_LIMIT = 2**26
 
 
 def choose_sequence(
@@ -24,7 +27,7 @@ def choose_sequence(
     Args:
         documents: file of document lengths; see `spanwise.cli.lengths.read_lengths`.
         column: its key or column.
-        data: files and folders, every file one document, packed as in ``spanwise train``.
+        data: files and folders, every file one document of its bytes and two marks.
         seq_len: tokens of a sequence. Documents are laid end to end and cut there; without documents, one document of
             that length.
         sequence: which of the sequences, from 0.
@@ -79,17 +82,41 @@ def _of_lengths(path: str, column: str | None, seq_len: int | None, index: int) 
 
 
 def _of_data(paths: Sequence[str], seq_len: int | None, index: int) -> tuple[np.ndarray, Source]:
-    corpus = find_documents(paths)
-    origin = f"{', '.join(paths)}: {corpus.describe()}"
+    lengths = document_lengths(paths)
+    origin = f"{', '.join(paths)}: {len(lengths)} documents, {sum(lengths):,} tokens"
     if seq_len is None:
         _check_index(index, 1, "--data without --seq-len")
-        lengths = np.array([document.num_tokens for document in corpus.documents], dtype=np.int64)
-        return _offsets(lengths), Source(origin, "every file one document, in the order of their names", index, 1)
-    stream = DocumentStream(corpus.documents, 0, seq_len)
-    count = -(-stream.epoch_tokens // seq_len)
+        how = "every file one document, in the order of their names"
+        return _offsets(np.array(lengths)), Source(origin, how, index, 1)
+    count = -(-sum(lengths) // seq_len)
     _check_index(index, count, f"an epoch of --seq-len {seq_len}")
-    how = f"every file one document, shuffled (seed 0), cut every {seq_len:,} tokens: train --held-out 0"
-    return stream.cu_seqlens(index * seq_len, seq_len), Source(origin, how, index, count)
+    pieces = spanwise.DocumentOrder(lengths, seed=0, max_document=seq_len).pieces(index * seq_len, seq_len)
+    how = f"every file one document, shuffled (seed 0), laid end to end and cut every {seq_len:,} tokens"
+    return _offsets(pieces[:, 2] - pieces[:, 1]), Source(origin, how, index, count)
+
+
+def document_lengths(paths: Sequence[str]) -> list[int]:
+    """Tokens of each file that is not empty: its bytes, and a mark at each end. Hidden files of folders are left out.
+
+    Raises:
+        ValueError: a path is no file or folder, cannot be read, or holds no document.
+    """
+    lengths = []
+    for text in paths:
+        path = Path(text)
+        if not text or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{text!r} is no file or folder; --data takes files and folders (seen from {Path.cwd()})")
+        inside = [path] if path.is_file() else sorted(path.rglob("*"))
+        files = [f for f in inside if f.is_file() and (f == path or not _hidden(f.relative_to(path)))]
+        found = [size + 2 for file in files if (size := file.stat().st_size)]
+        if not found:
+            raise ValueError(f"no document in {path}: no file there holds a byte; name others with --data")
+        lengths += found
+    return lengths
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

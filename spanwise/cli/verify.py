@@ -1,20 +1,21 @@
-"""``spanwise verify``: attention and the decoder under a plan, compared with one device, on local ranks."""
+"""``spanwise verify``: attention and two layers around it under a plan, compared with one device, on local ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.train.launch import Rank, join_ranks, launch
-from spanwise.train.model import ModelConfig, build_model
+from spanwise.cli.ranks import run_ranks
 
 #: Most tokens: every rank computes the dense float64 reference, and leaks are followed over a dense mask.
 LIMIT = 4096
@@ -122,38 +123,60 @@ class VerifyConfig:
             hardware=spanwise.CPU_HOST,
         )
 
-    def model(self) -> ModelConfig:
-        """Two decoder layers with the heads of the options."""
-        return ModelConfig(
-            dim=self.num_heads * self.head_dim,
-            num_layers=2,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            hidden_dim=2 * self.num_heads * self.head_dim,
-        )
+
+class Inner(nn.Module):
+    """Only the attention call, whose forward `spanwise.ContextParallel` replaces."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=True)
+
+
+class Layer(nn.Module):
+    """Projections around attention, with a residual stream `x` ``[1, T, D]``."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int):
+        super().__init__()
+        self.heads, dim = (num_heads, num_kv_heads, num_kv_heads), num_heads * head_dim
+        self.norm, self.inner, self.out = nn.RMSNorm(dim), Inner(), nn.Linear(dim, dim, bias=False)
+        self.qkv = nn.Linear(dim, sum(self.heads) * head_dim, bias=False)
+
+    def forward(self, x: torch.Tensor, attn_mask: Any) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (sum(self.heads), -1)).transpose(1, 2).split(self.heads, 1)
+        return x + self.out(self.inner(q, k, v, attn_mask=attn_mask).transpose(1, 2).flatten(2))
+
+
+class Layers(nn.Module):
+    """Two layers with the heads of the options, and weights that are equal on all ranks."""
+
+    def __init__(self, config: VerifyConfig):
+        super().__init__()
+        torch.manual_seed(config.seed)
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
+        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(2)).to(getattr(torch, config.dtype))
+
+    def forward(self, x: torch.Tensor, attn_mask: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, attn_mask)
+        return x
 
 
 def verify(config: VerifyConfig) -> int:
-    """Compare attention and a decoder with one device. Probes them for leaks across the mask, too."""
-    config.model()
+    """Compare attention and two layers with one device. Probes them for leaks across the mask, too."""
     print(config.plan().explain(), flush=True)
-    return launch(verify_rank, config, ranks=config.ranks)
+    return run_ranks(verify_rank, config, config.ranks)
 
 
-def verify_rank(rank: Rank, config: VerifyConfig) -> int:
-    """A rank's part: the attention call, then the decoder around it. Returns 0 if both pass, else 1."""
-    join_ranks(rank, "cpu")
+def verify_rank(config: VerifyConfig) -> int:
+    """A rank's part: the attention call, then the layers around it. Returns 0 if both pass, else 1."""
     names = ("cp",) if config.inner == 1 else ("cp_outer", "cp_inner")
     mesh = init_device_mesh("cpu", config.axes, mesh_dim_names=names)
     plan, dtype = config.plan(), getattr(torch, config.dtype)
     attention = spanwise.verify(spanwise.context_parallel_attention, plan, mesh, dtype=dtype)
-    model = build_model(config.model(), config.seed, dtype)
+    model = Layers(config)
     style = spanwise.ContextParallel(attention_type="sdpa")
-    parallelize_module(model, mesh, {"layers.*.attention.inner": style})
-    tokens = torch.as_tensor(np.random.default_rng(config.seed).integers(0, 256, (1, config.seq_len)))
-    positions = torch.arange(config.seq_len)[None]
-    decoder = spanwise.verify(model, plan, mesh, inputs=(tokens, positions))
-    if rank.rank == 0:
-        print(f"attention: {attention}\ndecoder: {decoder}")
-    dist.destroy_process_group()
-    return 0 if attention and decoder else 1
+    parallelize_module(model, mesh, {"layers.*.inner": style})
+    x = torch.randn(1, config.seq_len, config.num_heads * config.head_dim, dtype=dtype)
+    layers = spanwise.verify(model, plan, mesh, inputs=(x,))
+    if dist.get_rank() == 0:
+        print(f"attention: {attention}\nlayers: {layers}")
+    return 0 if attention and layers else 1

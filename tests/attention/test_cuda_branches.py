@@ -28,8 +28,8 @@ from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from spanwise.calibrate import measure
 from spanwise.calibrate.ranks import Ranks
+from spanwise.cli.ranks import join_torchrun
 from spanwise.overlap.costs import timing
-from spanwise.train.launch import Rank, join_ranks
 
 CUDA = torch.device("cuda", 0)
 
@@ -168,9 +168,9 @@ def test_rank_plans_are_built_on_the_current_device(cuda: types.SimpleNamespace)
     assert built.call_args.args[2] == torch.device("cuda", 3) and built.call_args.kwargs["kernel"].name == "flex"
 
 
-def test_ranks_of_gpus_join_with_nccl_and_gloo(cuda: types.SimpleNamespace) -> None:
+def test_ranks_of_gpus_join_with_nccl_and_gloo(cuda: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     with mock.patch.object(dist, "init_process_group") as joined, mock.patch.object(torch, "set_num_threads"):
-        assert join_ranks(Rank(5, 8, 1, 4, "file:///none"), "cuda") == torch.device("cuda", 1)
-    assert joined.call_args.args == ("cpu:gloo,cuda:nccl",) and cuda.set_device.call_args.args == (
-        torch.device("cuda", 1),
-    )
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        join_torchrun("cuda")
+    assert joined.call_args.args == ("cpu:gloo,cuda:nccl",) and cuda.set_device.call_args.args == (1,)

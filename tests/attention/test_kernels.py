@@ -659,7 +659,7 @@ def test_score_mod_positions_must_fit() -> None:
 
 
 def test_benchmark_measures_against_the_floor() -> None:
-    from spanwise.cli.bench.kernels import masks, measure
+    from benchmarks.kernels import masks, measure
 
     rows = {row["mask"]: row for row in measure(tokens=256, heads=2, dim=8, repeats=1)}
     assert rows.keys() == masks(256).keys()

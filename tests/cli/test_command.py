@@ -13,10 +13,8 @@ from spanwise.cli.calibrate import CalibrateOptions
 from spanwise.cli.command import command, command_line, help_texts
 from spanwise.cli.overlap import OverlapOptions
 from spanwise.cli.plan import PlanOptions
+from spanwise.cli.ranks import RankFailure
 from spanwise.cli.verify import VerifyConfig
-from spanwise.train.config import TrainConfig
-from spanwise.train.launch import Rank, RankFailure
-from spanwise.train.model import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +62,9 @@ class Options:
 def invoke(*arguments: str, torchrun: bool = False) -> tuple[int, list[object], str]:
     found: list[object] = []
 
-    def note(options: Options, rank: Rank | None = None) -> int:
+    def note(options: Options) -> int:
         """Note the options."""
-        found.extend([options, rank])
+        found.append(options)
         if options.rate == 13:
             raise RankFailure("rank 1 failed:\nbad luck")
         return 3 if options.fast else 0
@@ -78,10 +76,10 @@ def invoke(*arguments: str, torchrun: bool = False) -> tuple[int, list[object], 
 
 
 def test_fields_are_options() -> None:
-    assert invoke()[:2] == (0, [Options(), None])
+    assert invoke()[:2] == (0, [Options()])
     arguments = "--data a b --data c --ranks 5 --heads 8 --rate 1.5 --fast --no-cache"
     expected = Options(("a", "c", "b"), 5, Sizes(8), 1.5, fast=True, cache=False)
-    assert invoke(*arguments.split())[:2] == (3, [expected, None])
+    assert invoke(*arguments.split())[:2] == (3, [expected])
     assert invoke("--secret", "1")[0] == invoke("--no-fast")[0] == 2
 
 
@@ -102,18 +100,15 @@ def test_errors_are_one_line() -> None:
 
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert invoke(torchrun=True)[1] == [Options(), None]
+    assert invoke(torchrun=True)[1] == [Options()]
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
-    options, rank = invoke(torchrun=True)[1]
-    assert options == Options(ranks=3) and isinstance(rank, Rank) and rank.rank == 1
+    assert invoke(torchrun=True)[1] == [Options(ranks=3)]
     assert invoke("--ranks", "2", torchrun=True)[:2] == (1, [])
-    assert invoke("--ranks", "2")[1] == [Options(), None]
+    assert invoke("--ranks", "2")[1] == [Options()]
 
 
-@pytest.mark.parametrize(
-    "config", [TrainConfig, ModelConfig, VerifyConfig, PlanOptions, CalibrateOptions, OverlapOptions]
-)
+@pytest.mark.parametrize("config", [VerifyConfig, PlanOptions, CalibrateOptions, OverlapOptions])
 def test_every_option_has_a_help(config: type) -> None:
     texts = help_texts(config)
     assert set(texts) == {field.name.removeprefix("num_") for field in dataclasses.fields(config)}

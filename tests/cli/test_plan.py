@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import spanwise
+from benchmarks.plan import document_offsets
 from spanwise import GlobalBatches
 from spanwise import hardware as cost
 from spanwise.cli import plan as plan_command
 from spanwise.cli.app import app
-from spanwise.cli.bench.plan import document_offsets
 from spanwise.cli.hardware import load_hardware
 from spanwise.cli.lengths import read_lengths
 from spanwise.cli.overlap import OverlapOptions
@@ -30,7 +31,6 @@ from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.grids import compare_grids
 from spanwise.planning.make_plan import make_plan
-from spanwise.train.data import DocumentStream, find_documents
 
 
 def write(path: Path, text: str) -> str:
@@ -146,12 +146,12 @@ def test_several_sequences_are_not_packed_again(tmp_path: Path) -> None:
         choose_sequence(documents=path, seq_len=4)
 
 
-def test_data_is_packed_as_train_packs_it(tmp_path: Path) -> None:
+def test_data_is_packed_in_document_order(tmp_path: Path) -> None:
     for i, size in enumerate((50, 700, 3, 210)):
         (tmp_path / f"{i}.txt").write_bytes(b"x" * size)
     cu, source = choose_sequence(data=(str(tmp_path),), seq_len=128, sequence=2)
-    stream = DocumentStream(find_documents([tmp_path]).documents, 0, 128)
-    np.testing.assert_array_equal(cu, stream.cu_seqlens(2 * 128, 128))
+    pieces = spanwise.DocumentOrder([52, 702, 5, 212], seed=0, max_document=128).pieces(2 * 128, 128)
+    np.testing.assert_array_equal(np.diff(cu), pieces[:, 2] - pieces[:, 1])
     assert source.sequences == -(-(50 + 700 + 3 + 210 + 4 * 2) // 128)
     assert choose_sequence(data=(str(tmp_path),))[0].tolist() == [0, 52, 754, 759, 971]
 
@@ -411,7 +411,7 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         ("--documents {tmp}/d.csv", r"d\.csv, line 2: expected a whole number of tokens, found 'x'"),
         ("--documents {tmp}/d.csv --data {tmp}", "--documents and --data both say which documents there are"),
         ("--column length --seq-len 5", "--column length names a part of a --documents file; there is none"),
-        ("--data nowhere", "nowhere does not exist; --data takes files and folders"),
+        ("--data nowhere", "'nowhere' is no file or folder; --data takes files and folders"),
         ("--seq-len 0", "--seq-len must be between 1 and 67,108,864 tokens, got 0"),
         ("--seq-len 99999999999", "--seq-len must be between 1 and 67,108,864 tokens, got 99,999,999,999"),
         ("--seq-len 99 --sequence 1", "--sequence 1 does not exist: --seq-len without documents gives 1"),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.cli.bench.plan import document_offsets
+from benchmarks.plan import document_offsets
 from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail
 from spanwise.layouts.layout import Layout

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.plan import document_offsets
 from spanwise import make_plan
-from spanwise.cli.bench.plan import document_offsets
 from spanwise.layouts import block_reads, by_document
 from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT

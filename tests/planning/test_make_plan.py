@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.plan import document_offsets
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
-from spanwise.cli.bench.plan import document_offsets
 from spanwise.layouts.local import Local
 from tests.scripts import forked
 

@@ -14,17 +14,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import spanwise
+from examples.decoder import VOCABULARY, Decoder
 from spanwise.layouts.spread import Spread
-from spanwise.train.model import build_model
 from tests.ranks.gloo import GlooPool
-from tests.ranks.train_runs import TINY
 
+TINY = {"dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
 LENGTHS = [37, 5, 0, 160, 1, 22, 61, 90, 3, 44]  # one needs all ranks, others are shorter than a block
 
 
 def documents() -> list[np.ndarray]:
     random = np.random.default_rng(0)
-    return [random.integers(0, TINY.vocab_size, n) for n in LENGTHS]
+    return [random.integers(0, VOCABULARY, n) for n in LENGTHS]
 
 
 def batches(num_ranks: int, **options: Any) -> spanwise.GlobalBatches:
@@ -37,8 +37,8 @@ def batches(num_ranks: int, **options: Any) -> spanwise.GlobalBatches:
 
 def train(rank: int, mesh: Any, sharding: str, options: dict[str, Any]) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of each global batch, on one rank of all."""
-    model: Any = build_model(TINY, 0, torch.float64)
-    parallelize_module(model, mesh, {"layers.*.attention.inner": spanwise.ContextParallel(attention_type="sdpa")})
+    model: Any = Decoder(**TINY).double()
+    parallelize_module(model, mesh, {"layers.*.inner": spanwise.ContextParallel(attention_type="sdpa")})
     if sharding == "fsdp":
         fully_shard(model, mesh=mesh)
     else:
@@ -61,7 +61,7 @@ def whole(gradient: Any) -> torch.Tensor:
 
 def alone(batch: spanwise.GlobalBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """The same on one device, one document after the other, with torch's attention and loss."""
-    model, tokens = build_model(TINY, 0, torch.float64), documents()
+    model, tokens = Decoder(**TINY).double(), documents()
     total = 0.0
     for document, start, stop in batch.pieces.tolist():
         ids = torch.from_numpy(tokens[document][start:stop])[None]

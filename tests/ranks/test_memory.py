@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import spanwise
+from benchmarks import memory
 from spanwise import Packing, SpanMask
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.cli.bench import memory
 from spanwise.planning.explain import describe_exchange
 from tests.limits import HANG
 from tests.ranks.gloo import GlooPool

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from spanwise.cli.bench import layout
+from benchmarks import layout
 
 
 @pytest.fixture(scope="module")

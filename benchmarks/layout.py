@@ -1,4 +1,4 @@
-"""Balance and traffic of each balancer: ``spanwise bench layout``.
+"""Balance and traffic of each balancer: ``python -m benchmarks.layout``.
 
 One sequence of 131,072 tokens, masks of every kind. The imbalance is that of exact mask areas. The traffic is the K/V
 tokens that a rank reads of other ranks, the least of any exchange, next to those of a full gather. All figures come
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.output import publish
+from benchmarks.plan import document_offsets
+from benchmarks.publish import main, publish
 from spanwise.cli.report.terminal import table
 from spanwise.cli.report.units import count
 from spanwise.layouts.local import Local
@@ -138,3 +138,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "–" if row["ms"] is None else f"{row['ms']:.1f}",
         )
     return found
+
+
+if __name__ == "__main__":
+    main(run, __doc__ or "")

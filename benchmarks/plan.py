@@ -1,4 +1,4 @@
-"""Time of planning, and the plans of the balancers: ``spanwise bench plan``.
+"""Time of planning, and the plans of the balancers: ``python -m benchmarks.plan``.
 
 One core, everything a rank needs before its first kernel: the mask from document lengths, the layout, the traffic
 between ranks, the fingerprint, this rank's index tensors and FlexAttention block tables. Next to each time stand the
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.publish import main, publish
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.cli.output import publish
 from spanwise.cli.report.terminal import table
 from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
@@ -115,3 +115,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             count(row["all_gather_tokens_mean"]),
         )
     return found
+
+
+if __name__ == "__main__":
+    main(run, __doc__ or "")

@@ -1,4 +1,4 @@
-"""Packed documents as they are against documents padded for the dual-chunk order: ``spanwise bench packed``.
+"""Packed documents as they are against documents padded for the dual-chunk order: ``python -m benchmarks.packed``.
 
 TransformerEngine's context parallelism pads every document to a multiple of twice the number of ranks. The same
 documents are planned three ways: padded in its order (balancer "dual_chunk"), unpadded in the same order
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.plan import document_offsets
+from benchmarks.publish import main, publish
 from spanwise.attention.attention import merged, zero_in_padding
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
-from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.output import publish
 from spanwise.cli.report.terminal import table
 from spanwise.cli.report.units import count, percent
 from spanwise.layouts.packing import Packing
@@ -37,8 +37,8 @@ from spanwise.planning.plan import Plan
 SEQ_LEN, QUICK_SEQ_LEN = 16_384, 4_096
 RANKS = (4, 8)
 HEADS, HEAD_DIM, REPEATS = 2, 64, 7
-# Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `spanwise bench layout`
-# first, then corpora of short documents.
+# Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `layout.py` first,
+# then corpora of short documents.
 CORPORA = {"median 4,096": (4096, 64), "median 1,024": (1024, 1), "median 256": (256, 1), "median 64": (64, 1)}
 
 
@@ -190,3 +190,7 @@ def _table(result: dict[str, Any]) -> Table:
             count(local["recv_mean"]),
         )
     return shown
+
+
+if __name__ == "__main__":
+    main(run, __doc__ or "")

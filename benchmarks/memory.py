@@ -1,4 +1,4 @@
-"""K/V that each exchange holds, by the length of the sequence: ``spanwise bench memory``.
+"""K/V that each exchange holds, by the length of the sequence: ``python -m benchmarks.memory``.
 
 From plans, for lengths that no CPU computes: `Plan.resident_bytes`, the most that a rank holds in a layer's forward in
 addition to its own shards, and `Plan.saved_bytes`, the part that it keeps for the backward. Then measured, for lengths
@@ -24,10 +24,10 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.plan import document_offsets
+from benchmarks.publish import main, publish
 from spanwise import _torch
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.cli.bench.plan import document_offsets
-from spanwise.cli.output import publish
 from spanwise.cli.report.terminal import console, table
 from spanwise.cli.report.units import count, num_bytes
 from spanwise.masks.span_mask import SpanMask
@@ -260,3 +260,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
         cells.insert(2, f"{row['resident'] / row['shard']:.2f}")
         found.add_row(count(row["tokens"]), row["mask"], row["way"], *cells)
     return found
+
+
+if __name__ == "__main__":
+    main(run, __doc__ or "")

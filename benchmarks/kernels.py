@@ -1,4 +1,4 @@
-"""Attention on the CPU, forward and backward, against torch's own kernel: ``spanwise bench kernels``.
+"""Attention on the CPU, forward and backward, against torch's own kernel: ``python -m benchmarks.kernels``.
 
 Every figure is a ratio taken in one process: the repeats of both sides alternate, and the smallest time of each counts.
 Next to it stands the least work of the mask: its non-empty 128-blocks and the FLOPs of its area (4 x head dim a pair
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import plan
+from benchmarks.publish import main, publish
 from spanwise.attention.kernels.sdpa import sdpa
-from spanwise.cli.bench import plan
-from spanwise.cli.output import publish
 from spanwise.cli.report.terminal import console, table
 from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
@@ -222,3 +222,7 @@ def _memory_line(memory: dict[str, Any] | None) -> str:
         f"{memory['peak_bytes'] / 2**20:.0f} MiB, torch {memory['torch_peak_bytes'] / 2**20:.0f} MiB, "
         f"ratio {memory['ratio']:.2f} (target {memory['target']})"
     )
+
+
+if __name__ == "__main__":
+    main(run, __doc__ or "")

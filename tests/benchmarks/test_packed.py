@@ -1,11 +1,11 @@
-"""What `spanwise bench packed` compares: the same documents each way, and steps that compute what attention does."""
+"""What `benchmarks.packed` compares: the same documents each way, and steps that compute what attention does."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from spanwise.cli.bench import packed
+from benchmarks import packed
 
 
 def test_all_plans_hold_the_same_documents() -> None:

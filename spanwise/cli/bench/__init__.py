@@ -1,1 +1,0 @@
-"""Measurements of `spanwise bench`: each module prints a table and writes JSON."""
