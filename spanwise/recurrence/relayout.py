@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.compare import compare_backward, compare_relayout, compiled, eager, tells_refusals
+from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
@@ -120,10 +120,11 @@ def _moved(x_Rx: torch.Tensor, way: RelayoutRoute, mesh: DeviceMesh) -> torch.Te
     """Rows ``[R, …]`` of all ranks, moved; a row is a token, or a batch row's token."""
     rest = x_Rx.shape[1:]
     rows_RF = x_Rx.flatten(1) if rest else x_Rx.unsqueeze(-1)
-    compare = compare_relayout(rows_RF, way.digest, mesh)
-    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)", eager(compare))
+    sizes = "features of a token", rows_RF.shape[1:]
+    call = compare_call("relayout", {"dtype": x_Rx.dtype}, mesh, [x_Rx], sizes=sizes, plan=way.digest)
+    link = Link(_torch.group_name(mesh.get_group()), way.num_ranks, "tokens (relayout)", eager(call))
     ((arrived_NF,),) = bring((rows_RF,), [way.route], link)
-    (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
+    (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
     return arrived_NF.unflatten(-1, rest) if rest else arrived_NF.squeeze(-1)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise.attention.exchange import failure, findings
+from spanwise.attention import failure
 from tests.ranks.gloo import GlooPool
 
 LENGTH, TIMEOUT = 24, 1.0
@@ -83,7 +83,7 @@ def one_stays_away(rank: int, mesh: DeviceMesh, door: str) -> Any:
         store.wait(["given up"])
         return None
     try:
-        with mock.patch.object(findings, "GRACE", 0.3):
+        with mock.patch.object(failure, "GRACE", 0.3):
             DOORS[door](mesh)
     except spanwise.ExchangeError as error:
         return error
