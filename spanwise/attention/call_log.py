@@ -47,7 +47,6 @@ class Call(NamedTuple):
     """A collective call in all that must be equal on all ranks.
 
     Attributes:
-        name: of the function.
         facts: its arguments by label; hashable, with a `str` that is equal in all processes.
         fresh: one that changes from batch to batch: the plan's digest, or a number of tokens.
         age: calls since the forward whose backward this is; 0 for others.
@@ -60,18 +59,20 @@ class Call(NamedTuple):
 
     def described(self, number: int) -> dict[str, str]:
         """The parts of call `number` in words."""
-        first = [("call", self.name), ("of call", number - self.age), self.fresh or ()]
-        facts = [x for x in (*first, *self.facts) if x and (x[0] != "of call" or self.age)]
+        of = [("of call", number - self.age)] if self.age else []
+        facts = [("call", self.name), *of, *([self.fresh] if self.fresh else []), *self.facts]
         return {label: str(value).removeprefix("torch.").replace("\n", " ") for label, value in facts}
 
-    def digest(self) -> int:
-        """62 bits. Errors are alike whatever they say."""
-        plain = REFUSED if self.name == REFUSED else json.dumps([self.described(0), self.age])
-        return int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest(), "little") >> 2
+
+@functools.lru_cache(1024)
+def _digest(call: Call) -> int:
+    """62 bits. Errors are alike whatever they say."""
+    plain = REFUSED if call.name == REFUSED else json.dumps([call.described(0), call.age])
+    return int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest(), "little") >> 2
 
 
 class Expectation:
-    """Tells whether a call is the one that followed the last calls before.
+    """Tells whether a call is the one that followed the last twelve before.
 
     >>> expected = Expectation()
     >>> [expected.meets(kind, None, False) for kind in (0, 1) * 14][-3:]
@@ -79,17 +80,15 @@ class Expectation:
     """
 
     def __init__(self) -> None:
-        self._backward, self._place = False, 0
-        self._fresh: dict[int, Hashable] = {}  # of each kind the last one; of -1 that of the last call with one
-        self._last: tuple[int, ...] = ()
+        self._backward, self._place, self._last = False, 0, tuple[int, ...]()
         self._after: dict[tuple[int, ...], int] = {}
+        self._fresh: dict[int, Hashable] = {}  # of each kind the last one; of -1 that of the last call with one
 
     def meets(self, kind: int, fresh: Hashable, backward: bool) -> bool:
         """Whether a call is the expected one; it then belongs to the last ones.
 
-        Args:
-            kind: the call without what is `fresh`. The first call with another of that is never expected.
-            backward: a model makes a call for each layer, then as many backwards; their place is counted.
+        A model makes a call for each layer, then as many backwards; their place is counted. The first call of a `kind`
+        with another `fresh` fact is never expected.
         """
         self._place = min(self._place + 1, 1024) if backward == self._backward else 0
         contexts = (self._place, *self._last), (-1, *self._last)
@@ -144,8 +143,7 @@ class CallLog:
 
     def __init__(self, name: str, ranks: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> None:
         self.name = f"group '{name}'" if " " not in name else f"the mesh of global ranks {ranks}"
-        self.group_name, self.ranks = _torch.group_name(groups[0]), ranks
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.ranks, self.rank = ranks, ranks.index(dist.get_rank())
         self.count = self.confirmed = 0
         self.error = self.broken = ""
         self.added = 0.0  # when the last call was recorded
@@ -158,12 +156,10 @@ class CallLog:
                 own = torch.zeros(1, device=_torch.comparison_device(group))
                 _torch.wait(_torch.start_all_gather(own, group.size(), _torch.group_name(group), _COME_TAG))
         timeout = _torch.group_timeout(groups[0])
-        self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, self.size, timeout)
-        self._recent: deque[tuple[int, Call]] = deque()  # those that a comparison may still be about, by number
+        self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, len(ranks), timeout)
+        self._calls: deque[Call] = deque()  # those that were not compared yet
+        self._own: deque[int] = deque()  # their digests
         self._expected = Expectation()
-        self._digests: dict[Call, tuple[int, int]] = {}  # with what is fresh and without
-        self._own: deque[int] = deque()  # digests that were not sent
-        self._heard: list[deque[int]] = [deque() for _ in range(self.size)]
         self._round: _Gather | None = None
         self._backwards: set[int] = set()  # numbers of those that made a call and have not ended
         self._ends = False  # whether `error` holds for all calls to come
@@ -173,21 +169,13 @@ class CallLog:
 
     def add(self, call: Call) -> tuple[int, bool]:
         """Record a call; returns its number, and whether it was expected."""
-        if call not in self._digests:
-            if len(self._digests) >= 1024:
-                self._digests.clear()
-            self._digests[call] = call.digest(), call._replace(fresh=None).digest()
-        digest, kind = self._digests[call]
-        expected = self._expected.meets(kind, call.fresh, call.age > 0)
-        number = self.count + 1
-        self._recent.append((number, call))
-        while self._recent[0][0] < self.confirmed:
-            self._recent.popleft()
-        self._own.append(2 * digest + expected)
-        self.count, self.added = number, time.monotonic()
+        expected = self._expected.meets(hash((call.name, call.facts, call.age)), call.fresh, call.age > 0)
+        self._calls.append(call)
+        self._own.append(2 * _digest(call) + expected)
+        self.count, self.added = self.count + 1, time.monotonic()
         if len(self._own) > _WIDTH // 2:
             self._wake.set()
-        return number, expected
+        return self.count, expected
 
     def confirm(self, number: int, seconds: float | None = None) -> None:
         """Return when all ranks have made call `number` alike, `error` or `broken` is set, or after some seconds."""
@@ -215,34 +203,30 @@ class CallLog:
                 self._wake.clear()
                 return False
             try:
-                # A rank takes part in a round while it has a call that some rank was not heard to make. All ranks that
-                # have made the next call see the same, so rounds of all ranks match.
+                # A rank takes part in a round while it has a call that was not compared. All ranks know the same of
+                # earlier rounds, so rounds of all ranks match.
                 if self._round is None:
-                    own = [self._own.popleft() for _ in range(min(len(self._own), _WIDTH))]
+                    own = list(self._own)[:_WIDTH]
                     self._round = _Gather(self.host, [len(own), *own, *[0] * (_WIDTH - len(own))], torch.int64)
                 if not self._round.work.is_completed():
                     return True
-                rows, self._round = self._round.wait(), None
-                self._take(rows)
+                (counts, *digests), self._round = zip(*self._round.wait(), strict=True), None
+                for found in digests[: min(counts)]:
+                    if len(set(found)) > 1:
+                        self._differ(self.confirmed + 1, any(digest & 1 for digest in found))
+                        break
+                    self._calls.popleft()
+                    self._own.popleft()
+                    self.confirmed += 1
             except RuntimeError as error:
                 self.broken = str(error)
             self._changed.notify_all()
             return False
 
-    def _take(self, rows: list[list[int]]) -> None:
-        for heard, row in zip(self._heard, rows, strict=True):
-            heard.extend(row[1 : 1 + row[0]])
-        while all(self._heard):
-            digests = {heard.popleft() for heard in self._heard}
-            if len(digests) > 1:
-                self._differ(self.confirmed + 1, any(digest & 1 for digest in digests))
-                return
-            self.confirmed += 1
-
     def _differ(self, number: int, started: bool) -> None:
         """Set `error`. If no rank has started the call, all raise in it, and the log can go on."""
-        own = {n: call.described(n) for n, call in list(self._recent)}.get(number, {"call": "an unknown call"})
-        said = json.dumps({label: value[:500] for label, value in own.items()}).encode()[:_WORDS].ljust(_WORDS)
+        own = {label: value[:500] for label, value in self._calls[0].described(number).items()}
+        said = json.dumps(own).encode()[:_WORDS].ljust(_WORDS)
         by_facts: dict[bytes, list[int]] = {}
         for rank, row in enumerate(_Gather(self.host, list(said), torch.uint8).wait()):
             by_facts.setdefault(bytes(row), []).append(rank)
@@ -254,12 +238,14 @@ class CallLog:
             parts.append(f"{ranks_in_words(ranks)}: {words}")
         text = (
             f"ranks disagree on call {number} in {self.name}: {'; '.join(parts)}. Every rank must make the same calls "
-            f"in the same order"
         )
+        text += "in the same order"
         if started:
             self._give_up(text)
         else:
             self.error, self._expected, self.confirmed = text, Expectation(), number
+            self._calls.clear()
+            self._own.clear()
 
     def _give_up(self, text: str) -> None:
         _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
@@ -297,14 +283,6 @@ class CallLog:
         with contextlib.suppress(RuntimeError):
             if not self.error and self._store.check([f"{self._key}/failed"]):
                 self._give_up(self._store.get(f"{self._key}/failed").decode())
-
-    def end(self) -> None:
-        """Compare the last calls, then nothing any more; says what differs on standard error."""
-        self.confirm(self.count, FLUSH)
-        if text := self.raised():
-            print(f"spanwise: {text}", file=sys.stderr)
-        with self._changed:  # the thread is not in the middle of a step
-            self.broken = self.broken or "the process ends"
 
 
 def _compare(ref: weakref.ref[CallLog], wake: threading.Event) -> None:
@@ -348,7 +326,11 @@ def logs() -> list[CallLog]:
 def _finish() -> None:
     """Compare the last calls before the process ends, so that no thread is inside the backend while Python ends."""
     for log in list(_alive):
-        log.end()
+        log.confirm(log.count, FLUSH)
+        if text := log.raised():
+            print(f"spanwise: {text}", file=sys.stderr)
+        with log._changed:  # the thread is not in the middle of a step
+            log.broken = log.broken or "the process ends"
 
 
 def connections() -> list[tuple[Any, Sequence[int]]]:
@@ -358,13 +340,9 @@ def connections() -> list[tuple[Any, Sequence[int]]]:
 
 
 def probe(among: Sequence[tuple[Any, Sequence[int]]]) -> tuple[set[int], list[dist.Work]]:
-    """Find connections that do not work any more, by sending messages that no rank receives.
+    """Global ranks that cannot be reached any more; and messages to the others, which no rank receives.
 
-    Such a send fails at once: the kernel closes connections when a process ends, however it ends, and gloo closes them
-    when a rank times out.
-
-    Returns:
-        global ranks that cannot be reached, and the sends that are under way.
+    A send fails at once where the process has ended, however it ended, or where gloo has closed the connection.
     """
     cut: set[int] = set()
     open_sends: list[dist.Work] = []
@@ -390,10 +368,10 @@ def close(open_sends: Sequence[dist.Work]) -> None:
             send.wait(timedelta(milliseconds=1))
 
 
-def ranks_in_words(ranks: Sequence[object], prefix: str = "rank") -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Ranks for a message.
 
-    >>> ranks_in_words([1]), ranks_in_words([0, 2], "global rank")
-    ('rank 1', 'global ranks 0, 2')
+    >>> ranks_in_words([1]), ranks_in_words([0, 2])
+    ('rank 1', 'ranks 0, 2')
     """
-    return f"{prefix}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

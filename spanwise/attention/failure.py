@@ -70,19 +70,6 @@ def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) 
     return _watched(what, name, begin, *args)
 
 
-def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
-    """Wait for a started collective on the group called `name`; `what` is the collective in words.
-
-    On a CPU it returns when the data have arrived. It raises ``ExchangeError`` a few seconds after a process of the
-    group has ended, and for a stuck process after the timeout of the group. Groups that `init_device_mesh` makes have
-    torch's default timeout of half an hour, not that of the world; its ``backend_override`` sets another. (A timeout
-    set later does not reach sends and receives of gloo.) With NCCL a wait only orders streams, unless
-    ``TORCH_NCCL_BLOCKING_WAIT`` is set: torch's watchdog ends the process after the timeout, and this function raises
-    nothing.
-    """
-    return _watched(what, name, _torch.wait, x)
-
-
 def _watched(what: str, name: str, act: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return act(*args)
@@ -96,6 +83,17 @@ def _watched(what: str, name: str, act: Callable[..., torch.Tensor], *args: Any)
         label = f"group '{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
         ranks = dist.get_process_group_ranks(group)
         raise explained(error, what, label, ranks, time.monotonic() - began) from error
+
+
+def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
+    """Wait for a started collective on the group called `name`; `what` is the collective in words.
+
+    On a CPU it returns when the data have arrived. It raises ``ExchangeError`` a few seconds after a process of the
+    group has ended, and for a stuck process after the timeout of the group. Groups that `init_device_mesh` makes have
+    torch's default timeout of half an hour, not that of the world; its ``backend_override`` sets another. With NCCL a
+    wait only orders streams, unless ``TORCH_NCCL_BLOCKING_WAIT`` is set: torch's watchdog ends the process.
+    """
+    return _watched(what, name, _torch.wait, x)
 
 
 def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.Tensor:
@@ -151,30 +149,22 @@ def mismatch(log: CallLog, text: str) -> MismatchError:
 
 
 class Report(NamedTuple):
-    """Report of one rank that failed, for the others.
-
-    Attributes:
-        what: the collective that failed.
-        seconds: time from the start of the call to the failure.
-        said: torch's error.
-        label: the group or mesh in words; `ranks` its global ranks.
-    """
+    """Report of one rank that failed: the collective, seconds until then, torch's error, the group and its ranks."""
 
     what: str
     seconds: float
     said: str
-    label: str
+    group: str
     ranks: Sequence[int]
 
 
 class Findings(NamedTuple):
-    """Findings of a rank about the others after a failure.
+    """Findings of a rank about the others after a failure; ranks are global.
 
     Attributes:
-        rank: this global rank.
-        reports: by global rank, in order of arrival; this rank included.
+        reports: by rank, in order of arrival; this rank included.
         trouble: reason why the store could not be read to the end; empty if it could.
-        cut: global ranks that this rank cannot reach any more.
+        cut: ranks that this rank cannot reach any more.
     """
 
     rank: int
@@ -183,12 +173,33 @@ class Findings(NamedTuple):
     cut: frozenset[int] = frozenset()
 
     def lost(self) -> tuple[int, ...]:
-        """Global ranks that others wait for and that did not report; if the store failed, those that are cut off."""
+        """Ranks that others wait for and that did not report; if the store failed, those that are cut off."""
         silent = {r for report in self.reports.values() for r in report.ranks} - self.reports.keys()
         return tuple(sorted(silent & self.cut if self.trouble else silent))
 
+    def __str__(self) -> str:
+        own, lost, reports = self.reports[self.rank], self.lost(), self.reports
+        where = f"rank {self.rank}, {own.group} of {len(own.ranks)} ranks"
+        parts = [f"{own.what} failed on {where}, after {own.seconds:.1f} s"]
+        if lost:
+            why = f"no word within {GRACE:.1f} s: the process or its host has ended, is stuck, or is busy elsewhere"
+            parts.append(f"lost: {ranks_in_words(lost)}, {'whose connection is closed' if self.trouble else why}")
+        elif not self.trouble:
+            by_time = sorted(reports, key=lambda r: reports[r].seconds)
+            (last, least), (first, most) = ((r, reports[r].seconds) for r in (by_time[0], by_time[-1]))
+            parts.append(
+                f"all ranks are there; rank {last} came last and had waited {least:.1f} s, rank {first} {most:.1f} s: "
+                f"{reports[first].said}; if no rank is late, a connection is cut or too slow"
+            )
+        if self.trouble:
+            parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {self.trouble}")
+        others = {r: f"{x.what}, {x.group}" for r, x in sorted(reports.items()) if r != self.rank}
+        for what in dict.fromkeys(others.values()):
+            parts.append(f"failed as well: {ranks_in_words([r for r in others if others[r] == what])} in {what}")
+        return "; ".join(parts) + f". torch said: {own.said}"
 
-def explained(error: RuntimeError, what: str, label: str, ranks: Sequence[int], seconds: float) -> ExchangeError:
+
+def explained(error: RuntimeError, what: str, group: str, ranks: Sequence[int], seconds: float) -> ExchangeError:
     """The error of `what` among global `ranks`, after a look at all ranks; closes the connections of this one."""
     for log in logs():
         log.confirm(log.count, _SETTLE)
@@ -196,33 +207,32 @@ def explained(error: RuntimeError, what: str, label: str, ranks: Sequence[int], 
         if text := log.raised():
             return mismatch(log, text)
     cut, open_sends = probe(connections())
-    said, rank = str(error).strip().split("\n")[0][:500].rstrip("."), dist.get_rank()
-    own = Report(what, seconds, said, label, list(ranks))
-    found = [Findings(rank, {rank: own}, cut=frozenset(cut))]
+    ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500].rstrip(".")
+    found = [Findings(rank, {rank: Report(what, seconds, said, group, ranks)}, cut=frozenset(cut))]
     # In a thread: a store whose host has lost power may never answer.
-    asking = threading.Thread(target=_ask, args=(own, open_sends, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(open_sends, found), daemon=True)
     asking.start()
     asking.join(GRACE + 1.0)
     if asking.is_alive():
         close(open_sends)
         found.append(found[-1]._replace(trouble="the store does not answer; its host may be down"))
-    told = ExchangeError(describe(found[-1]))
-    told.what, told.rank, told.lost_global = what, list(ranks).index(rank), found[-1].lost()
-    told.lost = tuple(list(ranks).index(r) for r in told.lost_global if r in ranks)
+    told = ExchangeError(str(found[-1]))
+    told.what, told.rank, told.lost_global = what, ranks.index(rank), found[-1].lost()
+    told.lost = tuple(ranks.index(r) for r in told.lost_global if r in ranks)
     return told
 
 
-def _ask(own: Report, open_sends: list[dist.Work], found: list[Findings]) -> None:
+def _ask(open_sends: list[dist.Work], found: list[Findings]) -> None:
     """Report this rank's failure, and collect those of other ranks; each look adds to `found`.
 
     Reports are numbered as they come, so that one question, for their number, serves for all ranks.
     """
-    reports, until, seen = found[0].reports, time.monotonic() + GRACE, 0
+    (rank, reports, *_), until, seen = found[0], time.monotonic() + GRACE, 0
     assert dist.group.WORLD is not None
     store = _torch.group_store(dist.group.WORLD)  # one for all groups
     try:
         try:
-            store.set(f"{REPORTS}/{store.add(REPORTS, 1)}", json.dumps([found[0].rank, own]))
+            store.set(f"{REPORTS}/{store.add(REPORTS, 1)}", json.dumps([rank, reports[rank]]))
         finally:
             close(open_sends)
         while found[-1].lost() and time.monotonic() < until:
@@ -235,38 +245,3 @@ def _ask(own: Report, open_sends: list[dist.Work], found: list[Findings]) -> Non
         said = str(error).splitlines()[0][:200]
         trouble = f"the group's store is gone, for its host (usually rank 0) has ended ({said})"
         found.append(found[-1]._replace(trouble=trouble))
-
-
-def describe(found: Findings) -> str:
-    """The text of an `ExchangeError`."""
-    own, lost, reports = found.reports[found.rank], found.lost(), found.reports
-
-    def names(ranks: Sequence[int]) -> str:
-        """Ranks in the group, with global ranks where they differ."""
-        if any(r not in own.ranks for r in ranks):
-            return ranks_in_words(ranks, "global rank")
-        places = [own.ranks.index(r) for r in ranks]
-        return ranks_in_words([i if own.ranks[i] == i else f"{i} (global rank {own.ranks[i]})" for i in places])
-
-    parts = [f"{own.what} failed on {names([found.rank])} of {len(own.ranks)}, {own.label}, after {own.seconds:.1f} s"]
-    if lost and found.trouble:
-        parts.append(f"lost: {names(lost)}, whose connection is closed")
-    elif lost:
-        parts.append(
-            f"lost: {names(lost)}, no word within {GRACE:.1f} s: the process or its host has ended, is stuck, or is "
-            f"busy elsewhere"
-        )
-    if found.trouble:
-        parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {found.trouble}")
-    others = {r: (x.what, x.label) for r, x in sorted(reports.items()) if r != found.rank}
-    for what in dict.fromkeys(others.values()):
-        also = names([r for r in others if others[r] == what])
-        parts.append(f"failed as well: {also}" + ("" if what == (own.what, own.label) else f" in {what[0]}, {what[1]}"))
-    if not lost and not found.trouble:
-        by_time = sorted(reports, key=lambda r: reports[r].seconds)
-        (last, least), (first, most) = ((r, reports[r].seconds) for r in (by_time[0], by_time[-1]))
-        parts.append(
-            f"all ranks are there; {names([last])} came last and had waited {least:.1f} s, {names([first])} for "
-            f"{most:.1f} s: {reports[first].said}; if no rank is late, a connection is cut or too slow"
-        )
-    return "; ".join(parts) + f". torch said: {own.said}"
