@@ -4,9 +4,9 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+from spanwise.attention.compare import compare_calls
 from spanwise.attention.context_parallel import ContextParallel
-from spanwise.attention.exchange.errors import ExchangeError, MismatchError
-from spanwise.attention.exchange.failure import exchange_errors
+from spanwise.attention.failure import ExchangeError, MismatchError, exchange_errors
 from spanwise.attention.packed import packed_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.verify import VerifyReport, verify
@@ -68,6 +68,7 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "dualchunk_to_contiguous_order_thd",
+    "compare_calls",
     "exchange_errors",
     "make_plan",
     "packed_attention",

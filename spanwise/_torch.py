@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ _ops = torch.ops._c10d_functional
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
 COMPILES = TorchVersion(torch.__version__) >= "2.12"
 _LET_GO = 5.0  # most seconds to wait for gloo's thread after a collective; it needs microseconds, or a turn
-_ALL_TO_ALL_TAG = 0x5BA2  # apart from a user's own sends and receives
+_TAG = 0x5BA2  # apart from a user's own sends and receives
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -36,43 +36,42 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
-def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
-    """Start an all-gather along dim 0; the result is not readable before :func:`wait`."""
+def start_all_gather(x: torch.Tensor, group_size: int, name: str, tag: int = _TAG) -> torch.Tensor:
+    """Start an all-gather along dim 0; the result is not readable before :func:`wait`. `tag` as in an all-to-all."""
     x = x.contiguous()
-    if not _runs_in_gloo_threads(x, name):
+    if not _by_messages(x, name):
         return _ops.all_gather_into_tensor(x, group_size, name)
-    received = x.new_empty(group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])
-    handed = Handed(x, received)
-    work = find_group(name).allgather_into_tensor_coalesced(handed.tensors[1:], handed.tensors[:1])
-    return _outlive_gloo(received, handed, work)
+    x = x.detach() if x.dim() else x.detach().view(1)
+    received = x.new_empty(group_size, *x.shape)
+    for work in _messages(received.unbind(), [x] * group_size, find_group(name), tag):
+        torch._C._distributed_c10d._register_work(received, work)
+    return received.flatten(0, 1)
 
 
-def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
-    """Start a summing reduce-scatter along dim 0; the result is not readable before :func:`wait`."""
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size, name)
+def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str, tag: int = _TAG) -> torch.Tensor:
+    """Start a summing reduce-scatter along dim 0; the result is not readable before :func:`wait`. `tag` as above."""
+    x = x.contiguous()
+    if not _by_messages(x, name):
+        return _ops.reduce_scatter_tensor(x, "sum", group_size, name)
+    parts = x.detach().unflatten(0, (group_size, -1))
+    received, summed = torch.empty_like(parts), torch.empty_like(parts[0])
+    works = _messages(received.unbind(), parts.unbind(), find_group(name), tag)
+    return _finished_by(lambda: torch.sum(received, 0, out=summed), summed, works)
 
 
 def start_all_to_all(
-    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int = _ALL_TO_ALL_TAG
+    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int = _TAG
 ) -> torch.Tensor:
     """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
 
     Eager code on gloo uses sends and receives. gloo's all-to-all sends before it announces that it can receive: on a
     rank that starts late the notice queues behind the data, and the two directions of a connection take turns. The
-    `tag`, below 2^31, tells messages of different collectives apart. Selective checkpointing, which decides by
-    operators, sees the operator.
+    `tag`, below 2^31, tells messages of different collectives apart.
     """
-    if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
-        if not selects and is_gloo(group := find_group(name)):
-            return _start_receives_first(x.contiguous(), recv_rows, send_rows, group, tag)
-    return _ops.all_to_all_single(x.contiguous(), recv_rows, send_rows, name)
-
-
-def _start_receives_first(
-    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup, tag: int
-) -> torch.Tensor:
+    x = x.contiguous()
+    if not _by_messages(x, name):
+        return _ops.all_to_all_single(x, recv_rows, send_rows, name)
+    group = find_group(name)
     rank, size = group.rank(), group.size()
     fits = len(recv_rows) == len(send_rows) == size and sum(send_rows) == x.shape[0]
     if not fits or min(*recv_rows, *send_rows) < 0 or recv_rows[rank] != send_rows[rank]:
@@ -80,31 +79,54 @@ def _start_receives_first(
             f"an all-to-all of {size} ranks needs {size} numbers of rows, none negative, those {x.shape[0]} in all, "
             f"equal ones from rank {rank} to itself; got {recv_rows} to receive and {send_rows} to send"
         )
-    x = x.detach()  # autograd is the exchange's business
     received = x.new_empty(sum(recv_rows), *x.shape[1:])
-    incoming, outgoing = received.split(recv_rows), x.split(send_rows)
-    incoming[rank].copy_(outgoing[rank])
-    before, after = [(rank - d) % size for d in range(1, size)], [(rank + d) % size for d in range(1, size)]
-    works = [group.recv([incoming[peer]], peer, tag) for peer in before if recv_rows[peer]]
-    works += [group.send([outgoing[peer]], peer, tag) for peer in after if send_rows[peer]]
-    for work in works:
+    for work in _messages(received.split(recv_rows), x.detach().split(send_rows), group, tag):
         torch._C._distributed_c10d._register_work(received, work)  # waited for by wait_tensor, all of them
     return received
 
 
+def _by_messages(x: torch.Tensor, name: str) -> bool:
+    """Whether ranks send to each rank. Selective checkpointing, which decides by operators, sees an operator."""
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
+    return not selects and is_gloo(find_group(name))
+
+
+def _messages(
+    incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Starts a message from and to each rank, those that are empty left out."""
+    rank, size = group.rank(), group.size()
+    incoming[rank].copy_(outgoing[rank])
+    before, after = [(rank - d) % size for d in range(1, size)], [(rank + d) % size for d in range(1, size)]
+    works = [group.recv([incoming[peer]], peer, tag) for peer in before if len(incoming[peer])]
+    return works + [group.send([outgoing[peer]], peer, tag) for peer in after if len(outgoing[peer])]
+
+
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
     """Start an all-reduce (``"sum"`` or ``"max"``); the result is not readable before :func:`wait`."""
-    if not _runs_in_gloo_threads(x, name):
+    # A mode that traces or counts may keep what it sees.
+    if x.is_complex() or not is_readable(x) or not is_gloo(find_group(name)):
         return _ops.all_reduce(x.contiguous(), op, name)
     reduced = x.detach().clone(memory_format=torch.contiguous_format)
     handed, options = Handed(reduced), dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-    return _outlive_gloo(reduced, handed, find_group(name).allreduce(handed.tensors, options))
+    return _finished_by(handed.await_release, reduced, [find_group(name).allreduce(handed.tensors, options)])
 
 
-def _runs_in_gloo_threads(x: torch.Tensor, name: str) -> bool:
-    """Whether a collective of `x` is run, now, by a gloo group; a mode that traces or counts may keep what it sees."""
-    return not x.is_complex() and is_readable(x) and is_gloo(find_group(name))
+def _finished_by(last: Callable[[], Any], result: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
+    """Let :func:`wait` for `result` wait for the works, drop them, and do the last step."""
+
+    def finish(_: timedelta) -> bool:
+        while works:
+            works.pop().wait()
+        last()
+        return True
+
+    torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(finish))
+    return result
 
 
 class Handed:
@@ -131,19 +153,6 @@ class Handed:
         until = time.monotonic() + _LET_GO
         while any(map(operator.gt, self._references(), self._before)) and time.monotonic() < until:
             time.sleep(1e-5)
-
-
-def _outlive_gloo(result: torch.Tensor, handed: Handed, work: dist.Work) -> torch.Tensor:
-    """Let :func:`wait` for `result` return only when gloo's thread has let go of `handed`."""
-    works = [work]
-
-    def finish(_: timedelta) -> bool:
-        works.pop().wait()  # and drop it
-        handed.await_release()
-        return True
-
-    torch._C._distributed_c10d._register_work(result, torch._C._distributed_c10d.PythonCallbackWork(finish))
-    return result
 
 
 def check_compiling() -> None:

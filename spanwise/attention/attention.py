@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _torch
-from spanwise.attention import ulysses
+from spanwise.attention import failure, ulysses
 from spanwise.attention._limits import (
     check_numbers,
     check_sinks,
@@ -29,8 +29,7 @@ from spanwise.attention._limits import (
     fix_sizes,
     with_sinks,
 )
-from spanwise.attention.compare import compare_attention, compare_backward, compiled, eager, tells_refusals
-from spanwise.attention.exchange import failure
+from spanwise.attention.compare import Compare, compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
@@ -139,8 +138,7 @@ def context_parallel_attention(
     """
     request = AuxRequest() if return_aux is None else return_aux
     options = AttentionOptions(_torch.constant(scale), score_mod, _torch.constant(softcap))
-    call = _Call(plan, mesh, mask_name, kernel, options, sinks, request)
-    out, aux = _attend(q, k, v, call)
+    out, aux = _attend(q, k, v, _Call(plan, mesh, mask_name, kernel, options, sinks, request))
     return out if return_aux is None else (out, aux)
 
 
@@ -162,13 +160,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
     local, mesh, kernel = _checked(q, k, v, call)
-    returns = call.request.lse, call.request.max_logit
-    compare = compare_attention((q, k, v), local, mesh, kernel, call.mask, call.options, call.sinks, returns)
-    here = eager(compare)
+    compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, local, mesh, kernel.name, call)
+    here = eager(compared)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
-    chunks, batch = local.chunks[mask], q.shape[0]
-    flat = chunks[0].flat
-
+    chunks, batch, flat = local.chunks[mask], q.shape[0], local.chunks[mask][0].flat
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
     num_heads, first = q.shape[1], 0
     if local.trade is not None:
@@ -184,7 +179,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         if score_mod is not None:
             # The kernel sees one row: each query's position carries which row it really is.
             tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
-            score_mod = _for_flat_rows(score_mod, local.seq_len)
+            given, length = score_mod, local.seq_len
+            score_mod = lambda score, b, h, q, kv: given(score, q // length, h, q % length, kv)  # noqa: E731
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
@@ -207,10 +203,24 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
     first_order_only(out, lse)
-    travels = len(chunks) > 1 or local.trade is not None  # then the executor compares the backward, in eager code
-    results = (out, lse) if request.lse else (out,)
-    out, *returned = compare_backward(results, compiled(compare) if travels else compare)
+    travels = len(chunks) > 1 or local.trade is not None
+    out, *returned = compare_backward((out, lse) if request.lse else (out,), compared, travels=travels)
     return out, Aux(lse=returned[0] if request.lse else None, max_logit=max_logit)
+
+
+def _compare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh, kernel: str, call: _Call
+) -> Compare | None:
+    """Compare the call across the ranks; returns when its collectives may start."""
+    options, mod = call.options, call.options.score_mod
+    facts = {
+        "mask": call.mask, "kernel": kernel, "dtype": q.dtype, "scale": plain(options.scale),
+        "softcap": plain(options.softcap), "returns": (call.request.lse, call.request.max_logit),
+        "score_mod": None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
+    }  # fmt: skip
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *getattr(call.sinks, "shape", ()))
+    named = "[batch, heads of q and k, head dims of q and v, sinks]", sizes
+    return compare_call("context_parallel_attention", facts, mesh, (q, k, v), sizes=named, plan=local.digest)
 
 
 def _checked(
@@ -304,10 +314,6 @@ def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[...,
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _for_flat_rows(score_mod: Callable[..., Any], seq_len: int) -> Callable[..., Any]:
-    return lambda score, b, h, q_idx, kv_idx: score_mod(score, q_idx // seq_len, h, q_idx % seq_len, kv_idx)
 
 
 def _check_shapes(

@@ -1,11 +1,11 @@
-"""What must be equal in the calls of all ranks, and the comparison of each call, in eager and in compiled code."""
+"""What must be equal in the calls of all ranks, in eager and in compiled code; `call_log` compares it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,61 +13,66 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.kernels.base import AttentionOptions, Kernel
-from spanwise.attention.rank_plan import RankPlan, mesh_ranks
+from spanwise.attention.call_log import Call, CallLog, known, log_of, logs
+from spanwise.attention.failure import ExchangeError, explained, mismatch
 
-
-class _Compiled(NamedTuple):
-    """A call in a compiled graph: the result of its `compare_call`, and arguments for that of its backward."""
-
-    plan: torch.Tensor | None
-    groups: str
-    name: str
-    labels: str
-    what: str
-
-
-class Sums(NamedTuple):
-    """A call in a compiled graph whose collectives are all-reduces: arguments for its `compare_sums` after the sums."""
-
-    amount: torch.Tensor | None
-    groups: str
-    ranks: tuple[int, ...]
-    name: str
-    labels: str
-    what: str
-    sizes: Sequence[int]
-
-
-Compare = failure.Compared | _Compiled | Sums
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# Labels of what is compared. Compiled code names sizes apart and last, so that they may be symbols.
-_ATTENTION = (
-    "mask", "kernel", "dtype", "[batch, heads, head dim] of q", "[heads, head dim] of v", "requires grad", "scale",
-    "softcap", "score_mod", "sinks", "returns",
-)  # fmt: skip
-_COMPILED_ATTENTION = (*_ATTENTION[:3], *_ATTENTION[5:], "[batch, heads of q and k, head dims of q and v]")
-_GATHER = ("side", "dtype", "requires grad", "rows")
-_RELAYOUT = ("dtype", "requires grad", "features of a token")
-_RECURRENCE = ("dtypes", "requires grad", "options", "shapes of a token")
-
 _library = torch.library.Library("spanwise", "FRAGMENT")
-# The first returns a copy of `plan`, for the second. That depends on a gradient, and so on nothing in a forward graph;
-# the plan itself in both would let torch put both comparisons into both graphs. The third returns the sums, for the
-# all-reduces.
-# A CUDA graph that had captured them would compare only once, while it is captured.
+# The first returns the number of the call, for the others. A backward depends on a gradient too, or torch could put its
+# comparison into the forward graph. All-reduces take what the last returns, or they could start before the comparison.
+# A CUDA graph that had captured the operators would compare only once, while it is captured.
 for _schema in (
-    "compare_call(Tensor plan, str groups, str name, str labels, str what, SymInt[] sizes) -> Tensor",
-    "compare_backward(Tensor grad, Tensor? plan, str groups, str name, str labels, str what) -> ()",
-    "compare_sums(Tensor[] sums, Tensor? amount, str groups, int[] ranks, str name, str labels, str what, "
-    "SymInt[] sizes) -> Tensor[]",
+    "compare_call(Tensor? plan, str groups, int[] ranks, str name, str facts, SymInt[] sizes, Tensor? amount) "
+    "-> Tensor",
+    "compare_backward(Tensor grad, Tensor number, str groups, str name) -> ()",
+    "compared(Tensor[] sums, Tensor number) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
+
+
+class Compared(NamedTuple):
+    """A call in eager code that is compared with those of the other ranks.
+
+    Attributes:
+        number: of the call on its mesh, the same on all ranks; -1 where calls are not compared.
+        backward: compares its backward, once for each backward and exchange; called where that one starts.
+    """
+
+    number: int
+    backward: Callable[[str], None]
+
+
+class Compiled(NamedTuple):
+    """A call in compiled code; arguments of the operator that compares its backward."""
+
+    number: torch.Tensor
+    groups: str
+    name: str
+
+
+Compare = Compared | Compiled
+
+
+def compare_calls(mesh: DeviceMesh, enabled: bool) -> None:
+    """Compare the calls of the ranks of `mesh`, as is the default, or do not.
+
+    Every rank makes it, at the same place. Without the comparison ranks that make different calls hang, abort or
+    compute wrong numbers; a host connection for each pair of ranks is saved, and some 10 µs a call.
+
+    >>> import torch.distributed as dist, spanwise
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> spanwise.compare_calls(init_device_mesh("cpu", (1,)), False)
+    >>> dist.destroy_process_group()
+    """
+    groups = mesh.get_all_groups()
+    found, name = known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
+    if not enabled:
+        found[name] = None
+    elif found.get(name, "") is None:
+        del found[name]
 
 
 def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
@@ -87,12 +92,15 @@ def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
                 return function(*args, **kwargs)
             # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
-                given = inspect.signature(function).bind(*args, **kwargs).arguments
-                for name in names:
-                    mesh = given.get(name)
-                    mesh = mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "mesh", None)
-                    if isinstance(mesh, DeviceMesh):
-                        failure.report_refusal(error, mesh.mesh.flatten().tolist(), began)
+                if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
+                    given = inspect.signature(function).bind(*args, **kwargs).arguments
+                    found = [getattr(given.get(x), "mesh", None) for x in names]  # the ranks of a mesh are its `mesh`
+                    meshes = [x.mesh if isinstance(x, DeviceMesh) else x for x in found]
+                    ranks = [x.flatten().tolist() for x in meshes if isinstance(x, torch.Tensor)]
+                    for log in logs():
+                        if list(log.ranks) in ranks:
+                            log.refuse(f"{type(error).__name__}: {error}", inside=log.added >= began)
+                    error.told = True  # type: ignore[union-attr]
                 raise
 
         return told  # type: ignore[return-value]
@@ -100,201 +108,149 @@ def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
     return of
 
 
-def compare_attention(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    local: RankPlan,
-    mesh: DeviceMesh | None,
-    kernel: Kernel,
-    mask: str,
-    options: AttentionOptions,
-    sinks: torch.Tensor | None,
-    returns: tuple[bool, bool],
+def compare_call(
+    name: str,
+    facts: dict[str, Any],
+    mesh: DeviceMesh,
+    tensors: Sequence[torch.Tensor],
+    *,
+    sizes: tuple[str, Sequence[int]],
+    plan: torch.Tensor | None = None,
+    sums: bool = False,
+    amount: float | torch.Tensor | None = None,
 ) -> Compare | None:
-    """Compare an attention call across the ranks of `mesh`; returns when its collectives may start.
+    """Compare a call across the ranks of `mesh`; returns when its collectives may start.
 
     Args:
-        returns: whether lse and max_logit are returned.
+        facts: what must be equal, by label.
+        tensors: of the call; fake ones are not compared.
+        sizes: more of what must be equal, with their label. In compiled code they may be symbols.
+        plan: the digest of its plan.
+        sums: its collectives are all-reduces, which are the same in compiled code; so they are without a plan.
+        amount: a number that changes from call to call. One in a tensor of a device is not compared.
 
     Returns:
-        an argument for `compare_backward`; None if the call is not compared.
+        an argument for `compare_backward`, `compared` and `executor.Link`; None if the call is not compared.
 
     Raises:
         MismatchError: ranks make different calls.
         ExchangeError: a rank is gone or too late.
     """
-    if mesh is None or local.num_ranks == 1:
-        return None
-    q, k, v = tensors
-    batch, q_heads, _, head_dim = q.shape
-    _, kv_heads, _, v_dim = v.shape
-    compiling, scale, mod = torch.compiler.is_compiling(), plain(options.scale), options.score_mod
-    if scale is None and not compiling:  # there, the head dim may be a symbol
-        scale = head_dim**-0.5
-    of_sinks = () if sinks is None else tuple(sinks.shape)
-    values: tuple[Any, ...] = (
-        mask, kernel.name, q.dtype, (batch, q_heads, head_dim), (kv_heads, v_dim), _grads(q, k, v), scale,
-        plain(options.softcap), None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
-        None if sinks is None else len(of_sinks) if compiling else of_sinks, tuple(map(bool, returns)),
-    )  # fmt: skip
-    if compiling:
-        what = (*values[:3], *values[5:])
-        sizes = [batch, q_heads, kv_heads, head_dim, v_dim, *of_sinks]
-        return _compare_compiled(local.digest, "context_parallel_attention", _COMPILED_ATTENTION, what, sizes, mesh)
-    if _torch.is_fake(q):
-        return None
-    return _compare(Call(local.fingerprint, "context_parallel_attention", _ATTENTION, values), mesh)
-
-
-def compare_gather(x_BTF: torch.Tensor, local: RankPlan, mesh: DeviceMesh, side: str) -> Compare | None:
-    """`compare_attention` for an `unshard` or `roll`."""
-    what, sizes = (side, x_BTF.dtype, _grads(x_BTF)), (x_BTF.shape[0], x_BTF.shape[2])
+    groups, ranks = mesh_ranks(mesh)
+    facts = {"requires grad": tuple([torch.is_grad_enabled() and x.requires_grad for x in tensors])} | facts
+    if isinstance(amount, torch.Tensor) and amount.device.type != "cpu":
+        amount = None
     if torch.compiler.is_compiling():
-        return _compare_compiled(local.digest, "unshard or roll", _GATHER, what, sizes, mesh)
-    if _torch.is_fake(x_BTF):
+        name = name if plan is None or sums else f"compiled {name}"
+        if amount is not None and not isinstance(amount, torch.Tensor):
+            amount = scalar(amount, torch.device("cpu"))
+        lines = [f"{label}\t{value}".replace("\n", " ") for label, value in facts.items()]
+        text, names = "\n".join([*lines, sizes[0]]), " ".join([_torch.group_name(group) for group in groups])
+        number = torch.ops.spanwise.compare_call(plan, names, ranks(), name, text, sizes[1], amount)
+        return Compiled(number, names, name)
+    if any(map(_torch.is_fake, tensors)):
         return None
-    return _compare(Call(local.fingerprint, "unshard or roll", _GATHER, (*what, sizes)), mesh)
+    call = Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(plan, amount))
+    number, last, seen = record(call, groups, ranks), -1, set[str]()
+
+    def backward(exchange: str) -> None:
+        nonlocal last
+        this = _torch.backward_number()
+        if this != last:
+            last = this
+            seen.clear()
+        if exchange not in seen:
+            seen.add(exchange)
+            record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
+
+    return Compared(number, backward)
 
 
-def compare_relayout(rows_RF: torch.Tensor, digest: torch.Tensor, mesh: DeviceMesh) -> Compare | None:
-    """`compare_attention` for a `relayout` between the plans of `digest`."""
-    what, features = (rows_RF.dtype, _grads(rows_RF)), rows_RF.shape[1]
-    if torch.compiler.is_compiling():
-        return _compare_compiled(digest, "relayout", _RELAYOUT, what, [features], mesh)
-    if _torch.is_fake(rows_RF):
-        return None
-    return _compare(Call(_bytes(digest), "relayout", _RELAYOUT, (*what, features)), mesh)
+def _fresh(plan: torch.Tensor | None, amount: float | torch.Tensor | None) -> tuple[str, Hashable] | None:
+    if plan is not None:
+        return "plan", plan.numpy().tobytes().hex()
+    return None if amount is None else ("amount", float(amount))
 
 
-def compare_recurrence(
-    name: str, tensors: Sequence[torch.Tensor], options: Any, digest: torch.Tensor, mesh: DeviceMesh
-) -> Compare | None:
-    """`compare_attention` for a call of `name`, a layer that carries a state, with the rows ``[R, …]`` of `tensors`."""
-    what = (tuple([x.dtype for x in tensors]), _grads(*tensors), options)
-    if torch.compiler.is_compiling():
-        sizes = [size for x in tensors for size in x.shape[1:]]
-        return _compare_compiled(digest, name, _RECURRENCE, what, sizes, mesh)
-    if any(_torch.is_fake(x) for x in tensors):
-        return None
-    values = (*what, tuple([tuple(x.shape[1:]) for x in tensors]))
-    return _compare(Call(_bytes(digest), name, _RECURRENCE, values), mesh)
-
-
-def compare_sums(
-    name: str,
-    facts: dict[str, Any],
-    mesh: DeviceMesh,
-    *,
-    of: torch.Tensor,
-    sizes: tuple[str, Sequence[int]] = ("", ()),
-    amount: float | torch.Tensor | None = None,
-) -> Compare | None:
-    """`compare_attention` for a call without a plan, whose collectives are all-reduces; the same call in compiled code.
-
-    They look alike in different calls, and would add up what differs without an error.
+def record(
+    call: Call, groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]], forward: int = 0
+) -> int:
+    """Compare a call, the backward of call `forward` if there is one; its number, -1 where calls are not compared.
 
     Args:
-        facts: what must be equal, by label.
-        of: tells whether tensors are fake.
-        sizes: with their label.
-        amount: a number that changes from call to call; in a tensor it is not compared.
-
-    Returns:
-        an argument for `compare_backward` and for `compared`.
+        groups, ranks: from `mesh_ranks`.
     """
-    what = tuple([_line(value) for value in facts.values()])
-    labels = (*facts, sizes[0]) if sizes[1] else tuple(facts)
-    number = None if amount is None or isinstance(amount, torch.Tensor) else amount
-    groups, ranks = mesh_ranks(mesh)
-    if torch.compiler.is_compiling():
-        kept = None if number is None else scalar(number, torch.device("cpu"))
-        return Sums(kept, _names(groups), ranks(), name, "\n".join(labels), "\n".join(what), sizes[1])
-    if _torch.is_fake(of):
-        return None
-    values = (*what, tuple(sizes[1])) if sizes[1] else what
-    call = Call(b"", name, labels, values, None if number is None else float(number))
-    return _compare(call, mesh, Call(b"", name, tuple(facts), what))
+    began = time.monotonic()
+    try:
+        log = log_of(groups, ranks)
+    except RuntimeError as error:
+        what, everyone = "connections to compare calls", list(ranks())
+        label = f"the mesh of global ranks {everyone} (spanwise.compare_calls leaves them out)"
+        raise explained(error, what, label, everyone, time.monotonic() - began) from error
+    if log is None:
+        return -1
+    log.notice(_torch.backward_number())
+    if text := log.raised():
+        raise mismatch(log, text)
+    if forward > 0:
+        _confirm(log, forward)  # so that no gradient comes from calls that differ
+        call = call._replace(age=log.count + 1 - forward)
+    number, expected = log.add(call)
+    if not expected:
+        _confirm(log, number)
+    return number
+
+
+def _confirm(log: CallLog, number: int) -> None:
+    """Return when all ranks have made call `number`."""
+    began = time.monotonic()
+    log.confirm(number)
+    if text := log.raised():
+        raise mismatch(log, text)
+    if log.confirmed < number:
+        error, what = RuntimeError(log.broken), f"comparison of call {number}"
+        raise explained(error, what, log.name, log.ranks, time.monotonic() - began) from error
 
 
 def compared(sums: tuple[torch.Tensor, ...], compare: Compare | None) -> Sequence[torch.Tensor]:
     """Copies of the `sums` of a call that compiled code has compared by then; in eager code the sums themselves."""
-    return torch.ops.spanwise.compare_sums(sums, *compare) if isinstance(compare, Sums) else sums
+    return torch.ops.spanwise.compared(sums, compare.number) if isinstance(compare, Compiled) else sums
 
 
-def _compare(call: Call, mesh: DeviceMesh, backward: Call | None = None) -> Compare:
-    """Compare in eager code; the backward as the same call, if it is not told apart."""
-    groups, ranks = mesh_ranks(mesh)
-    number, confirm = failure.compare(call, groups, ranks)
-    last = -1
-
-    def in_backward() -> None:
-        nonlocal last
-        this = _torch.backward_number()
-        if this == last:  # a call has several collectives, and ranks may use different ones of its outputs
-            return
-        last = this
-        if confirm is not None:
-            confirm()
-        # Compiled code compares sums by the same calls, and knows no numbers of calls.
-        one = call._replace(forward=number) if backward is None else backward
-        failure.compare(one._replace(name=f"backward of {call.name}"), groups, ranks)
-
-    return failure.Compared(number, in_backward)
-
-
-def _compare_compiled(
-    digest: torch.Tensor,
-    name: str,
-    labels: tuple[str, ...],
-    values: tuple[Any, ...],
-    sizes: Sequence[int],
-    mesh: DeviceMesh,
-) -> Compare:
-    call = _names(mesh_ranks(mesh)[0]), f"compiled {name}", "\n".join(labels), "\n".join(map(_line, values))
-    return _Compiled(torch.ops.spanwise.compare_call(digest, *call, sizes), *call)
-
-
-def compare_backward(outputs: tuple[torch.Tensor, ...], compare: Compare | None) -> tuple[torch.Tensor, ...]:
+def compare_backward(
+    outputs: tuple[torch.Tensor, ...], compare: Compare | None, *, travels: bool = False
+) -> tuple[torch.Tensor, ...]:
     """The `outputs` of a call, whose backward begins with `compare`.
 
-    It waits until all ranks have made the call, so that no gradient comes from calls that differ. And it compares the
-    backward as a call of its own: a rank that has left out one of several equal calls differs only there.
+    Args:
+        travels: whether the executor compares the backward in eager code, where its first exchange starts.
     """
-    if compare is None or not any(out.requires_grad for out in outputs):
-        return outputs
-    if isinstance(compare, Sums):
-        compare = _Compiled(None, compare.groups, compare.name, compare.labels, compare.what)
-    if isinstance(compare, _Compiled):
+    if isinstance(compare, Compiled) and any(out.requires_grad for out in outputs):
         return _InBackward.apply(compare, *outputs)
-    for out in outputs:
-        if out.grad_fn is not None:
-            out.grad_fn.register_prehook(lambda _: compare.backward())
+    if isinstance(compare, Compared) and not travels:
+        for out in outputs:
+            if out.grad_fn is not None:
+                out.grad_fn.register_prehook(lambda _: compare.backward(""))
     return outputs
 
 
-def compiled(compare: Compare | None) -> Compare | None:
-    """`compare` of compiled code, for `compare_backward`; the executor compares the backwards of eager code."""
-    return None if isinstance(compare, failure.Compared) else compare
-
-
-def eager(compare: Compare | None) -> failure.Compared | None:
+def eager(compare: Compare | None) -> Compared | None:
     """`compare` of eager code, for the executor."""
-    return compare if isinstance(compare, failure.Compared) else None
+    return compare if isinstance(compare, Compared) else None
 
 
 class _InBackward(torch.autograd.Function):
     """Identity of outputs; a comparison in the backward of compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, compare: _Compiled, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if compare.plan is not None:
-            ctx.save_for_backward(compare.plan)
-        ctx.call = compare.groups, f"backward of {compare.name}", compare.labels, compare.what
+    def forward(ctx: Any, compare: Compiled, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(compare.number)
+        ctx.call = compare.groups, compare.name
         return tuple([out.view_as(out) for out in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (plan,) = ctx.saved_tensors or (None,)
-        torch.ops.spanwise.compare_backward(grads[0], plan, *ctx.call)
+        torch.ops.spanwise.compare_backward(grads[0], *ctx.saved_tensors, *ctx.call)
         return None, *grads
 
 
@@ -308,73 +264,45 @@ def scalar(number: float, device: torch.device) -> torch.Tensor:
     return torch.ones((), dtype=torch.float64, device=device) * number
 
 
-def _grads(*tensors: torch.Tensor) -> tuple[bool, ...]:
-    enabled = torch.is_grad_enabled()
-    return tuple([enabled and x.requires_grad for x in tensors])
+@torch.compiler.assume_constant_result
+def _global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    with _torch.without_modes():
+        return tuple(mesh.mesh.flatten().tolist())
 
 
-def _bytes(digest: torch.Tensor) -> bytes:
-    return digest.numpy().tobytes()
-
-
-def _line(value: Any) -> str:
-    return str(value).replace("\n", " ")
-
-
-def _names(groups: Sequence[dist.ProcessGroup]) -> str:
-    """Groups in one string, as operators take them; `_groups` finds them again."""
-    return " ".join([_torch.group_name(group) for group in groups])
-
-
-def _groups(names: str) -> list[dist.ProcessGroup]:
-    return [_torch.find_group(name) for name in names.split()]
+def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], tuple[int, ...]]]:
+    """The group of each axis, and a function that gives the global ranks in the order of the mesh."""
+    num_axes = mesh.ndim  # most have one; an attention call asks each time
+    groups = [mesh.get_group(0)] if num_axes == 1 else [mesh.get_group(axis) for axis in range(num_axes)]
+    return groups, lambda: _global_ranks(mesh)
 
 
 @torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
-def _(plan: torch.Tensor, groups: str, name: str, labels: str, what: str, sizes: Sequence[int]) -> torch.Tensor:
-    _compare_in_graph(_call(plan, name, labels, what, sizes), groups)
-    return plan.clone()
+def _(
+    plan: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str, facts: str, sizes: Sequence[int],
+    amount: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    *lines, label = facts.split("\n")
+    found: list[tuple[str, Hashable]] = [(line.split("\t")[0], line.split("\t")[1]) for line in lines]
+    call = Call(name, (*found, (label, tuple(sizes))), _fresh(plan, amount))
+    number = record(call, [*map(_torch.find_group, groups.split())], lambda: ranks)
+    return torch.tensor(number)
 
 
 @torch.library.impl(_library, "compare_backward", "CompositeExplicitAutograd")
-def _(grad: torch.Tensor, plan: torch.Tensor | None, groups: str, name: str, labels: str, what: str) -> None:
-    _compare_in_graph(_call(plan, name, labels, what), groups)
+def _(grad: torch.Tensor, number: torch.Tensor, groups: str, name: str) -> None:
+    found = [*map(_torch.find_group, groups.split())]
+    record(Call(f"backward of {name}"), found, lambda: dist.get_process_group_ranks(found[0]), int(number))
 
 
-@torch.library.impl(_library, "compare_sums", "CompositeExplicitAutograd")
-def _(
-    sums: Sequence[torch.Tensor], amount: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str,
-    labels: str, what: str, sizes: Sequence[int],
-) -> list[torch.Tensor]:  # fmt: skip
-    call = _call(None, name, labels, what, sizes)
-    call = call._replace(amount=None if amount is None else float(amount))
-    failure.compare(call, _groups(groups), lambda: ranks)
+@torch.library.impl(_library, "compared", "CompositeExplicitAutograd")
+def _(sums: Sequence[torch.Tensor], number: torch.Tensor) -> list[torch.Tensor]:
     return [x.clone() for x in sums]
 
 
-def _call(plan: torch.Tensor | None, name: str, labels: str, what: str, sizes: Sequence[int] = ()) -> Call:
-    """The call of an operator; a backward has no sizes."""
-    values = (*what.split("\n"), *([tuple(sizes)] if sizes else []))
-    return Call(b"" if plan is None else _bytes(plan), name, tuple(labels.split("\n"))[: len(values)], values)
-
-
-def _compare_in_graph(call: Call, groups: str) -> None:
-    found = _groups(groups)
-
-    def ranks() -> Sequence[int]:
-        if len(found) > 1:
-            raise ValueError(
-                f"{call.name} on a mesh of two axes compares its calls over connections that do not exist yet; "
-                "call plan.local(mesh) in this process before it"
-            )
-        return dist.get_process_group_ranks(found[0])
-
-    failure.compare(call, found, ranks)
-
-
 @torch.library.register_fake("spanwise::compare_call", lib=_library)
-def _(plan: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(plan)
+def _(*_: Any) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
 
 
 @torch.library.register_fake("spanwise::compare_backward", lib=_library)
@@ -382,6 +310,6 @@ def _(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("spanwise::compare_sums", lib=_library)
-def _(sums: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+@torch.library.register_fake("spanwise::compared", lib=_library)
+def _(sums: Sequence[torch.Tensor], _: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in sums]

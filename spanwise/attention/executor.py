@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from spanwise import _torch
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
+from spanwise.attention.compare import Compared
 from spanwise.attention.rows import KV, Form, Rows, Tensors
 
 INDEXED, SHARD, GATHERED = "indexed", "shard", "gathered"
@@ -88,7 +89,7 @@ class Link(NamedTuple):
     name: str
     size: int
     label: str
-    call: failure.Compared | None = None
+    call: Compared | None = None
 
 
 def kv_form(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
@@ -249,11 +250,12 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         check_first_order()
+        saved = ctx.saved_tensors  # before the comparison: a checkpoint recomputes here, and compares that
         if ctx.link.call is not None:
-            ctx.link.call.backward()
+            ctx.link.call.backward(ctx.link.label)
         kind, peers, (send, recv), spare, passed = ctx.meta
         of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
-        total = _total(ctx, of_keys, through, spare)
+        total = _total(ctx, saved, of_keys, through, spare)
         if kind == SHARD:
             send, recv = _at(ctx.link.size, peers[0], ctx.sent), _at(ctx.link.size, peers[1], total.shape[0])
         home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
@@ -261,10 +263,10 @@ class _Wait(torch.autograd.Function):
 
 
 def _total(
-    ctx: Any, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
+    ctx: Any, saved: Tensors, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
 ) -> torch.Tensor:
     """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
-    saved, form = ctx.saved_tensors, ctx.form
+    form = ctx.form
     like, order = (saved[-1], saved[:-1]) if ctx.empty is None else (ctx.empty, saved)
     if isinstance(form, KV) and form.shard:
         total = torch.zeros_like(like) if through is None else through
@@ -288,19 +290,21 @@ def _collective(
 ) -> torch.Tensor:
     """Starts a step, or the way home of its gradients; do not read the result before a wait."""
     name = _name(kind, what, home=home)
+    tag = message_tag(link.call, name, rows)
     if kind == GATHERED:
         begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
-        return failure.start(name, link.name, begin, rows, link.size, link.name)
-    # By its tag no rank takes the rows of another call, step or direction for this one's. Numbers of rows are not in
-    # it: ranks with different plans are found when plans are compared.
-    tag = []
-    if link.call is not None and link.call.number >= 0:
-        tag = [_tag(f"{link.call.number} {name} {rows.dtype} {rows.shape[1:]}")]
+        return failure.start(name, link.name, begin, rows, link.size, link.name, *tag)
     return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name, *tag)
 
 
-def _tag(text: str) -> int:
-    return zlib.crc32(text.encode()) >> 1
+def message_tag(call: Compared | None, name: str, rows: torch.Tensor) -> list[int]:
+    """The tag of messages of a call: no rank takes the rows of another call, step or direction for this one's.
+
+    Numbers of rows are not in it: ranks with different plans are found when plans are compared.
+    """
+    if call is None or call.number < 0:
+        return []
+    return [zlib.crc32(f"{call.number} {name} {rows.dtype} {rows.shape[1:]}".encode()) >> 1]
 
 
 def _name(kind: str, what: str, *, home: bool) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.exchange import failure
+from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, RankStep, bring, kv_form, with_spare
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part
@@ -59,7 +59,7 @@ def kv_chunks(
     local: RankPlan,
     mesh: DeviceMesh | None,
     mask: str,
-    call: failure.Compared | None = None,
+    call: Compared | None = None,
 ) -> Iterator[ChunkKV]:
     """K/V of each chunk, in order. A generator: work between two items runs while later chunks travel.
 
@@ -103,7 +103,7 @@ def _fetches(k: torch.Tensor, v: torch.Tensor, chunks: tuple[Chunk, ...], link: 
 
     def start(i: int) -> Fetched:
         if link.call is not None:
-            link.call.backward()
+            link.call.backward(link.label)
         if not own:
             own.append(form.leaving((k, v)))  # once for all chunks; the first chunk comes last
         arriving = bring((own[0] if i else own.pop(),), [steps[i]], link)

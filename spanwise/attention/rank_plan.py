@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention import ulysses
+from spanwise.attention import failure, ulysses
+from spanwise.attention.call_log import Call
 from spanwise.attention.chunks import chunks_of, on_device
-from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
+from spanwise.attention.compare import Compared, mesh_ranks, record
 from spanwise.attention.executor import Link
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.attention.kernels.table import for_plan
@@ -91,11 +88,6 @@ class RankPlan:
     digest: torch.Tensor
     positions: torch.Tensor | None
     mesh: DeviceMesh | None
-
-    @functools.cached_property
-    def fingerprint(self) -> bytes:
-        """The contents of `digest`, read once for all layers; in eager code."""
-        return self.digest.numpy().tobytes()
 
     @property
     def seq_len(self) -> int:
@@ -331,20 +323,7 @@ def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
 
 
-@torch.compiler.assume_constant_result
-def _global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    with _torch.without_modes():
-        return tuple(mesh.mesh.flatten().tolist())
-
-
-def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], tuple[int, ...]]]:
-    """The group of each axis, and a function that gives the global ranks in the order of the mesh."""
-    num_axes = mesh.ndim  # most have one; an attention call asks each time
-    groups = [mesh.get_group(0)] if num_axes == 1 else [mesh.get_group(axis) for axis in range(num_axes)]
-    return groups, lambda: _global_ranks(mesh)
-
-
-def outer_link(local: RankPlan, mesh: DeviceMesh, label: str, call: failure.Compared | None) -> Link:
+def outer_link(local: RankPlan, mesh: DeviceMesh, label: str, call: Compared | None) -> Link:
     """Where K/V of a call travel between groups: the mesh's first axis."""
     return Link(_torch.group_name(mesh.get_group(0)), local.num_groups, label, call)
 
@@ -360,7 +339,7 @@ def compare_fingerprints(call: str, fingerprint: str, mesh: DeviceMesh) -> None:
     It is a compared call itself, so that a rank that makes another one, as after a backward that it left out, is an
     error at once.
     """
-    failure.compare(Call(b"", call, (), ()), *mesh_ranks(mesh))
+    record(Call(call), *mesh_ranks(mesh))
     what = "all-gather of plan fingerprints"
     everyone = None
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that the result is in the order of ranks

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.compare import compare_backward, compare_gather, compiled, eager
-from spanwise.attention.exchange import failure
+from spanwise.attention.compare import Compared, compare_backward, compare_call, eager
 from spanwise.attention.executor import GATHERED, Link, RankStep, bring
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
@@ -108,9 +107,10 @@ def gather(
         x_BTx = x.movedim(dim, 0).unsqueeze(0)
     rest = x_BTx.shape[2:]
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
-    compare = compare_gather(rows_BTF, local, mesh, side)
-    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded, eager(compare)).unflatten(-1, rest or (1,))
-    (full_BSx,) = compare_backward((full_BSx,), compiled(compare))
+    facts, sizes = {"side": side, "dtype": x.dtype}, (rows_BTF.shape[0], rows_BTF.shape[2])
+    call = compare_call("unshard or roll", facts, mesh, [x], sizes=("rows", sizes), plan=local.digest)
+    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded, eager(call)).unflatten(-1, rest or (1,))
+    (full_BSx,) = compare_backward((full_BSx,), call, travels=True)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
     if local.batched:
@@ -125,7 +125,7 @@ def _gather_rows(
     mesh: DeviceMesh,
     restore: torch.Tensor,
     padded: int,
-    call: failure.Compared | None,
+    call: Compared | None,
 ) -> torch.Tensor:
     """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
     rows_RF = torch.nn.functional.pad(x_BTF, (0, 0, 0, padded - x_BTF.shape[1])).flatten(0, 1)

@@ -24,7 +24,7 @@ import torch
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.exchange import failure
+from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.head_rows import by_head, for_queries, from_queries, join_heads, split_heads
 from spanwise.attention.rows import Tensors
@@ -89,7 +89,7 @@ def to_heads(
     label: str,
     *,
     kv_trade: Trade | None = None,
-    call: failure.Compared | None = None,
+    call: Compared | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
@@ -123,9 +123,7 @@ def to_heads(
     return q, k, v
 
 
-def to_tokens(
-    x: torch.Tensor, trade: Trade, name: str, label: str, *, call: failure.Compared | None = None
-) -> torch.Tensor:
+def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Compared | None = None) -> torch.Tensor:
     """All heads of this rank's tokens, in their own order: the inverse of `to_heads` for q, or for an lse.
 
     A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads. `x` is

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise.attention import failure
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.attention.exchange import failure
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
 from spanwise.attention.verify_calls import Call

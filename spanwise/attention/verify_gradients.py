@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
 
 
 def parameters_of(fn: Callable[..., Any]) -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.compare import Compare, compare_sums, compared, scalar, tells_refusals
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
+from spanwise.attention.compare import Compare, compare_call, compared, scalar, tells_refusals
 
 IGNORE_INDEX = -100
 
@@ -140,7 +140,7 @@ def compare_loss(
     grad = torch.is_grad_enabled() and x.requires_grad
     facts = {"dtype": x.dtype, "requires grad": grad, "num_valid": kind, "weighted": weights is not None}
     sizes = ("last dim", x.shape[-1:])
-    return compare_sums(name, facts | (options or {}), mesh, of=x, sizes=sizes, amount=num_valid)
+    return compare_call(name, facts | (options or {}), mesh, [x], sizes=sizes, amount=num_valid)
 
 
 @tells_refusals("mesh")

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spanwise.attention import failure
 from spanwise.attention._limits import check_transforms
-from spanwise.attention.compare import compare_backward, compare_sums, compared, plain, tells_refusals
-from spanwise.attention.exchange import failure
+from spanwise.attention.compare import compare_backward, compare_call, compared, plain, tells_refusals
 from spanwise.batch.loss import IGNORE_INDEX, check_labels
 from spanwise.masks.checks import check_finite, check_shape
 
@@ -198,7 +198,7 @@ def score(tokens: Tokens, scoring: Scoring, caller: str, amount: float | Tensor 
         }  # fmt: skip
         sizes = ("[tokens, hidden size]", (labels.numel(), *([] if weight is None else x.shape[-1:])))
         name = "token scores of a sharded vocabulary"
-        compare = compare_sums(name, facts, mesh, of=x, sizes=sizes, amount=amount)
+        compare = compare_call(name, facts, mesh, [x], sizes=sizes, amount=amount)
         # A rank does not know the others' rows. The sum keeps the answer on the device.
         rank = mesh.get_local_rank()
         counts = labels.new_zeros(mesh.size())

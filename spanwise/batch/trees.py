@@ -9,6 +9,7 @@ log-probabilities) are whole arrays, ``x[edges.targets]`` are those of a rank, a
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention.compare import Compare, compare_backward, compare_sums, compared
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
+from spanwise.attention.compare import Compare, compare_backward, compare_call, compared
 from spanwise.attention.rank_plan import rank_on
 from spanwise.layouts.thd_order import check_dim
 from spanwise.layouts.token_tree import TokenTree
@@ -33,16 +34,18 @@ class TreeEdges:
         sources: int64 ``[K]``, index of each edge's source among the rank's tokens: ``hidden[:, edges.sources]``.
         targets: int64 ``[K]``, token of the tree that the source predicts: ``labels[:, edges.targets]``.
         num_tokens: tokens of the tree.
+        digest: uint8 ``[16]`` in host memory, of the tree and the plan; compared across the ranks in each call.
     """
 
     sources: torch.Tensor
     targets: torch.Tensor
     num_tokens: int
+    digest: torch.Tensor
 
     def to(self, device: torch.device | str) -> TreeEdges:
         """The same edges on a device; the host does not wait."""
         sources, targets = (x.to(device, non_blocking=True) for x in (self.sources, self.targets))
-        return TreeEdges(sources, targets, self.num_tokens)
+        return TreeEdges(sources, targets, self.num_tokens, self.digest)
 
 
 def shard_edges(
@@ -85,7 +88,8 @@ def shard_edges(
     at = np.searchsorted(tokens_T, parent_N[target_N])  # a rank's tokens ascend
     own = np.append(tokens_T, -1)[at] == parent_N[target_N]
     sources, targets = torch.from_numpy(at[own]), torch.from_numpy(target_N[own])
-    return TreeEdges(sources, targets, tree.num_tokens).to(device)
+    digest = hashlib.blake2b(plan.fingerprint.encode() + parent_N.tobytes(), digest_size=16).digest()
+    return TreeEdges(sources, targets, tree.num_tokens, torch.tensor(list(digest), dtype=torch.uint8)).to(device)
 
 
 def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -121,13 +125,12 @@ def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, di
         )
     mesh = None if mesh is None or mesh.size() == 1 else mesh
     x_KF = x.movedim(dim, 0)
-    compare = None
+    call = None
     if mesh is not None:
-        grads = torch.is_grad_enabled() and x.requires_grad
         sizes = ("[tokens of the tree, other dims]", (edges.num_tokens, *x_KF.shape[1:]))
-        compare = compare_sums("unshard_edges", {"dtype": x.dtype, "requires grad": grads}, mesh, of=x, sizes=sizes)
-    whole_NF = _Unshard.apply(x_KF, edges.targets, edges.num_tokens, mesh, compare)
-    return compare_backward((whole_NF,), compare)[0].movedim(0, dim)
+        call = compare_call("unshard_edges", {"dtype": x.dtype}, mesh, [x], sizes=sizes, plan=edges.digest, sums=True)
+    whole_NF = _Unshard.apply(x_KF, edges.targets, edges.num_tokens, mesh, call)
+    return compare_backward((whole_NF,), call)[0].movedim(0, dim)
 
 
 class _Unshard(torch.autograd.Function):

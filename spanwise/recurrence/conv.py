@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from spanwise import _torch
 from spanwise.attention._limits import check_transforms, fix_sizes
-from spanwise.attention.compare import compare_backward, compare_recurrence, compiled, eager, tells_refusals
+from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, bring, check_first_order
 from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
@@ -62,12 +62,13 @@ def causal_conv(
     stream = [rows_RBC]
     if route.apart and route.conv_width > 1:
         assert route.mesh is not None
-        options = (weight_CW.shape[1], activation, bias is not None)
-        compare = compare_recurrence("causal_conv", [rows_RBC], options, route.digest, route.mesh)
+        facts = {"dtype": x.dtype, "options": (weight_CW.shape[1], activation, bias is not None)}
+        sizes = "shape of a token", rows_RBC.shape[1:]
+        call = compare_call("causal_conv", facts, route.mesh, [x], sizes=sizes, plan=route.digest)
         name = _torch.group_name(route.mesh.get_group())
-        link = Link(name, route.num_ranks, "tokens (causal_conv)", eager(compare))
+        link = Link(name, route.num_ranks, "tokens (causal_conv)", eager(call))
         ((arrived_NF,),) = bring((rows_RBC.flatten(1),), [route.halo.step], link)
-        (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
+        (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
         stream.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype

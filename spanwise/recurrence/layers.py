@@ -8,7 +8,7 @@ import torch
 
 from spanwise import _torch
 from spanwise.attention._limits import check_transforms
-from spanwise.attention.compare import compare_backward, compare_recurrence, plain, tells_refusals
+from spanwise.attention.compare import compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.masks.checks import check_finite
 from spanwise.recurrence.passing import passed
 from spanwise.recurrence.route import RecurrenceRoute
@@ -141,15 +141,16 @@ def _layer(
     q_RHK, k_RHK, v_RHV, decay_RHd = (x.flatten(1, 2) for x in (q_RBHK, k_RBHK, v_RBHV, decay_RBHd))
     beta_RH = None if beta_RBH is None else beta_RBH.flatten(1, 2)
     states = None if initial is None else _initial(initial, route, batch, heads, q.shape[-1], v)
-    compare = None
+    call = None
     if route.apart:
         assert route.mesh is not None
         given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states) if x is not None]
-        options = (plain(scale), initial is not None)
-        compare = compare_recurrence(name, given, options, route.digest, route.mesh)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, f"states ({name})")
-    out_RHV, final = compare_backward((out_RHV, final), compare)
+        facts = {"dtypes": tuple([x.dtype for x in given]), "options": (plain(scale), initial is not None)}
+        sizes = "shapes of a token", [size for x in given for size in x.shape[1:]]
+        call = compare_call(name, facts, route.mesh, given, sizes=sizes, plan=route.digest)
+    factor, label = q.shape[-1] ** -0.5 if scale is None else scale, f"states ({name})"
+    out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, label, eager(call))
+    out_RHV, final = compare_backward((out_RHV, final), call, travels=True)
     out = from_rows(out_RHV.unflatten(1, (batch, heads)), route, flat)
     if not return_final:
         return out

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from spanwise import _torch
-from spanwise.attention.exchange import failure
-from spanwise.attention.executor import check_first_order
+from spanwise.attention import failure
+from spanwise.attention.compare import Compared
+from spanwise.attention.executor import check_first_order, message_tag
 from spanwise.recurrence import _ops
 from spanwise.recurrence.route import ChunkTable, RecurrenceRoute
 
@@ -46,7 +47,7 @@ def _skipped(table: ChunkTable) -> bool:
 
 def passed(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, initial: Tensor | None,
-    route: RecurrenceRoute, scale: float, label: str,
+    route: RecurrenceRoute, scale: float, label: str, call: Compared | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs and the states after documents.
 
@@ -54,6 +55,7 @@ def passed(
         q, k: ``[R, h, K]``; v ``[R, H, V]``; log_decay ``[R, H, d]``; beta ``[R, H]`` or None.
         initial: ``[documents, H, K, V]``, in float32 at least, or None for zeros.
         label: names the transfer in errors.
+        call: the layer, if it is compared.
 
     Returns:
         ``[R, H, V]`` in the dtype of v; ``[documents, H, K, V]`` in float32 at least.
@@ -69,7 +71,7 @@ def passed(
         state = (route.starts.shape[0], log_decay.shape[1], k.shape[2], v.shape[2])
         initial = k.new_zeros(state, dtype=_ops.wide(k.dtype))
     out, final = _Passing.apply(
-        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, sizes, route.ends, *tensors
+        q, k, v, log_decay, beta, initial, float(scale), route.apart, name, label, call, sizes, route.ends, *tensors
     )
     return out, final
 
@@ -78,7 +80,7 @@ class _Passing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
-        q, k, v, log_decay, beta, initial, scale, apart, name, label, sizes, ends, *tensors = args
+        q, k, v, log_decay, beta, initial, scale, apart, name, label, call, sizes, ends, *tensors = args
         inputs, (whole, first, middle, last) = (q, k, v, log_decay, beta), _tables(tensors)
         dims = (log_decay.shape[1], k.shape[2], v.shape[2], 0 if beta is not None else log_decay.shape[2])
         entries = [initial.index_select(0, whole.starts)]
@@ -89,7 +91,7 @@ class _Passing(torch.autograd.Function):
             out, states = _ops.run(*inputs, entries[1], *_cut(first), scale)
             (send, *chain), in_middle = tensors[_TABLES : _TABLES + 6], _ops.opened(*inputs, *_cut(middle), scale)
             own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
-            pending = _start(own, send, sizes[:2], name, what)
+            pending = _start(own, send, sizes[:2], name, what, call)
             outs.append(out)
         if not (apart and _skipped(whole)):
             out, states = _ops.run(*inputs, entries[0], *_cut(whole), scale)
@@ -107,7 +109,7 @@ class _Passing(torch.autograd.Function):
                     final = final if table is middle else final.index_copy(0, last.ends, states)
             a = in_middle[2][:, : -entries[0].shape[1:].numel()].clone()
         ctx.save_for_backward(*inputs, a, *tensors, *entries)
-        ctx.scale, ctx.apart, ctx.name, ctx.label, ctx.sizes = scale, apart, name, label, sizes
+        ctx.scale, ctx.apart, ctx.name, ctx.label, ctx.call, ctx.sizes = scale, apart, name, label, call, sizes
         ctx.dims, ctx.num_starts = dims, initial.shape[0]
         return sum(outs[1:], outs[0]), final
 
@@ -125,7 +127,9 @@ class _Passing(torch.autograd.Function):
             through = _ops.adjoint(q, k, log_decay, beta, d_out, *_cut(middle), ctx.scale)
             (send, *chain), what = tensors[_TABLES + 6 : _COUNT], f"all-to-all of gradients, {ctx.label}"
             own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
-            pending = _start(own, send, ctx.sizes[2:], ctx.name, what)
+            if ctx.call is not None:
+                ctx.call.backward(ctx.label)
+            pending = _start(own, send, ctx.sizes[2:], ctx.name, what, ctx.call)
             found.append(grads)
         if not (ctx.apart and _skipped(whole)):
             d_states = d_final.index_select(0, whole.ends)
@@ -142,7 +146,7 @@ class _Passing(torch.autograd.Function):
                     d_initial = d_initial if table is middle else d_initial.index_copy(0, first.starts, d_states)
         grads = [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
         d_beta = None if beta is None else grads[4]
-        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (6 + _COUNT)
+        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (7 + _COUNT)
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:
@@ -151,8 +155,9 @@ def _rows(known: Tensor, middle: Tensor) -> Tensor:
     return torch.cat([F.pad(known_PF, (middle.shape[1] - known_PF.shape[1], 0)), middle])
 
 
-def _start(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str) -> Tensor:
+def _start(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str, call: Compared | None) -> Tensor:
     """Starts the exchange of own maps; do not read the result before `failure.wait`."""
     send_sizes, recv_sizes = sizes
     sent = rows.index_select(0, send)
-    return failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name)
+    tag = message_tag(call, what, sent)
+    return failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name, *tag)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
-from spanwise.attention.compare import compare_backward, compare_relayout, compiled, eager, tells_refusals
+from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts.layout import Layout
@@ -115,10 +115,11 @@ def relayout(
     front = tuple(range(len(dims)))
     rows_Rx = x.movedim(dims, front).flatten(0, front[-1])
     rows_RF = rows_Rx.flatten(1) if rows_Rx.dim() > 1 else rows_Rx.unsqueeze(-1)
-    compare = compare_relayout(rows_RF, route.digest, route.mesh)
-    link = Link(_torch.group_name(route.mesh.get_group()), route.num_ranks, "tokens (relayout)", eager(compare))
+    sizes = "features of a token", rows_RF.shape[1:]
+    call = compare_call("relayout", {"dtype": x.dtype}, route.mesh, [x], sizes=sizes, plan=route.digest)
+    link = Link(_torch.group_name(route.mesh.get_group()), route.num_ranks, "tokens (relayout)", eager(call))
     ((arrived_NF,),) = bring((rows_RF,), [route.step], link)
-    (arrived_NF,) = compare_backward((arrived_NF,), compiled(compare))
+    (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
     leading = (route.after.shape[0],) if route.rows == 1 else (route.rows, route.after.shape[0])
     return arrived_NF.reshape(*leading, *rows_Rx.shape[1:]).movedim(front, dims)
 

@@ -8,7 +8,7 @@ from torch._inductor import utils
 
 import spanwise  # noqa: F401
 
-NAMES = ["compare_call", "compare_backward", "compare_sums"]
+NAMES = ["compare_call", "compare_backward", "compared"]
 
 
 @pytest.mark.parametrize("name", NAMES)

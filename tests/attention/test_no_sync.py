@@ -49,7 +49,6 @@ HOT = [
     "attention/kernels/merge.py",
     "attention/kernels/reference.py",
     "attention/kernels/varlen.py",
-    "attention/exchange/__init__.py",
     "attention/tokens.py",
     "recurrence/_ops.py",
     "recurrence/chunkwise.py",
@@ -61,9 +60,7 @@ HOT = [
     "batch/fused.py",
     "attention/_limits.py",
     "attention/compare.py",
-    "attention/exchange/errors.py",
-    "attention/exchange/expectation.py",
-    "attention/exchange/failure.py",
+    "attention/failure.py",
 ]
 NOT_HOT = {
     "batch/contents.py": "reads attention masks, which loaders make in host memory",
@@ -75,14 +72,13 @@ NOT_HOT = {
     "attention/kernels/_engine.py": "CPU",
     "attention/kernels/_flops.py": "asked by torch's FLOP counters alone",
     "attention/kernels/_segments.py": "numpy, when a plan is made",
-    "attention/exchange/calls.py": "digests of calls, tensors in host memory",
-    "attention/exchange/findings.py": "after a failure",
+    "attention/call_log.py": "digests of calls, tensors in host memory",
     "attention/kernels/_tiles.py": "numpy, CPU",
     "attention/kernels/sdpa.py": "CPU",
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
-    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints", "_global_ranks"},
+    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/ulysses.py": {"trade_of"},
     "attention/kernels/_flex_tables.py": {"from_numpy"},
@@ -90,15 +86,23 @@ PLAN_TIME = {
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
-    "attention/compare.py": {"digest.numpy()", "float(number)", "float(amount)", "mesh.mesh.flatten().tolist()"},
-    "attention/rank_plan.py": {"self.digest.numpy()"},
+    "attention/compare.py": {
+        "plan.numpy()",
+        "float(number)",
+        "float(amount)",
+        "int(number)",
+        "mesh.mesh.flatten().tolist()",
+        "x.flatten().tolist()",
+        "torch.tensor(number)",
+    },
     "attention/kernels/_guard.py": {"bool(no_out.any())", "bool(rows.any())", "bool(x.sum().isfinite())"},
-    "attention/exchange/failure.py": {"mesh.mesh.flatten().tolist()"},
+    "attention/failure.py": {"mesh.mesh.flatten().tolist()"},
     "recurrence/passing.py": {"float(scale)"},
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/slabs.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/documents.py": {"torch.as_tensor(row)"},
+    "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
     "batch/sharding.py": {"int(shifts)"},
     "batch/loss.py": {
         "num_valid.item()",
@@ -195,11 +199,7 @@ def test_everything_that_a_step_may_run_is_on_a_list() -> None:
         name = open_doors.pop()
         reached.add(name)
         open_doors |= _imports(name)[0] - reached
-    found = {
-        str(path.relative_to(ROOT))
-        for folder in ("attention/kernels", "attention/exchange")
-        for path in (ROOT / folder).glob("*.py")
-    }
+    found = {str(path.relative_to(ROOT)) for folder in ("attention/kernels",) for path in (ROOT / folder).glob("*.py")}
     found |= {name for name in reached if _imports(name)[1]}
     assert found == {*HOT, *NOT_HOT}
     assert len(HOT) + len(NOT_HOT) == len(found)

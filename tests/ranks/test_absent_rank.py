@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise.attention.exchange import failure, findings
+from spanwise.attention import failure
 from tests.ranks.gloo import GlooPool
 
 LENGTH, TIMEOUT = 24, 1.0
@@ -83,7 +83,7 @@ def one_stays_away(rank: int, mesh: DeviceMesh, door: str) -> Any:
         store.wait(["given up"])
         return None
     try:
-        with mock.patch.object(findings, "GRACE", 0.3):
+        with mock.patch.object(failure, "GRACE", 0.3):
             DOORS[door](mesh)
     except spanwise.ExchangeError as error:
         return error
@@ -97,7 +97,7 @@ def test_is_named_after_the_timeout_of_the_group(gloo_pool: GlooPool, door: str)
     error, _ = gloo_pool.run(2, one_stays_away, door)
     assert isinstance(error, spanwise.ExchangeError) and error.lost == (1,), error
     assert "lost: rank 1, no word within" in str(error)
-    found = re.search(r"failed on rank 0 of 2, .* after (\d+\.\d) s", str(error))
+    found = re.search(r"failed on rank 0, .* of 2 ranks, after (\d+\.\d) s", str(error))
     assert found is not None and float(found[1]) >= TIMEOUT, str(error)  # rank 1 stays away until rank 0 has failed
 
 

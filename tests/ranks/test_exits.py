@@ -27,7 +27,6 @@ def name() -> Iterator[str]:
 
 
 STARTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
-    "allgather_into_tensor_coalesced": lambda x, name: _torch.start_all_gather(x, 1, name),
     "allreduce": lambda x, name: _torch.start_all_reduce(x, "sum", name),
 }
 
@@ -58,7 +57,7 @@ def test_a_wait_is_over_when_gloo_has_let_go(operator: str, name: str, monkeypat
     real, released = _torch.find_group, []
     x = torch.arange(6.0).reshape(2, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(_torch, "_runs_in_gloo_threads", lambda *_: True)
+        patch.setattr(_torch, "is_gloo", lambda group: True)
         patch.setattr(_torch, "find_group", lambda name: _Holds(real(name), released))
         pending = STARTS[operator](x, name)
     assert torch.equal(_torch.wait(pending), x)

@@ -10,7 +10,7 @@ import torch
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
 from spanwise.attention.kernels.reference import Reference
 from spanwise.layouts.by_host import ByHost
 from tests.oracle import make_problem, relative_error

@@ -19,7 +19,7 @@ LABELS = torch.tensor([[1, -100, 2, 0]])
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a count of its own": ({"num_valid": 2}, "rank 1: amount 2.0"),
     "no count": ({"num_valid": None}, "num_valid None, weighted False"),
-    "a count in a tensor": ({"num_valid": torch.tensor(6)}, "num_valid a tensor, weighted False"),
+    "a count in a tensor": ({"num_valid": torch.tensor(6)}, "rank 1: num_valid a tensor"),
     "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
     "weights": ({"weights": torch.ones(1, 4)}, "rank 1: weighted True"),
     "no gradient": ({"grad": False}, "rank 1: requires grad False"),
@@ -96,6 +96,18 @@ def test_raises_on_every_rank_in_compiled_code(
     for said in gloo_pool.run(2, differ_compiled, loss, backend, names):
         for name, text in said.items():
             assert "ranks disagree on call" in text and CHANGES[name][1] in text, (name, text)
+
+
+def counts_in_tensors(rank: int, mesh: DeviceMesh, backend: str | None) -> str:
+    torch._dynamo.reset()
+    call(of_logits, mesh, {"num_valid": torch.tensor(6)}, backend)
+    return mismatch(lambda: call(of_logits, mesh, {"num_valid": torch.tensor([6, 3][rank])}, backend))
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.compiles])])
+def test_counts_in_tensors_of_the_host_are_compared(gloo_pool: GlooPool, backend: str | None) -> None:
+    for text in gloo_pool.run(2, counts_in_tensors, backend):
+        assert "rank 0: cross_entropy(amount 6.0" in text and "rank 1: amount 3.0" in text, text
 
 
 def over_two_axes(rank: int, mesh: DeviceMesh, compiled: bool) -> tuple[str, float]:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention.exchange import failure, findings
+from spanwise.attention import failure
 from tests.limits import HANG
 from tests.ranks.test_attention import HOSTS
 from tests.scripts import forked
@@ -57,7 +57,7 @@ class World:
         mesh_shape: tuple[int, ...] = (4,),
         names: tuple[str, ...] = ("cp",),
         timeout: float = TIMEOUT,
-        grace: float = findings.GRACE,
+        grace: float = failure.GRACE,
         store_in_rank_0: bool = False,
     ) -> None:
         context = forked()
@@ -124,7 +124,7 @@ def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args:
     connection.send("started")
     began = time.monotonic()
     try:
-        with mock.patch.object(findings, "GRACE", grace):
+        with mock.patch.object(failure, "GRACE", grace):
             answer = (fn(rank, mesh, *args), None)
     except spanwise.ExchangeError as error:
         answer = (None, error)
@@ -149,7 +149,7 @@ def lose(how: str) -> None:
     if how == "raised":
         raise SystemExit(1)  # as an error of the model would, but quietly
     if how == "late":  # is back when the others have timed out, and before they give it up
-        while store.add("spanwise/failure/asking", 0) < 3:
+        while store.add(failure.REPORTS, 0) < 3:
             time.sleep(0.01)
     if how == "asleep":  # until the others have given it up
         store.wait([f"{rank} has failed" for rank in (0, 2, 3)], timedelta(seconds=HANG))
@@ -189,7 +189,7 @@ def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
     assert outcome.error.lost_global == lost, text
     # The rank may be lost before its call has been compared.
     assert re.match(rf"{what}|comparison of call \d", outcome.error.what), text
-    assert text.startswith(f"{outcome.error.what} failed on rank {outcome.error.rank} ")
+    assert text.startswith(f"{outcome.error.what} failed on rank ")
     assert outcome.seconds < HANG
     return text
 
@@ -387,8 +387,8 @@ def test_a_process_that_ends_is_named_by_all_others(worlds: dict[Any, World], ki
     outcomes = worlds[kind, how].outcomes()
     for rank, outcome in enumerate(outcomes[:3]):
         text = check(outcome, f"{kind} of K/V", (3,))
-        assert f"failed on rank {rank} of 4" in text
-        assert "lost: rank 3, connection closed from there" in text
+        assert f"failed on rank {rank}, " in text and " of 4 ranks, after" in text
+        assert "lost: rank 3, no word within" in text
     assert outcomes[3].exit_code == (-signal.SIGKILL if how == "killed" else 1)
 
 
@@ -397,7 +397,7 @@ def test_late_ranks_are_named(worlds: dict[Any, World]) -> None:
     for rank in (0, 2, 3):
         text = check(asleep[rank], "all-gather of K/V", (1,))
         found = re.search(r"lost: rank 1, no word within (\d+\.\d) s", text)
-        assert found is not None and float(found[1]) >= findings.GRACE, text
+        assert found is not None and float(found[1]) >= failure.GRACE, text
     # It wakes up later, and finds that the others were there.
     check_last(check(asleep[1], "all-gather of K/V", ()), asleep)
     late = worlds["late"].outcomes()
@@ -428,9 +428,9 @@ def test_ranks_of_a_sub_mesh(worlds: dict[Any, World]) -> None:
     assert [outcome.result for outcome in outcomes[:2]] == [4 * 2 * 100_000.0] * 2
     text = check(outcomes[2], "all-gather of K/V", (3,))
     assert outcomes[2].error.lost == (1,)
-    assert "failed on rank 0 (global rank 2) of 2" in text
+    assert "failed on rank 2, " in text and " of 2 ranks, after" in text
     assert "mesh_cp" in text
-    assert "lost: rank 1 (global rank 3)" in text
+    assert "lost: rank 3, no word" in text
 
 
 def test_the_host_of_the_store_is_lost(worlds: dict[Any, World]) -> None:
@@ -450,10 +450,10 @@ def test_a_start_that_fails(worlds: dict[Any, World]) -> None:
 def test_a_cut_link_between_ranks_that_live(worlds: dict[Any, World]) -> None:
     for outcome in worlds["closed"].outcomes():
         text = check(outcome, "all-to-all of K/V", ())
-        assert re.search("the network has cut the connection of ranks (0, 1|1, 0)", text), text
+        assert "if no rank is late, a connection is cut or too slow" in text, text
     for outcome in worlds["silent"].outcomes():
         text = check(outcome, "all-to-all of K/V", ())
-        assert "Timed out" in text and "if no rank is late, a connection between them is cut or too slow" in text
+        assert "Timed out" in text and "if no rank is late, a connection is cut or too slow" in text
 
 
 def test_ranks_that_share_no_axis_with_the_lost_one(worlds: dict[Any, World]) -> None:
@@ -462,8 +462,8 @@ def test_ranks_that_share_no_axis_with_the_lost_one(worlds: dict[Any, World]) ->
     axes = ["dp", "dp", "dp", "dp", "tp", "tp", "cp"]
     texts = [check(outcomes[r], f"all-reduce of the loss over {axes[r]}", (7,)) for r in range(7)]
     assert outcomes[0].error.lost == () and outcomes[6].error.lost == (1,)
-    way = r"group '\d+' \(mesh_dp\).*; rank 1 \(global rank 4\) failed in .* \(mesh_tp\); global rank 6 failed in .*"
-    assert re.search(way + r" \(mesh_cp\); lost: global rank 7, connection closed", texts[0]), texts[0]
+    assert re.search(r"group '\d+' \(mesh_dp\).*; lost: rank 7, no word", texts[0]), texts[0]
+    assert re.search(r"failed as well: rank 6 in .* \(mesh_cp\)", texts[0]), texts[0]
 
 
 @pytest.mark.parametrize("i", numbers(ATTENTION, FEW_ATTENTION))
@@ -471,7 +471,7 @@ def test_attention_that_loses_a_rank(worlds: dict[Any, World], i: int) -> None:
     outcomes = worlds["attention", i].outcomes()
     for rank in (0, 1, 3):
         text = check(outcomes[rank], names(*ATTENTION[i]), (2,))
-        assert "lost: rank 2, connection closed from there" in text
+        assert "lost: rank 2, no word within" in text
 
 
 @pytest.mark.parametrize("i", numbers(TWO_LEVELS, FEW_TWO_LEVELS))
@@ -481,7 +481,7 @@ def test_attention_on_two_levels_that_loses_a_rank(worlds: dict[Any, World], i: 
     for rank in (0, 1, 3):
         text = check(outcomes[rank], ".*(, mask 'full'|max_logit)", (2,))
         compared = text.startswith("comparison of call")  # all four ranks take part in that
-        assert re.search(r"lost: (rank 2|(rank [01] \()?global rank 2\)?), connection closed from there", text), text
+        assert "lost: rank 2, no word" in text, text
         assert outcomes[rank].error.lost == ((2,) if compared else ((1,), (), (0,), (0,))[rank]), text
     # Before the forward a rank trades heads; then K/V go between groups.
     for rank in (0, 1, 3):
@@ -513,11 +513,9 @@ def test_plans_are_not_compared_with_a_lost_rank(worlds: dict[Any, World]) -> No
 @pytest.mark.compiles
 def test_a_rank_lost_in_compiled_code(worlds: dict[Any, World], i: int) -> None:
     """On a mesh of one axis and of two."""
-    others = {1: "0, 2", 2: "0, 2, 3"}[i]
     for rank, outcome in enumerate(worlds["compiled", i].outcomes()):
         if rank != 1:
-            text = check(outcome, "a collective of compiled code", (1,))
-            assert f"\nlast calls of ranks {others}: 3. compiled context_parallel_attention(plan " in text, text
+            check(outcome, "a collective of compiled code", (1,))
 
 
 def test_other_errors_pass() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import SpanMask, recurrence
-from spanwise.attention.exchange import calls
+from spanwise.attention import call_log
 from tests.limits import HANG
 from tests.ranks.gloo import GlooPool, hear, tell
 
@@ -75,25 +75,23 @@ SLOW = pytest.mark.slow
 def test_the_others_learn_why(gloo_pool: GlooPool, name: str, steady: int) -> None:
     first, second, third = gloo_pool.run(3, lives_on, name, steady)
     for text in (first, third):
-        assert "rank 1 of" in text and f"it raised ValueError: {second}" in text, text
+        assert f"rank 1: an error(raised ValueError: {second})" in text, text
 
 
 def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """All ranks are refused the same call, or one is and makes the right call next; late by more than the patience."""
-    call = doors(mesh)["attention"]
+    """All ranks are refused a call, in other words; one is late by more than the patience."""
+    call = doors(mesh)["attention" if rank else "unshard"]
     for late in (0, 1):
         with pytest.raises(ValueError):
             call(True)
         if rank == late:
-            time.sleep(calls.PATIENCE + 1.0)
-        call(False)
-    if rank == 1:
-        with pytest.raises(ValueError):
-            call(True)
+            time.sleep(call_log.PATIENCE + 1.0)
+        doors(mesh)["attention"](False)
+    call = doors(mesh)["attention"]
     for _ in range(3):
         call(False)
-    (log,) = calls.logs()
-    log.settle(HANG)
+    (log,) = call_log.logs()
+    log.confirm(log.count, HANG)
     return log.count, log.confirmed
 
 
@@ -128,9 +126,9 @@ def fails_inside(rank: int, mesh: DeviceMesh, exchange: str, steady: int) -> lis
 def test_a_rank_that_fails_inside_a_call_ends_it_for_all(gloo_pool: GlooPool, exchange: str, steady: int) -> None:
     """Its next call would meet what the others still do in this one: wrong numbers, or a hang."""
     first, second, third = gloo_pool.run(3, fails_inside, exchange, steady)
-    text = f"MismatchError rank 1 of group '0' failed in call {steady + 2}, where it raised OutOfMemoryError: no memory"
-    assert {*first, *third} == {text} and min(len(first), len(third)) >= 2  # the call itself may need nothing of rank 1
-    assert second == ["OutOfMemoryError no memory", text, text]
+    for text in (*first, *second[1:], *third):  # who needs nothing of rank 1 finds its error in place of the next call
+        assert text.startswith("MismatchError") and "OutOfMemoryError: no memory" in text and "rank 1" in text, text
+    assert second[0] == "OutOfMemoryError no memory" and min(map(len, (first, second, third))) >= 2
 
 
 class Fragile(torch.autograd.Function):
@@ -167,14 +165,14 @@ def fails_backward(rank: int, mesh: DeviceMesh, whom: tuple[int, ...], steady: i
 def test_a_backward_that_fails_on_one_rank_ends_it_for_all(gloo_pool: GlooPool, steady: int) -> None:
     """The forward of the next step would meet the others' backward: they waited, or aborted inside gloo."""
     first, second, third = gloo_pool.run(3, fails_backward, (1,), steady)
-    assert {*first, *third} == {first[0]} and second[1:] == first[1:] and len(first) == 3, (first, second)
-    assert "MismatchError rank 1 of group '0' failed" in first[0] and "an error in its backward" in first[0]
-    assert second[0] == "OutOfMemoryError no memory"
+    for text in (*first, *second[1:], *third):
+        assert text.startswith("MismatchError") and "rank 1" in text and "an error in its backward" in text, text
+    assert second[0] == "OutOfMemoryError no memory" and len(first) == len(second) == len(third) == 3
 
 
 def fail_alike(rank: int, mesh: DeviceMesh, steady: int) -> list[str]:
     """However late a rank is."""
-    with mock.patch.object(calls, "PATIENCE", HANG):
+    with mock.patch.object(call_log, "PATIENCE", HANG):
         return fails_backward(rank, mesh, (0, 1, 2), steady)
 
 

@@ -125,7 +125,8 @@ CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
     edges: {
         "another tree": ({"tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 3])}, "(6, 5)"),
         "a wider dtype": ({"dtype": torch.float64}, "dtype float64"),
-        "no gradient": ({"grad": False}, "requires grad False"),
+        "no gradient": ({"grad": False}, "requires grad (False,)"),
+        "edges of another batch": ({"tree": spanwise.TokenTree([-1, 0, 0], [1, 2, 2])}, "rank 1: plan "),
     },
 }
 

@@ -300,7 +300,7 @@ def test_a_lost_rank_is_an_error(moment: str) -> None:
     assert isinstance(error, spanwise.ExchangeError)
     # The loss is the first call of its group; both are compared before their all-reduce.
     what = "connections to compare calls" if moment == "the loss" else "comparison of call 2"
-    assert error.what == what and error.lost == (1,) and "connection closed from there" in str(error)
+    assert error.what == what and error.lost == (1,) and "lost: rank 1, no word within" in str(error)
 
 
 class Head(torch.nn.Module):

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spanwise import _torch
-from spanwise.attention.exchange import failure
-from spanwise.attention.exchange.expectation import Call
-from spanwise.attention.rank_plan import mesh_ranks
+from spanwise.attention import failure
+from spanwise.attention.call_log import Call
+from spanwise.attention.compare import mesh_ranks, record
 
 
 class Parameters:
@@ -49,7 +49,7 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
     """
     if mesh.size() == 1:
         return
-    failure.compare(Call(b"", "a batch", (), ()), *mesh_ranks(mesh))
+    record(Call("a batch"), *mesh_ranks(mesh))
     tensors = [batch[n] for n in sorted(batch) if isinstance(batch[n], torch.Tensor) and n != "inputs_embeds"]
     weights = _total([x.checksum(model, mesh) for model, x in models if torch.is_grad_enabled()])
     same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)

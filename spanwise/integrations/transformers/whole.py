@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention.exchange import failure
+from spanwise.attention import failure
 from spanwise.integrations.transformers.documents import is_packed
 from spanwise.integrations.transformers.inputs import by_name, prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch

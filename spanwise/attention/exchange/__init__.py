@@ -1,1 +1,0 @@
-"""Exchanges move K/V to the ranks that read them and bring dK/dV home."""
