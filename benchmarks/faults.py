@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "A call of one rank is refused, and it catches the error",
-        "The others ask after two seconds why that rank does not come, and name its error.",
+        "The calls of the others differ from the error that stands in place of its call, and all ranks raise.",
         STEP,
         on_ranks(ranks.refused_call, quiet=[LAST]),
     ),

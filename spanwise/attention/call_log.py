@@ -91,13 +91,13 @@ class Expectation:
         with another `fresh` fact is never expected.
         """
         self._place = min(self._place + 1, 1024) if backward == self._backward else 0
-        contexts = (self._place, *self._last), (-1, *self._last)
-        met = next((self._after[x] for x in contexts if x in self._after), None) == kind
-        met = met and fresh in (None, self._fresh.get(kind), self._fresh.get(-1))
+        placed, plain = (self._place, *self._last), (-1, *self._last)
+        expected = self._after.get(placed, self._after.get(plain))
+        met = expected == kind and fresh in (None, self._fresh.get(kind), self._fresh.get(-1))
         if len(self._after) > 8192:  # calls that never come back
             self._after.clear()
             self._fresh.clear()
-        self._after.update(dict.fromkeys(contexts, kind))
+        self._after[placed] = self._after[plain] = kind
         if fresh is not None:
             self._fresh[kind] = self._fresh[-1] = fresh
         self._last, self._backward = (*self._last, kind)[-12:], backward

@@ -33,11 +33,9 @@ _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
 
 
 class Compared(NamedTuple):
-    """A call in eager code that is compared with those of the other ranks.
+    """A call in eager code: its number on the mesh (-1 where calls are not compared), the same on all ranks.
 
-    Attributes:
-        number: of the call on its mesh, the same on all ranks; -1 where calls are not compared.
-        backward: compares its backward, once for each backward and exchange; called where that one starts.
+    `backward`, called where an exchange of a backward starts, compares that.
     """
 
     number: int
@@ -94,11 +92,12 @@ def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
                     given = inspect.signature(function).bind(*args, **kwargs).arguments
-                    found = [getattr(given.get(x), "mesh", None) for x in names]  # the ranks of a mesh are its `mesh`
-                    meshes = [x.mesh if isinstance(x, DeviceMesh) else x for x in found]
-                    ranks = [x.flatten().tolist() for x in meshes if isinstance(x, torch.Tensor)]
+                    meshes = [
+                        getattr(given.get(x), "mesh", None) for x in names
+                    ]  # or the ranks, which a mesh has there
+                    ranks = [x.mesh if isinstance(x, DeviceMesh) else x for x in meshes if x is not None]
                     for log in logs():
-                        if list(log.ranks) in ranks:
+                        if any(list(log.ranks) == x.flatten().tolist() for x in ranks):
                             log.refuse(f"{type(error).__name__}: {error}", inside=log.added >= began)
                     error.told = True  # type: ignore[union-attr]
                 raise
@@ -151,16 +150,12 @@ def compare_call(
     if any(map(_torch.is_fake, tensors)):
         return None
     call = Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(plan, amount))
-    number, last, seen = record(call, groups, ranks), -1, set[str]()
+    number, seen = record(call, groups, ranks), set[tuple[int, str]]()
 
     def backward(exchange: str) -> None:
-        nonlocal last
-        this = _torch.backward_number()
-        if this != last:
-            last = this
-            seen.clear()
-        if exchange not in seen:
-            seen.add(exchange)
+        this = _torch.backward_number(), exchange
+        if this not in seen:  # an exchange has several steps
+            seen.add(this)
             record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
 
     return Compared(number, backward)

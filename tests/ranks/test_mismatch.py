@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import spanwise
-from spanwise import SpanMask
+from spanwise import SpanMask, _torch
 from spanwise.attention import call_log
 from spanwise.attention.call_log import Call
 from spanwise.attention.compare import mesh_ranks
@@ -441,3 +442,34 @@ def many(rank: int, mesh: DeviceMesh) -> tuple[int, int, int]:
 def test_the_thread_keeps_up_with_thousands_of_calls(gloo_pool: GlooPool) -> None:
     for count, confirmed, most in gloo_pool.run(2, many):
         assert count == confirmed and most < 2500
+
+
+def switched_off(rank: int, mesh: DeviceMesh) -> tuple[int, str]:
+    """Nothing travels, so that ranks that differ do not notice."""
+    spanwise.compare_calls(mesh, False)
+    local = {"a": plan_of("apart", "needed", mesh.size()).local(mesh, kernel="sdpa")}
+    different = mismatch(lambda: step(options_for("a", local, {"scale": 2.0} if rank else {}), mesh))
+    none = len(call_log.logs())
+    spanwise.compare_calls(mesh, True)
+    return none, different or mismatch(lambda: step(options_for("a", local, {"scale": 2.0} if rank else {}), mesh))
+
+
+def test_the_comparison_can_be_switched_off(gloo_pool: GlooPool) -> None:
+    for none, text in gloo_pool.run(2, switched_off):
+        assert none == 0 and "rank 1: scale 2.0" in text, text
+
+
+def unreachable(rank: int, mesh: DeviceMesh) -> str:
+    """Hosts whose other network does not connect them."""
+    with mock.patch.object(_torch, "host_group", side_effect=RuntimeError("no route to host")):
+        try:
+            plan_of("a", "needed", mesh.size()).local(mesh)
+        except spanwise.ExchangeError as error:
+            return str(error)
+    return ""
+
+
+def test_hosts_that_cannot_connect_say_so_in_the_first_call(gloo_pool: GlooPool) -> None:
+    for text in gloo_pool.run(2, unreachable):
+        assert text.startswith("connections to compare calls failed on rank "), text
+        assert "spanwise.compare_calls leaves them out" in text and "no route to host" in text, text
