@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +16,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.exchange import failure
+from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
-from spanwise.attention.verify_calls import Call
 from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
-_CLOSURE_LIMIT = 4096
 _DENSE_LIMIT = 4096
+_PLAN_NAMES = ("plan", "block_mask", "attn_mask")
+Cells = tuple[tuple[int, int], ...]
 _NOT_PROBED = ("position_ids", "attention_mask")  # they are not what a token says
 
 
@@ -56,8 +59,8 @@ class VerifyReport:
     errors: dict[str, float]
     tolerance: float
     probed: tuple[int, ...]
-    leaks: tuple[tuple[int, int], ...]
-    blind: tuple[tuple[int, int], ...]
+    leaks: Cells
+    blind: Cells
 
     @property
     def ok(self) -> bool:
@@ -145,8 +148,7 @@ def verify(
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
     attention = inputs is None
-    cross = plan.kv_layout != plan.layout
-    if cross and not attention:
+    if plan.kv_layout != plan.layout and not attention:
         raise ValueError(
             f"under a plan of cross attention, {plan.seq_len} queries and {plan.kv_len} keys, verify cannot tell which "
             f"inputs belong to the keys; verify the attention call alone, without inputs"
@@ -164,17 +166,13 @@ def verify(
     whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
     sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
     problem = _Problem(
-        fn=Call(fn_or_model, by_name, others, plan_name),
-        plan=plan,
-        local=plan.local(mesh, where),
-        mesh=mesh,
-        mask=mask_name,
+        fn_or_model, by_name, others, plan_name, plan, plan.local(mesh, where), mesh, mask_name,
         dim=(2 if attention else 1) if dim is None else dim,
         whole=tuple(x.detach().to(where) for x in whole),
         names=("q", "k", "v") if attention else by_name or tuple(f"inputs[{i}]" for i in range(len(whole))),
         sides=tuple(sides),
         attention=attention,
-    )
+    )  # fmt: skip
     errors, dtype_out, asked = _parity(problem, generator)
     leaks, blind = _leaks(problem, tokens, must, may)
     if not attention:
@@ -183,11 +181,27 @@ def verify(
     return VerifyReport(errors, limit, tuple(tokens), leaks, blind)
 
 
+class _Watched(dict[str, tuple[Chunk, ...]]):
+    """A rank plan's chunks that remember whether attention asked for them."""
+
+    asked = False
+
+    def __getitem__(self, name: str) -> tuple[Chunk, ...]:
+        self.asked = True
+        return super().__getitem__(name)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """A call to verify: the function, its whole inputs, and this rank's part of the plan."""
+    """A call to verify: the function, its whole inputs, and this rank's part of the plan.
 
-    fn: Call
+    The inputs go to `fn` by name where `by_name` has them; `others` are arguments by name that are not cut.
+    """
+
+    fn: Callable[..., Any]
+    by_name: tuple[str, ...] | None
+    others: dict[str, Any]
+    plan_name: str | None
     plan: Plan
     local: RankPlan
     mesh: DeviceMesh | None
@@ -198,33 +212,59 @@ class _Problem:
     sides: tuple[Side, ...]
     attention: bool
 
+    def call(self, values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
+        """The output for these inputs and this plan: the result, its logits, or its first part."""
+        forward = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
+        parameters = inspect.signature(forward).parameters
+        named = {} if self.by_name is None else dict(zip(self.by_name, values, strict=True))
+        plan_names = [name for name in _PLAN_NAMES if name in parameters]
+        if self.plan_name is not None or self.by_name is not None:
+            plan_names = [self.plan_name or (plan_names or ["plan"])[0]]
+        given = named | self.others | dict.fromkeys(plan_names, local)
+        if plan_names and "mesh" in parameters:
+            given["mesh"] = None if local.num_ranks == 1 else self.mesh
+        positional = [*(values if self.by_name is None else ()), *([] if plan_names else [local])]
+        result = self.fn(*positional, **given)
+        first = result[0] if isinstance(result, (tuple, list)) else None
+        for found in (result, getattr(result, "logits", None), first):
+            if isinstance(found, torch.Tensor):
+                return found
+        raise ValueError(
+            f"verify compares one tensor: the function must return it, or an object with logits, or a tuple that "
+            f"begins with it; got a {type(result).__name__}. Wrap the model in a function that returns the tensor"
+        )
+
     def cut(self, x: torch.Tensor, side: Side = "q") -> torch.Tensor:
         """This rank's tokens of `x`."""
         return shard_for_rank(self.plan, self.local.rank, x, dim=self.dim, side=side)
 
     def gathered(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole output for this rank's inputs."""
-        out = self.fn(values, self.local, self.mesh)
-        return gather(self.plan, self.local, self.mesh, out, self.dim, 0, "q")
+        return gather(self.plan, self.local, self.mesh, self.call(values, self.local), self.dim, 0, "q")
 
 
 def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype, bool]:
     """Errors of the output and of all gradients against one device, the output's dtype, and whether attention ran."""
     mesh, cut = problem.mesh, problem.cut
-    parameters = parameters_of(problem.fn.fn)  # before the forward, in which FSDP2 puts others in their place
-    shards = [_leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
-    out, asked = problem.fn.asks(shards, problem.local, mesh)
-    references = [_leaf(x.double() if problem.attention else x) for x in problem.whole]
+    parameters = parameters_of(problem.fn)  # before the forward, in which FSDP2 puts others in their place
+
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().clone().requires_grad_(x.is_floating_point())
+
+    shards = [leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
+    watched = _Watched(problem.local.chunks)
+    out = problem.call(shards, dataclasses.replace(problem.local, chunks=watched))
+    asked = watched.asked  # False in compiled code, too
+    references = [leaf(x.double() if problem.attention else x) for x in problem.whole]
     reference = _reference(problem, references)
     where = reference.device
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": _error(out.detach(), cut(reference.detach()), reference, mesh)}
-    inputs = zip(problem.names, problem.sides, shards, references, strict=True)
-    named = [one for one in inputs if one[2].requires_grad]
+    named = [x for x in zip(problem.names, problem.sides, shards, references, strict=True) if x[2].requires_grad]
     if not named and not parameters:
         return errors, out.dtype, asked
-    grads = gradients(problem.fn.fn, out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
-    wanted = gradients(problem.fn.fn, reference, cotangent, [ref for _, _, _, ref in named] + parameters)
+    grads = gradients(problem.fn, out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
+    wanted = gradients(problem.fn, reference, cotangent, [ref for _, _, _, ref in named] + parameters)
     for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
         errors[f"d{name}"] = _error(grad, cut(want, side), want, mesh)
     for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
@@ -237,22 +277,21 @@ def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, fl
 def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     """The output of one device, for attention in float64."""
     plan, where = problem.plan, inputs[0].device
+    layouts = [contiguous(length, 1) for length in (plan.seq_len, plan.kv_len)]
+    whole = plan.replace(layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, exchange="all_gather")
+    alone = whole.local(None, where)
     if not problem.attention:
-        return problem.fn(inputs, _one_rank(plan, where), problem.mesh)
+        return problem.call(inputs, alone)
     # Dense for short sequences; otherwise the CPU kernel in float64, which is tested against the dense one.
     kernel = "reference" if plan.seq_len <= _DENSE_LIMIT or where.type != "cpu" else "sdpa"
     q, k, v = inputs
-    return context_parallel_attention(q, k, v, _one_rank(plan, where), None, mask_name=problem.mask, kernel=kernel)
-
-
-Cells = tuple[tuple[int, int], ...]
+    return context_parallel_attention(q, k, v, alone, None, mask_name=problem.mask, kernel=kernel)
 
 
 def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarray) -> tuple[Cells, Cells]:
     """(row, token) pairs that change although the mask forbids it, and that do not although it demands it."""
     cross = problem.plan.kv_layout != problem.plan.layout
-    leaks: list[tuple[int, int]] = []
-    blind: list[tuple[int, int]] = []
+    leaks, blind = list[tuple[int, int]](), list[tuple[int, int]]()
     whole = list(zip(problem.whole, problem.sides, problem.names, strict=True))
 
     def changed(x: torch.Tensor, side: Side, name: str, token: int) -> torch.Tensor:
@@ -277,9 +316,8 @@ def _check_reached(problem: _Problem, asked: bool, tokens: list[int], must: np.n
         asked = bool(failure.all_reduce(flag, "max", problem.mesh, "a flag"))
     layout = problem.plan.layout
     owner = np.empty((layout.batch_size, layout.seq_len), np.int64)
-    for rank in range(layout.num_ranks):
-        for row in range(layout.batch_size):
-            owner[row, layout.indices(rank, row)] = rank
+    for rank, row in np.ndindex(layout.num_ranks, layout.batch_size):
+        owner[row, layout.indices(rank, row)] = rank
     apart = (must & (owner[:, :, None] != owner[:, None, tokens])).any(axis=0)
     reached = any((int(row), tokens[column]) not in blind for row, column in np.argwhere(apart))
     if not asked and not reached:
@@ -296,16 +334,6 @@ def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator
     v_dim = plan.v_head_dim or dim
     shapes = ((q_heads, plan.seq_len, dim), (kv_heads, plan.kv_len, dim), (kv_heads, plan.kv_len, v_dim))
     return tuple(torch.randn(plan.batch_size, *shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
-
-
-def _leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_(x.is_floating_point())
-
-
-def _one_rank(plan: Plan, device: torch.device) -> RankPlan:
-    layouts = [contiguous(length, 1) for length in (plan.seq_len, plan.kv_len)]
-    whole = plan.replace(layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, exchange="all_gather")
-    return whole.local(None, device)
 
 
 def _error(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
@@ -360,16 +388,13 @@ def _reach(plan: Plan, masks: list[str], tokens: list[int], attention: bool) -> 
     direct = direct | own
     if attention:
         return direct, direct
-    if m.q_len > _CLOSURE_LIMIT:
+    if m.q_len > _DENSE_LIMIT:
         raise ValueError(
-            f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_CLOSURE_LIMIT}, got "
+            f"the leak probe of a model follows the mask over layers, which takes seq_len <= {_DENSE_LIMIT}, got "
             f"{m.q_len}; verify a shorter sequence, or the attention call alone"
         )
     # The number of layers is unknown, so a row may see all tokens that the mask reaches in any number of steps.
-    dense = m.dense().astype(np.float32)
-    may = direct
-    while True:
-        wider = may | (dense @ may.astype(np.float32) > 0)
-        if (wider == may).all():
-            return direct, may
-        may = wider
+    dense, may, before = m.dense().astype(np.float32), direct, None
+    while before is None or (may != before).any():
+        before, may = may, may | (dense @ may.astype(np.float32) > 0)
+    return direct, may

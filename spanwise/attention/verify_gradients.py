@@ -32,21 +32,16 @@ def gradients(
         return [torch.zeros_like(x) for x in of]
     grads: Sequence[torch.Tensor | None]
     if isinstance(fn, nn.Module) and any(isinstance(module, FSDPModule) for module in fn.modules()):
-        grads = _accumulated(out, cotangent.to(out.dtype), of)  # FSDP2 reduces in hooks that write to .grad
+        held = [x.grad for x in of]  # FSDP2 reduces in hooks that write to .grad
+        for x in of:
+            x.grad = None
+        out.backward(cotangent.to(out.dtype))
+        grads = [x.grad for x in of]
+        for x, before in zip(of, held, strict=True):
+            x.grad = before
     else:
         grads = torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(of, grads, strict=True)]
-
-
-def _accumulated(out: torch.Tensor, cotangent: torch.Tensor, of: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    held = [x.grad for x in of]
-    for x in of:
-        x.grad = None
-    out.backward(cotangent)
-    grads = [x.grad for x in of]
-    for x, grad in zip(of, held, strict=True):
-        x.grad = grad
-    return grads
 
 
 def summed(grad: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import spanwise
-from spanwise.attention.verify_gradients import gradients, parameters_of, summed, whole
+from spanwise.attention.verify import gradients, parameters_of, summed, whole
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
 from spanwise.integrations.transformers.planned import ARGUMENT
