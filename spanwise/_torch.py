@@ -286,29 +286,30 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
-    max_q: int, max_k: int, scale: float, window: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's flash kernel as `varlen_attn` calls it; `spanwise.attention.kernels._rounds.Flash.forward`."""
+    *sequences, scale, window = call
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), False,
+        q, k, v, *sequences, 0.0, window == (-1, 0), False,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
     return out, lse
 
 
-def flash_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, max_q: int, max_k: int, scale: float, window: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def flash_backward(grad_out: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Its backward; `Flash.backward` there."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    *given, scale, window = call
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_out.device), torch.empty(0, device=grad_out.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window == (-1, 0), *no_dropout,
+        grad_out, *given, 0.0, window == (-1, 0), *no_dropout,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
     return dq, dk, dv
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Pack and unpack of the active hooks for tensors that autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def mark_effectful(op: torch._ops.OpOverload) -> None:

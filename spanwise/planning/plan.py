@@ -58,7 +58,8 @@ class Plan(PlanData):
         Counts K/V of other ranks, as received and in order, and send buffers; under Ulysses q and the output too. Exact
         to the byte for eager code with kernel "sdpa" and a batch of `batch_size` rows. Not included: results of
         kernels and of their merge, zeros put in padding, spare keys of "flex", and the copies that batch rows with
-        different masks take where k and v are not ``[B, T, H, D]`` in memory.
+        different masks take where k and v are not ``[B, T, H, D]`` in memory. Of the results a layer keeps one output
+        and one lse for its backward, however many chunks there are; compiled "flex" one output a chunk.
 
         Needs the same arguments of `make_plan` as `recv_bytes`.
 

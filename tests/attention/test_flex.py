@@ -1,11 +1,8 @@
-"""The flex kernel on the CPU: values against a dense float64 oracle, how often it compiles, what it refuses.
-
-Few settings on purpose, for each is a C++ compilation: one mask with one span a row, and several masks with four. The
-form for CUDA is run here too, with torch's dense stand-in for the kernel, forward and backward.
-"""
+"""The flex kernel without a GPU, on torch's dense stand-in for FlexAttention: values, gradients, graphs, refusals."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,14 +14,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from spanwise import _torch
+from spanwise._torch import storage_id
 from spanwise.attention.kernels import flex as flex_module
-from spanwise.attention.kernels._flex_tables import FlexTables, block_mask, kv_capacity, pad_spans
-from spanwise.attention.kernels.flex import flex, max_logit
+from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.flex import Flex, flex
+from spanwise.attention.kernels.merge import Merging, merge
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # of torch's own, on import
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # read by Dynamo
 ]
 
 HEADS, KV_HEADS, DIM, V_DIM, Q_LEN, SCALE = 4, 2, 16, 24, 200, 0.25
@@ -109,26 +110,17 @@ def some_empty(mask: SpanMask) -> SpanMask:
     return SpanMask(mask.start * keep, mask.end * keep, mask.kv_len)
 
 
-@pytest.fixture
-def forget_graphs() -> None:
+@pytest.fixture(autouse=True)
+def dense_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled, and FlexAttention takes CPU tensors that require gradients."""
     torch._dynamo.reset()
     flex_module._compiled.cache_clear()
-
-
-@pytest.fixture
-def without_inductor(forget_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same graphs, run by torch's dense stand-in for the kernel: nothing to compile."""
+    # Only CUDA has a backward, but the gradient's formula is device-independent in torch's dense stand-in.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         yield
     flex_module._compiled.cache_clear()
-
-
-@pytest.fixture(params=["dense", pytest.param("inductor", marks=pytest.mark.slow)])
-def either_backend(request: pytest.FixtureRequest) -> None:
-    """Torch's dense stand-in, and Inductor, whose C++ takes long to compile."""
-    if request.param == "dense":
-        request.getfixturevalue("without_inductor")
 
 
 ONE_SPAN = {
@@ -142,7 +134,6 @@ ONE_SPAN = {
 }
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_matches_dense_with_one_span() -> None:
     """All in one test, as they share a graph."""
     for name, mask in ONE_SPAN.items():
@@ -150,7 +141,6 @@ def test_matches_dense_with_one_span() -> None:
         assert_near(flex(*x, scale=SCALE), oracle(*x.double()), label=name)
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_matches_dense_with_several_spans_and_another_mask_in_each_row() -> None:
     for num_spans in (2, 3, 4):
         x = problem(random_mask(Q_LEN, 500, num_spans, batch=2, seed=num_spans))
@@ -158,7 +148,6 @@ def test_matches_dense_with_several_spans_and_another_mask_in_each_row() -> None
         assert_near(flex(*x, scale=SCALE), oracle(*x.double()), label=f"{num_spans} spans")
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_spare_capacity_is_not_read() -> None:
     mask = SpanMask.documents([0, 90, Q_LEN])
     x, longer = problem(mask), problem(mask, capacity=640)
@@ -167,7 +156,6 @@ def test_spare_capacity_is_not_read() -> None:
     assert_near(got, oracle(*x.double()))
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_permuted_inputs() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     thd = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:3]]
@@ -175,7 +163,6 @@ def test_permuted_inputs() -> None:
     assert_near(flex(*thd, *x[3:], scale=SCALE), oracle(*x.double()))
 
 
-@pytest.mark.usefixtures("either_backend")
 @pytest.mark.parametrize("factor", [20.0, 1e-3])
 def test_lse_is_found_at_any_size_of_scores(factor: float) -> None:
     x = problem(random_mask(Q_LEN, 500, 1))
@@ -188,7 +175,6 @@ def test_lse_is_found_at_any_size_of_scores(factor: float) -> None:
     assert (out.double() - want[0]).abs().max().item() <= allowed
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_bfloat16() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     x = x._replace(q=x.q.bfloat16(), k=x.k.bfloat16(), v=x.v.bfloat16())
@@ -199,7 +185,6 @@ def test_bfloat16() -> None:
     torch.testing.assert_close(lse.double(), want[1], rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.usefixtures("either_backend")
 def test_score_mod_sees_global_positions_and_softcap_comes_after() -> None:
     x = problem(random_mask(Q_LEN, 500, 2, batch=2))
     softcap = 15.0
@@ -221,7 +206,6 @@ def test_score_mod_sees_global_positions_and_softcap_comes_after() -> None:
     assert_near(got, want, tol=2e-5)
 
 
-@pytest.mark.usefixtures("without_inductor")
 def test_score_mod_without_positions_meets_local_indices() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     table = torch.randn(Q_LEN, x.k.shape[2])  # as large as the indices that exist, no larger
@@ -230,7 +214,6 @@ def test_score_mod_without_positions_meets_local_indices() -> None:
     assert_near(got, want, tol=1e-4)
 
 
-@pytest.mark.usefixtures("without_inductor")
 def test_softcap() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     want = oracle(*x.double(), score_fn=lambda score: 5 * torch.tanh(score / 5))
@@ -250,7 +233,6 @@ def packings(count: int) -> list[SpanMask]:
     return [SpanMask.documents([0, *map(int, cut), Q_LEN]) for cut in cuts]
 
 
-@pytest.mark.usefixtures("forget_graphs")
 def test_ten_packings_share_one_graph() -> None:
     before = graphs()
     for seed, mask in enumerate(packings(10)):
@@ -264,7 +246,6 @@ def plans(count: int) -> list[SpanMask]:
     return [random_mask(Q_LEN, 150 + 90 * i, 1 + i % 4, batch=1 if i % 4 == 0 else 2, seed=i) for i in range(count)]
 
 
-@pytest.mark.usefixtures("forget_graphs")
 def test_fourteen_plans_share_two_graphs() -> None:
     masks = plans(14)
     assert {mask.num_spans for mask in masks} == {1, 2, 3, 4}
@@ -290,10 +271,8 @@ class Remote(torch.nn.Module):
         return flex(q, key, key + 1, *spans, scale=SCALE)
 
 
-@pytest.mark.parametrize("name", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("forget_graphs")
-def test_fourteen_plans_share_two_graphs_inside_a_compiled_module(name: str) -> None:
-    backend = CompileCounterWithBackend(name)
+def test_fourteen_plans_share_two_graphs_inside_a_compiled_module() -> None:
+    backend = CompileCounterWithBackend("eager")
     module = torch.compile(Remote(), backend=backend, fullgraph=True)
     buffer = torch.randn(2, KV_HEADS, 2000, DIM)
     for seed, mask in enumerate(plans(14)):
@@ -305,7 +284,6 @@ def test_fourteen_plans_share_two_graphs_inside_a_compiled_module(name: str) -> 
     assert backend.frame_count <= 2
 
 
-@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.slow
 def test_a_process_may_use_more_settings_than_dynamo_allows_graphs() -> None:
     before = graphs()
@@ -315,31 +293,15 @@ def test_a_process_may_use_more_settings_than_dynamo_allows_graphs() -> None:
     assert graphs() - before == 10
 
 
-# --- the form for CUDA, on torch's dense stand-in -------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
-def native(x: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mask_mod = flex_module._mask_mod(x.start, x.end)
-        blocks = block_mask(q.shape[2], k.shape[2], x.tables, mask_mod)
-        return flex_module._with_lse(q, k, v, (x.end - x.start).sum(1), blocks, None, scale=SCALE)
-
-    return torch.compile(run, backend=backend, fullgraph=True)(x.q, x.k, x.v)
-
-
-def test_native_lse_is_a_natural_logarithm() -> None:
-    x = problem(some_empty(SpanMask.causal(Q_LEN)))
-    assert_near(native(x, "eager"), oracle(*x.double()))
-
-
-def test_native_gradients_of_out_and_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only CUDA has a backward, but the gradient's formula is device-independent in torch's dense stand-in.
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+def test_gradients_of_out_and_lse() -> None:
     x = problem(some_empty(random_mask(Q_LEN, 300, 2)))
     x = x._replace(k=x.k.clamp(-3, 3), v=x.v.clamp(-3, 3))
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    out, lse = native(x, "aot_eager")
+    out, lse = flex(*x, scale=SCALE)
     want_out, want_lse = oracle(*exact, x.start, x.end)
     d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
     grads = torch.autograd.grad((out, lse), leaves, (d_out, d_lse))
@@ -350,6 +312,61 @@ def test_native_gradients_of_out_and_lse(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-5, msg=label)
     empty = (x.end - x.start).sum(1)[0] == 0
     assert empty.any() and not grads[0][:, :, empty].any()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parts_keep_no_output(hooked: bool) -> None:
+    """Three chunks: values and gradients of the whole; one output is kept, also under hooks of the caller."""
+    mask = random_mask(Q_LEN, 1152, 2, batch=2)
+    whole = problem(mask)
+    leaves = [t.clamp(-3, 3).requires_grad_() for t in whole[:3]]
+    chunks, sizes = [], (256, 512, 384)
+    for first, size in zip((0, 256, 768), sizes, strict=True):
+        start, end = (np.clip(x - first, 0, size) for x in (mask.start, mask.end))
+        x = problem(SpanMask(start, end, size), capacity=size, num_spans=2)
+        chunks.append(Chunk(x.start, x.end, torch.arange(first, first + size)[None].int(), x.tables))
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[storage_id(x)] = x.untyped_storage().nbytes()
+        return x
+
+    def run(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first so many chunks."""
+        q, *kv = leaves
+        merging, options, positions = Merging(q.dtype), AttentionOptions(SCALE), torch.arange(Q_LEN)[None].int()
+        parts = zip(*(x.split(sizes, 2) for x in kv), chunks, strict=True)
+        for _, (k, v, chunk) in zip(range(count), parts, strict=False):
+            merging.add(Flex().attend_part(q, k.contiguous(), v.contiguous(), chunk, positions, options))
+        return merging.result()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(pack, lambda x: x) if hooked else contextlib.nullcontext():
+        out, lse = run(3)
+    if hooked:
+        output, rows = out.untyped_storage().nbytes(), lse.untyped_storage().nbytes()
+        spans = sum(x.nbytes for chunk in chunks for x in torch.utils._pytree.tree_leaves(chunk) if x is not None)
+        # q, k, v, out, and of each chunk its lse twice and which rows are empty; copies of the spans.
+        allowed = sum(x.untyped_storage().nbytes() for x in leaves) + output + 8 * rows + 3 * spans
+        assert sum(kept.values()) < allowed
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    want = oracle(*exact, whole.start, whole.end)
+    assert_near((out, lse), want)
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    wants = torch.autograd.grad(want, exact, [x.double() for x in cotangents])
+    for grad, wanted in zip(torch.autograd.grad((out, lse), leaves, cotangents), wants, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_change_in_place_is_noticed() -> None:
+    x = problem(SpanMask.causal(Q_LEN))
+    q = x.q.requires_grad_() * 1
+    chunk = Chunk(x.start, x.end, torch.arange(256)[None].int(), x.tables)
+    part = Flex().attend_part(q, x.k, x.v, chunk, torch.arange(Q_LEN)[None], AttentionOptions(SCALE))
+    out, _ = merge([part])
+    q.detach().add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.sum().backward()
 
 
 # --- helpers and refusals -------------------------------------------------------------------------------------------
@@ -363,14 +380,9 @@ def test_kv_capacity() -> None:
     assert [kv_capacity(n) for n in (0, 1, 128, 256, 257, 1000)] == [256, 256, 256, 256, 384, 1024]
 
 
-@pytest.mark.usefixtures("either_backend")
-def test_refuses_gradients_on_the_cpu() -> None:
-    x = problem(SpanMask.causal(Q_LEN))
-    x.q.requires_grad_()
-    with pytest.raises(ValueError, match="kernel=\"sdpa\"|kernel='sdpa'"):
-        flex(*x, scale=SCALE)
-    with torch.no_grad():
-        assert_near(flex(*x, scale=SCALE), oracle(*x.double()))
+def test_refuses_the_cpu() -> None:
+    with pytest.raises(ValueError, match="runs on CUDA, the tensors are on cpu.*kernel='sdpa'"):
+        Flex().check_device(torch.device("cpu"), None)
 
 
 def test_refuses_tables_of_another_length() -> None:
@@ -379,14 +391,12 @@ def test_refuses_tables_of_another_length() -> None:
         flex(x.q, x.k[:, :, :100], x.v[:, :, :100], x.start, x.end, x.tables, scale=SCALE)
 
 
-def test_refuses_float64_and_wrong_positions_and_max_logit_on_the_cpu() -> None:
+def test_refuses_float64_and_wrong_positions() -> None:
     x = problem(SpanMask.causal(Q_LEN))
     with pytest.raises(ValueError, match="float64"):
         flex(*x.double(), x.tables, scale=SCALE)
     with pytest.raises(ValueError, match=r"kv_pos must be \[2 or 1, 256\]"):
         flex(*x, scale=SCALE, score_mod=lambda s, b, h, q, k: s, kv_pos=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="max_logit"):
-        max_logit(x.q, x.k, x.start, x.end, x.tables, scale=SCALE)
 
 
 def test_tables_are_a_pytree_of_tensors() -> None:

@@ -42,7 +42,6 @@ HOT = [
     "attention/kernels/base.py",
     "attention/kernels/table.py",
     "attention/kernels/_checks.py",
-    "attention/kernels/_flex_cpu.py",
     "attention/kernels/_guard.py",
     "attention/kernels/_rounds.py",
     "attention/kernels/flex.py",

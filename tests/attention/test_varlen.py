@@ -19,9 +19,10 @@ from spanwise.attention.kernels import varlen as module
 from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.merge import merge
 from spanwise.attention.kernels.reference import reference
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, attend_rounds, check_tables, parts
+from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, check_tables, parts, rounds_part
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
 from tests.simulated import all_ranks
@@ -109,6 +110,10 @@ def stand_in_backward(
         dk[keys] = torch.einsum("hnm,nhd->mhd", ds, q[rows]).unflatten(1, (kv_heads, group)).sum(2)
         dv[keys] = torch.einsum("hnm,nhd->mhd", p, grad_out[rows]).unflatten(1, (kv_heads, group)).sum(2)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def attend_rounds(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge([rounds_part(*args, **options)])
 
 
 # The operators have kernels for CUDA alone; these are for the CPU, registered as any backend's would be.
@@ -244,11 +249,10 @@ def test_gradient_of_lse_in_half_precision(dtype: torch.dtype, size: float) -> N
 def test_operators_are_well_formed() -> None:
     leaves, _, tables = problem(MASKS["documents_others"])
     fields = [tables.calls, tables.cu_seq_q, tables.cu_seq_k, tables.rows, tables.keys]
-    torch.library.opcheck(
-        torch.ops.spanwise.varlen, (*(x.nan_to_num().detach().requires_grad_() for x in leaves), *fields, 0.3)
-    )
+    torch.library.opcheck(torch.ops.spanwise.varlen, (*(x.nan_to_num().detach() for x in leaves), *fields, 0.3))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 def test_masks_share_a_graph() -> None:
     """Rounds are contents: other windows and other numbers of calls and sequences compile nothing."""
     graphs = 0

@@ -45,8 +45,3 @@ def check_problem(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, s
         raise ValueError(f"the spans have batch size {start.shape[0]}, q has {q.shape[0]}; it must be that or 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; None turns it off")
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of the lse for queries ``q``: float32, float64 for float64."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

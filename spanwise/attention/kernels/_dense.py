@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanwise.attention.kernels._checks import lse_dtype
+from spanwise.attention.kernels.merge import lse_dtype
 
 # Scores of all heads up to which this is faster than the loop, forward and backward; benchmarks/small_steps.py.
 _MOST_SCORES = 1 << 18
@@ -63,8 +63,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: 
 @torch.autocast("cpu", enabled=False)
 def backward(
     grad_out: Tensor,
-    grad_lse: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    grad_lse: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     start: Tensor,
     end: Tensor,
     scale: float,
@@ -76,9 +76,9 @@ def backward(
     do, row_lse = grad_out.to(dtype), lse.unsqueeze(-1)
     is_empty = row_lse == -math.inf
     shift, share = split_lse(row_lse.masked_fill(is_empty, 0), dtype)
-    delta = -grad_lse.unsqueeze(-1).to(dtype)
-    if out is not None:
-        delta = delta + (out.to(dtype) * do).sum(-1, keepdim=True)
+    delta = (out.to(dtype) * do).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse.unsqueeze(-1).to(dtype)
     delta = delta.masked_fill_(is_empty, 0).mul_(share)
     do, delta, shift, rows = (_by_query(x, k) for x in (do * share, delta, shift, q.to(dtype) * (scale * _LOG2_E)))
     dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels._tiles import Strip, Tile, plan_tiles
+from spanwise.attention.kernels.merge import lse_dtype
 
 Spans = tuple[np.ndarray, np.ndarray]  # first key and last key + 1, [N, R, 1] each
 

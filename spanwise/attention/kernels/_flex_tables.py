@@ -1,6 +1,6 @@
 """The form in which FlexAttention takes a span mask: its non-empty blocks, and the sizes that few graphs share.
 
-Built with a rank plan; `flex` and `_flex_cpu` read it. Letters of shapes: see `_checks`; A is the number of query
+Built with a rank plan; `flex` reads it. Letters of shapes: see `_checks`; A is the number of query
 blocks, C the number of key blocks.
 """
 
@@ -95,8 +95,8 @@ class FlexTables:
 _torch.register_pytree_dataclass(FlexTables)
 
 
-def block_mask(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod, *, transposed: bool = True) -> BlockMask:
-    """``tables`` as torch's BlockMask; ``transposed`` adds the lists that the backward walks."""
+def block_mask(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod) -> BlockMask:
+    """``tables`` as torch's BlockMask."""
     # The constructor, not from_kv_blocks, which derives the transposed tables, densely.
     return BlockMask(
         (q_len, kv_len),
@@ -104,10 +104,10 @@ def block_mask(q_len: int, kv_len: int, tables: FlexTables, mask_mod: Mod, *, tr
         kv_indices=tables.kv_indices,
         full_kv_num_blocks=tables.full_kv_num_blocks,
         full_kv_indices=tables.full_kv_indices,
-        q_num_blocks=tables.q_num_blocks if transposed else None,
-        q_indices=tables.q_indices if transposed else None,
-        full_q_num_blocks=tables.full_q_num_blocks if transposed else None,
-        full_q_indices=tables.full_q_indices if transposed else None,
+        q_num_blocks=tables.q_num_blocks,
+        q_indices=tables.q_indices,
+        full_q_num_blocks=tables.full_q_num_blocks,
+        full_q_indices=tables.full_q_indices,
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=mask_mod,
     )

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._segments import Window
-from spanwise.attention.kernels.merge import merge
+from spanwise.attention.kernels.merge import lse_dtype, union
 
 
 class Flash(NamedTuple):
@@ -116,9 +115,7 @@ def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale
         out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
         out.masked_fill_(~call.rows.unsqueeze(2), 0)
         lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
-        if len(tables[0]) > 1:
-            out = out.to(lse_dtype(q))
-        total = (out, lse) if total is None else merge([total, (out, lse)])
+        total = (out, lse) if total is None else union(*total, out, lse)
     if total is None:
         lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=lse_dtype(q))
         return empty_by_head(q, v.shape[3]).zero_(), lse

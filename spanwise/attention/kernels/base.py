@@ -21,7 +21,7 @@ from torch import Tensor
 from spanwise import _torch
 from spanwise.attention.kernels import _engine
 from spanwise.attention.kernels._checks import check_problem
-from spanwise.attention.kernels.merge import Part
+from spanwise.attention.kernels.merge import Part, part_of
 from spanwise.masks.span_mask import SpanMask
 
 ScoreMod = Callable[..., Tensor]
@@ -187,15 +187,12 @@ class Kernel:
     def attend_part(
         self, queries: Any, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
-        """`attend` over one of several chunks, for `merge.Merging` alone.
+        """`attend` over one chunk, as a part for `merge.Merging`: see `merge`.
 
         Args:
             queries: the result of `queries`.
-
-        Returns:
-            out and lse, then perhaps a token (see `merge`). Use only their values; `merge` owns their gradients.
         """
-        return self.attend(queries, k, v, chunk, q_pos, options)
+        return part_of(*self.attend(queries, k, v, chunk, q_pos, options))
 
     def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
         """Largest visible score of each query head, ``[H]``, −inf where nothing is visible. Not differentiable."""

@@ -1,4 +1,4 @@
-"""Span-masked attention on torch's FlexAttention: CUDA forward and backward, CPU inference.
+"""Span-masked attention on torch's FlexAttention, for CUDA.
 
 The spans reach the kernel as tensors that its mask_mod reads, and the non-empty blocks as `FlexTables`. So one
 compiled kernel serves every mask of the same shapes. Letters of shapes: see `_checks`.
@@ -6,20 +6,21 @@ compiled kernel serves every mask of the same shapes. Letters of shapes: see `_c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem
-from spanwise.attention.kernels._flex_cpu import flex_cpu, padded_positions
 from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.attention.kernels.merge import Part, part_of
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
@@ -28,7 +29,7 @@ _HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Flex(Kernel):
-    """FlexAttention on CUDA, and on the CPU for inference; see `flex`.
+    """FlexAttention; see `flex`.
 
     Its graphs need a constant number of queries and at least one token per rank. Spare keys and few numbers of spans
     let one graph serve many plans.
@@ -48,9 +49,15 @@ class Flex(Kernel):
     def num_spans(self, num_spans: int) -> int:
         return pad_spans(num_spans)
 
+    def check_device(self, device: torch.device, score_mod: ScoreMod | None) -> None:
+        if device.type == "cpu":
+            raise ValueError(
+                "kernel 'flex' runs on CUDA, the tensors are on cpu: torch's FlexAttention has no backward there; use "
+                "kernel='sdpa' on the CPU, or 'reference' with a score_mod"
+            )
+
     def check_max_logit(self, device: torch.device, score_mod: ScoreMod | None) -> None:
-        if device.type != "cuda":
-            super().check_max_logit(device, score_mod)
+        """It always works."""
 
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
@@ -67,9 +74,22 @@ class Flex(Kernel):
             q_pos=q_pos, kv_pos=chunk.kv_pos,
         )  # fmt: skip
 
+    def attend_part(
+        self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> Part:
+        """`attend`; eager code keeps no output of a chunk for the backward, but reads the union's there.
+
+        torch's backward takes the output for its product with grad_out alone. A compiled graph keeps each output.
+        """
+        if torch.compiler.is_compiling():
+            return super().attend_part(queries, k, v, chunk, q_pos, options)
+        whole_out: list[Tensor] = []
+        with _saving_all_but_out(whole_out) as forget:
+            out, lse = self.attend(queries, k, v, chunk, q_pos, options)
+        forget(out)
+        return part_of(out, lse, whole_out)
+
     def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
-        if q.device.type != "cuda":
-            return super().max_logit(q, k, chunk, q_pos, options)
         return max_logit(
             q, k, chunk.start, chunk.end, chunk.tables,
             scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
@@ -97,30 +117,17 @@ def flex(
     comes from is marked as dynamic (`_torch.mark_dynamic`). An eager call runs a separate graph. It is compiled at the
     first call of a setting (shapes without T, dtypes, options) and serves every later mask and T.
 
-    On the CPU only inference is possible, and torch's kernel returns no lse. `_flex_cpu` finds it in a second pass.
-    With a `score_mod` or a softcap it is exact while the modified scores of a row lie within ±600; beyond, the row gets
-    an infinite lse.
-
-    NaN is not kept apart: on the CPU, NaN in a value reaches all rows of its blocks, because torch gives it a weight of
-    0, and NaN in q or k may vanish. Kernels "sdpa" and "reference" keep it apart.
-
     Takes float32, bfloat16 and float16; copies what is not contiguous. Spans are padded to `pad_spans`; positions are
-    ``0, 1, …`` if not given. ``ValueError`` for what the device's kernel lacks, gradients on the CPU included.
+    ``0, 1, …`` if not given. NaN is not kept apart. ``ValueError`` for what the kernel lacks.
     """
     check_problem(q, k, v, start, end)
     _check(q, k, v, tables, q_pos, kv_pos)
-    if not _wants_grad(q, k, v):
-        q, k, v = q.detach(), k.detach(), v.detach()  # torch's CPU kernel refuses requires_grad even under no_grad
     if score_mod is None:
         q_pos = kv_pos = None
-    dtype = q.dtype
-    if q.device.type == "cpu":
-        q, k, v = q.float(), k.float(), v.float()
     # Before the graph and not in it, so that strides do not tell graphs apart.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if torch.compiler.is_compiling():
-        out, lse = _attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
-        return out.to(dtype), lse
+        return _attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
 
     # Marks stick to tensor objects: views keep them off the caller's.
     k, v = k.view_as(k), v.view_as(v)
@@ -132,9 +139,7 @@ def flex(
         q.device, q.dtype, q.shape, k.shape[1], v.shape[3], start.shape, tables.kv_indices.shape[0], q.requires_grad,
         scale, softcap, getattr(score_mod, "__code__", type(score_mod)),
     )  # fmt: skip
-    attend = _compiled(setting)
-    out, lse = attend(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
-    return out.to(dtype), lse
+    return _compiled(setting)(q, k, v, start, end, tables, q_pos, kv_pos, scale, score_mod, softcap)
 
 
 @functools.cache
@@ -161,30 +166,64 @@ def _attend(
     score_mod: Mod | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The compiled part: turn the options into FlexAttention's two functions and call the device's form."""
+    """The compiled part. Its backward takes cotangents of out and lse."""
     _torch.mark_static(q, 2)  # a dynamic number of queries fails to compile
-    mask_mod = _mask_mod(start, end)
-    visible_BQ = (end - start).sum(1)
-    if q.device.type == "cpu":
-        kv_pos = None if kv_pos is None else padded_positions(kv_pos)
-        mod = _score_mod(score_mod, softcap, q_pos, kv_pos)
-        return flex_cpu(q, k, v, visible_BQ, tables, mask_mod, mod, scale=scale)
-    blocks = block_mask(q.shape[2], k.shape[2], tables, mask_mod)
-    return _with_lse(q, k, v, visible_BQ, blocks, _score_mod(score_mod, softcap, q_pos, kv_pos), scale=scale)
-
-
-def _with_lse(
-    q: Tensor, k: Tensor, v: Tensor, visible_BQ: Tensor, blocks: BlockMask, score_mod: Mod | None, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The form for devices whose kernel returns the lse. Its backward takes cotangents of out and lse."""
     if k.shape[2] % 128 == 0:
         torch._check(k.shape[2] % 128 == 0)  # spares the kernel its bounds checks, for a dynamic size too
     out, aux = flex_attention(
-        q, k, v, score_mod, blocks, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-    )
+        q, k, v,
+        score_mod=_score_mod(score_mod, softcap, q_pos, kv_pos),
+        block_mask=block_mask(q.shape[2], k.shape[2], tables, _mask_mod(start, end)),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
     # flex_attention returns the natural logarithm. Its kernels differ in the lse of an empty row.
     assert aux.lse is not None  # it was requested
-    return out, aux.lse.masked_fill((visible_BQ == 0)[:, None], float("-inf"))
+    return out, aux.lse.masked_fill(((end - start).sum(1) == 0)[:, None], float("-inf"))
+
+
+@contextlib.contextmanager
+def _saving_all_but_out(whole_out: list[Tensor]) -> Iterator[Callable[[Tensor], None]]:
+    """Inside, autograd saves tensors by hooks. Afterwards call the function with an output, which is then not kept.
+
+    In place of the output the backward gets the tensor in `whole_out`. Hooks that are active outside, of checkpoints,
+    offloading or refetched keys, get all other tensors.
+    """
+    outer, notes = _torch.saved_tensor_hooks(), list[list[Any]]()
+
+    def pack(x: Tensor) -> list[Any]:
+        notes.append([x, x._version, None])
+        return notes[-1]
+
+    def forget(out: Tensor) -> None:
+        for note in notes:
+            x = note[0]
+            if _torch.storage_id(x) == _torch.storage_id(out):
+                note[:] = None, None, (x.shape, x.stride(), x.storage_offset(), out.shape, out.stride())
+            elif outer is not None:
+                note[:] = outer[0](x), None, outer[1]
+        notes.clear()
+
+    def unpack(note: list[Any]) -> Tensor:
+        saved, version, how = note
+        if saved is None:
+            shape, stride, offset, out_shape, out_stride = how
+            (out,) = whole_out
+            if out.stride() != out_stride:
+                out = torch.empty_strided(out_shape, out_stride, dtype=out.dtype, device=out.device).copy_(out)
+            return out.as_strided(shape, stride, out.storage_offset() + offset)
+        if how is not None:
+            return how(saved)
+        if saved._version != version:  # autograd's own check does not run under hooks
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.shape)} that attention needs for its backward was changed in place "
+                f"after the forward (version {saved._version}, expected {version})"
+            )
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield forget
 
 
 def max_logit(
@@ -201,8 +240,6 @@ def max_logit(
     kv_pos: Tensor | None = None,
 ) -> Tensor:
     """`Kernel.max_logit` on CUDA, with the arguments of `flex`: of scaled, modified, capped scores; float32 ``[H]``."""
-    if q.device.type == "cpu":
-        raise ValueError("kernel 'flex' reports no max_logit on the CPU; use kernel='sdpa' or kernel='reference'")
     q, k = q.detach().contiguous(), k.detach().contiguous()
     check_problem(q, k, k, start, end)
     _check(q, k, k, tables, q_pos, kv_pos)
@@ -243,14 +280,8 @@ def _largest(
     return aux.max_scores.masked_fill(empty, float("-inf")).amax((0, 2))
 
 
-def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
 def _mask_mod(start: Tensor, end: Tensor) -> Mod:
     """FlexAttention's ``(b, h, q_idx, kv_idx) -> bool`` for spans ``[B or 1, N, Q]``."""
-    # Split outside of the function: torch.compile takes N for dynamic after it has seen two values, and a captured
-    # tensor of dynamic size breaks the CPU kernel's code generation.
     pairs = tuple(zip(start.unbind(1), end.unbind(1), strict=True))
     batched = start.shape[0] > 1
 
@@ -294,11 +325,6 @@ def _check(
     kv_pos: Tensor | None = None,
 ) -> None:
     """Raise ``ValueError`` for a problem of sound shapes that this kernel cannot take, or tables of another one."""
-    if q.device.type == "cpu" and _wants_grad(q, k, v):
-        raise ValueError(
-            "kernel 'flex' has no backward on the CPU, and q, k or v requires grad; use kernel='sdpa' for training on "
-            "the CPU, or torch.no_grad() for inference"
-        )
     if q.dtype not in _HALVES_AND_FLOAT:
         raise ValueError(f"kernel 'flex' takes float32, bfloat16 or float16, got {q.dtype}; use kernel='reference'")
     if q.device.type == "cuda" and min(q.shape[3], v.shape[3]) < _MIN_CUDA_HEAD_DIM:

@@ -1,17 +1,16 @@
 """Merge partial attention results over disjoint key sets into the result over their union.
 
-Each part is ``(out, lse)`` over its own keys; the union's result is the average of the parts weighted by
-``exp(lse_i - lse)``, the numerics of ring attention (Liu et al., 2023) and FlashAttention-2's split-K.
+Each part is an output and a logsumexp over its own keys. The union's output is the mean of the parts' weighted by
+``exp(lse_i - lse)``, as in ring attention (Liu et al., 2023) and FlashAttention-2's split-K. The running result takes
+one part after another; nothing of a part is kept.
 
-A part that is a pair is merged by plain torch operations. Their gradient is autograd's, which keeps every out_i. A
-kernel that recomputes its scores in the backward needs no out_i: with P_i = exp(scores_i - lse), lse of the *union*,
+The backward of ring attention needs nothing of a part either. With P_i = exp(scores_i - lse), lse of the *union*,
 
-    dv_i = P_i^T grad_out,    dscores_i = P_i * (grad_out v_i^T + rows),    rows = grad_lse - rowsum(grad_out * out),
+    dv_i = P_i^T grad_out,    dscores_i = P_i * (grad_out v_i^T - rowsum(grad_out * out) + grad_lse),
 
-the backward of ring attention: out_i and lse_i cancel. So a part may also be a triple: out, lse, and a token of lse's
-shape without memory. Then the tensors sent back along the three are not their gradients. They are, in this order, the
-**grad_out, rows and lse of the union**, which the kernel needs. They pass through every merge unchanged, and only the
-union's out and lse are kept.
+where out, grad_out and grad_lse are the union's, too. So a part brings four *tokens*, tensors without memory, and the
+merge sends back along them, as if they were gradients, **grad_out, out, grad_lse and lse of the union**: what the
+backward of a whole attention takes. What is saved is one output and one lse, whatever the number of parts.
 """
 
 from __future__ import annotations
@@ -22,47 +21,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spanwise.attention.kernels._checks import lse_dtype
-
-# (out, lse) with their gradients, or (out, lse, token): see the module docstring.
+# out [B, H, T, Dv] and lse [B, H, T], without gradients; then the tokens for grad_out, out, grad_lse and lse.
 Part = tuple[Tensor, ...]
 
 
 class Merging:
-    """A merge of parts as they come. Of parts with a token, at most two outputs live at a time.
+    """A merge of parts as they come; at most two outputs live at a time.
 
     Args:
         dtype: of the merged output; kernels may give their parts in a wider one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._pairs: list[Part] = []
-        self._union: Part | None = None
+        self._union: list[Tensor] = []  # out and lse
+        self._tokens: list[Tensor] = []
         self._dtype = dtype
 
     def add(self, part: Part) -> None:
-        """Add out ``[B, H, T, Dv]``, lse ``[B, H, T]`` (−inf where a row has no key), and maybe a token."""
-        if len(part) == 2:
-            self._pairs.append(part)
-        elif self._union is None:
-            self._union = part
-        else:
-            self._union = _Union.apply(*self._union, *part)
+        """Add a part; its lse is −inf where a row has no key."""
+        out, lse, *tokens = part
+        self._tokens.extend(tokens)
+        if self._union:
+            out, lse = union(self._union[0], self._union[1], out, lse)
+        self._union[:] = out, lse
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out ``[B, H, T, Dv]`` and lse ``[B, H, T]``, differentiable; see `merge`."""
-        if self._union is None:
-            return _merge_pairs(self._pairs, self._dtype)
-        assert not self._pairs, "parts of one merge come from one kernel"
-        return _Result.apply(*self._union, self._dtype)
+        out, lse = self._union
+        return _Result.apply(self._dtype, out, lse, *self._tokens)
 
 
 def merge(parts: Sequence[Part], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Merge partial results; exact up to rounding, in float32 (float64 stays float64).
 
     Args:
-        parts: one or more, of one kernel: out ``[B, H, T, Dv]``, lse ``[B, H, T]``, −inf where a row has no key, and
-            a token if they are from `sdpa_part`.
+        parts: one or more: of `Kernel.attend_part`, or out ``[B, H, T, Dv]`` and lse ``[B, H, T]``, −inf where a row
+            has no key, both differentiable.
         dtype: of the merged output; default: that of the first part.
 
     Returns:
@@ -77,63 +71,80 @@ def merge(parts: Sequence[Part], dtype: torch.dtype | None = None) -> tuple[Tens
     """
     merging = Merging(parts[0][0].dtype if dtype is None else dtype)
     for part in parts:
-        merging.add(part)
+        merging.add(part_of(*part) if len(part) == 2 else part)
     return merging.result()
 
 
-def _merge_pairs(parts: Sequence[Part], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0][0].to(dtype), parts[0][1]
-    lses = torch.stack([lse for _, lse in parts])
-    top = lses.detach().amax(dim=0)
-    # In rows without a key exp(-inf - -inf) would be nan, in the value and in the gradient.
-    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    weights = torch.exp(lses - top)
-    total = weights.sum(dim=0)
-    empty = total == 0
-    safe_total = torch.where(empty, torch.ones_like(total), total)
-    weights = weights / safe_total
-    out = weights[0].unsqueeze(-1) * parts[0][0]
-    for weight, (part, _) in zip(weights[1:], parts[1:], strict=True):
-        out = out + weight.unsqueeze(-1) * part
-    lse = torch.where(empty, torch.full_like(total, -torch.inf), top + torch.log(safe_total))
-    return out.to(dtype), lse
+@torch.no_grad()
+def union(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partial results as one, the output in float32 (float64 for float64)."""
+    # Where neither has a key, the difference would be nan. A nan in an lse stays.
+    weight = torch.where(new_lse == -torch.inf, 0, torch.sigmoid(new_lse - lse)).unsqueeze(-1)
+    wide = lse_dtype(out)
+    return torch.lerp(out.to(wide), new_out.to(wide), weight.to(wide)), torch.logaddexp(lse, new_lse)
 
 
-class _Union(torch.autograd.Function):
-    """Two parts with tokens as one, out in float32 (float64 for float64)."""
+def tokens(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tokens of a part; ``dtype`` is that in which it takes the union's grad_out and out."""
+    of_out, of_lse = out.new_zeros((), dtype=dtype), lse.new_zeros(())
+    return (*(of_out.expand(out.shape) for _ in range(2)), *(of_lse.expand(lse.shape) for _ in range(2)))  # type: ignore[return-value]
+
+
+def part_of(out: Tensor, lse: Tensor, whole_out: list[Tensor] | None = None) -> Part:
+    """A differentiable result as a part. Its own gradients are computed from the union's.
+
+    Args:
+        whole_out: gets the union's output in the backward, for a kernel that then reads it in place of its own.
+    """
+    return _Part.apply(out, lse, whole_out)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, whole_out: list[Tensor] | None) -> Part:
+        # Not the inputs themselves. Selective checkpoints do not count detach, unlike other aliases.
+        values = out.detach(), lse.detach()
+        ctx.mark_non_differentiable(*values)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.whole_out = out.dtype, whole_out
+        ctx.save_for_backward(*(values if whole_out is None else values[1:]))
+        return *values, *tokens(out, lse, out.dtype)
 
     @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, lse: Tensor, token: Tensor, new_out: Tensor, new_lse: Tensor, new_token: Tensor
-    ) -> Part:
-        ctx.dtypes = out.dtype, new_out.dtype
-        # Where neither has a key, the difference would be nan. A nan in an lse stays.
-        weight = torch.where(new_lse == -torch.inf, 0, torch.sigmoid(new_lse - lse)).unsqueeze(-1)
-        wide = lse_dtype(out)
-        merged = torch.lerp(out.to(wide), new_out.to(wide), weight.to(wide))
-        return merged, torch.logaddexp(lse, new_lse), lse.new_zeros(()).expand(lse.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, rows: Tensor, lse: Tensor) -> Part:
-        before, new = (grad_out.to(dtype) for dtype in ctx.dtypes)
-        return before, rows, lse, new, rows, lse
+    def backward(ctx: Any, _: Any, __: Any, grad_out: Any, whole_out: Any, grad_lse: Any, whole_lse: Any) -> Any:
+        *out, lse = ctx.saved_tensors
+        share = torch.where(lse == -torch.inf, 0, torch.exp(lse - whole_lse))
+        of_out, of_lse = None, grad_lse
+        if ctx.whole_out is not None:
+            ctx.whole_out[:] = [whole_out]
+        if grad_out is not None:
+            of_out = (grad_out * share.unsqueeze(-1)).to(ctx.dtype)
+            if out:  # the kernel subtracts the product with its own output, not with the union's
+                wide = grad_out.to(lse.dtype)
+                delta = (wide * (out[0].to(lse.dtype) - whole_out.to(lse.dtype))).sum(-1)
+                of_lse = delta if grad_lse is None else delta + grad_lse
+        return of_out, None if of_lse is None else torch.where(share == 0, 0, of_lse * share), None
 
 
 class _Result(torch.autograd.Function):
-    """Out and lse of the last union; turns their gradients into grad_out, rows and lse for the parts."""
+    """Out and lse of the union; its backward sends the tokens of all parts what they stand for."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, token: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        ctx.dtype = out.dtype
-        # Do not return the inputs themselves. Selective checkpoints do not count detach, unlike other aliases.
+    def forward(ctx: Any, dtype: torch.dtype, out: Tensor, lse: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.parts = len(tokens) // 4
         out, lse = out.detach().to(dtype), lse.detach()
         ctx.save_for_backward(out, lse)
         return out, lse.to(lse_dtype(out), copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         out, lse = ctx.saved_tensors
-        rows = torch.where(lse == -torch.inf, 0, grad_lse)
-        rows = rows - (grad_out.to(rows.dtype) * out.to(rows.dtype)).sum(-1)
-        return grad_out.to(ctx.dtype), rows, lse, None
+        if grad_lse is not None:
+            grad_lse = torch.where(lse == -torch.inf, 0, grad_lse)
+        return None, None, None, *(grad_out, out, grad_lse, lse) * ctx.parts
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of the lse for queries ``q``: float32, float64 for float64."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import check_problem, lse_dtype
+from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels._guard import enter, leave
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.attention.kernels.merge import Part, lse_dtype
 
 
 class Reference(Kernel):
@@ -35,9 +36,9 @@ class Reference(Kernel):
 
     def attend_part(
         self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Part:
         """`attend` with out in float32 (float64 for float64): it is rounded once, after the merge."""
-        return self.attend(queries, k.to(queries.dtype), v.to(queries.dtype), chunk, q_pos, options)
+        return super().attend_part(queries, k.to(queries.dtype), v.to(queries.dtype), chunk, q_pos, options)
 
 
 def reference(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from spanwise.attention.kernels import _dense
-from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._engine import NO_KEY, Engine, check_cpu
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._tiles import Strip
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
@@ -49,7 +49,7 @@ class Sdpa(Kernel):
 
     def attend_part(
         self, queries: Queries, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Part:
         return sdpa_part(queries, k, v, chunk.start, chunk.end, scale=options.scale_for(k), softcap=options.softcap)
 
 
@@ -73,9 +73,7 @@ def sdpa(
     >>> tuple(out.shape), tuple(lse.shape)
     ((1, 4, 6, 8), (1, 4, 6))
     """
-    check_cpu(q, k, v, start, end, softcap)
-    out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
-    return out, lse.to(lse_dtype(q))
+    return merge([sdpa_part(queries(q), k, v, start, end, scale=scale, softcap=softcap)], q.dtype)
 
 
 @torch.library.custom_op("spanwise::sdpa", mutates_args=())
@@ -87,18 +85,17 @@ def _sdpa(
     end: Tensor,
     scale: float,
     softcap: float | None = None,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Out in the dtype of q, or as it was computed if `wide`; and lse in float64.
+    """Out in float32 (float64 for float64), and lse in float64.
 
     A float32 lse of 10,000 is wrong by up to 5e-4, and so would be all weights that the backward recomputes from it.
     """
     if _dense.is_small(q, k, softcap):
         out, lse = _dense.forward(q, k, v, start, end, scale)
         if _are_finite(out):
-            return out if wide else out.to(q.dtype), lse
+            return out, lse
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype if wide else q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype)
     totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
     _fill(engine, q, k, v, start, end, (out, totals, tops), careful=False)
     if not _are_finite(out):
@@ -144,27 +141,20 @@ def _fill(
 
 @_sdpa.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Any,
-    end: Any,
-    scale: float,
-    softcap: float | None = None,
-    wide: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=lse_dtype(q) if wide else q.dtype)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=lse_dtype(q))
     return out, q.new_empty(q.shape[:3], dtype=torch.float64)
 
 
 @torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())
 def _sdpa_backward(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     lse: Tensor,
     start: Tensor,
     end: Tensor,
@@ -173,7 +163,6 @@ def _sdpa_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq in float32 (float64 for float64); dk, dv in the dtype of k, v.
 
-    ``out`` None: grad_lse is already less rowsum(grad_out * out).
     The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
     if _dense.is_small(q, k, softcap):
@@ -203,9 +192,9 @@ def _gradients(
         do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
         row_lse = lse[b, :, rows].reshape(engine.kv_heads, -1, 1)
         is_empty = row_lse == NO_KEY
-        delta = grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0).neg_()
-        if out is not None:
-            delta += engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
+        delta = engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0)
         shift, share = _dense.split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
         delta = delta.to(engine.dtype).mul_(share)
         do_tile.mul_(share)
@@ -264,17 +253,6 @@ def _(
     return q.new_empty(q.shape, dtype=lse_dtype(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, start, end, ctx.scale, ctx.softcap, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, start, end)
-
-
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.softcap)
-    return dq.to(dk.dtype), dk, dv, None, None, None, None, None
-
-
-_sdpa.register_autograd(_backward, setup_context=_save)
 count_flops(torch.ops.spanwise.sdpa, torch.ops.spanwise.sdpa_backward)
 
 
@@ -298,14 +276,11 @@ def queries(q: Tensor) -> Queries:
 
 def sdpa_part(
     q: Queries, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Part:
     """`sdpa` over some of the keys, as a partial result for `merge`.
 
-    Arguments and errors as of `sdpa`. It keeps only q, k, v and the spans for the backward.
-
-    Returns:
-        out in float32 (float64 for float64), to be rounded after the merge; lse in float64; and a token ``[B, H, Q]``
-        without memory. Only `merge` may use the three: it sends back other tensors than their gradients.
+    Arguments and errors as of `sdpa`. It keeps only q, k, v and the spans for the backward. Its out is float32
+    (float64 for float64), to be rounded after the merge; its lse float64.
     """
     check_cpu(q.values, k, v, start, end, softcap)
     return _Part.apply(*q, k, v, start, end, scale, softcap)
@@ -334,14 +309,17 @@ class _Part(torch.autograd.Function):
         end: Tensor,
         scale: float,
         softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Part:
         ctx.save_for_backward(q, k, v, start, end)
+        ctx.set_materialize_grads(False)
         ctx.scale, ctx.softcap = scale, softcap
-        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap, True)
-        return out, lse, lse.new_zeros(()).expand(lse.shape)
+        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
+        ctx.mark_non_differentiable(out, lse)
+        return out, lse, *tokens(out, lse, q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, rows: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        q, k, v, start, end = ctx.saved_tensors
-        grads = torch.ops.spanwise.sdpa_backward(grad_out, rows, q, k, v, None, lse, start, end, ctx.scale, ctx.softcap)
+    def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *spans = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grads = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, q, k, v, out, lse, *spans, ctx.scale, ctx.softcap)
         return None, *grads, None, None, None, None

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels._checks import lse_dtype
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward
 from spanwise.attention.kernels._segments import Round, Segments, cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
+from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens
 from spanwise.masks.span_mask import SpanMask
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -140,7 +140,12 @@ class Varlen(Kernel):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        return attend_rounds(q, k, v, chunk.tables, scale=options.scale_for(q))
+        return merge([self.attend_part(q, k, v, chunk, q_pos, options)], q.dtype)
+
+    def attend_part(
+        self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+    ) -> Part:
+        return rounds_part(queries, k, v, chunk.tables, scale=options.scale_for(queries))
 
 
 def check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
@@ -173,11 +178,27 @@ def check_tables(q: Tensor, k: Tensor, tables: VarlenTables) -> None:
         )
 
 
-def attend_rounds(q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`Varlen.attend` without a chunk: the custom op, on any device for which it has a kernel."""
-    fields = (getattr(tables, f.name) for f in dataclasses.fields(tables))
-    out, lse = torch.ops.spanwise.varlen(q, k, v, *fields, scale)
-    return out, lse
+def rounds_part(q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, *, scale: float) -> Part:
+    """`Varlen.attend_part` without a chunk, on any device for which the operators have a kernel."""
+    return _Part.apply(q, k, v, *(getattr(tables, f.name) for f in dataclasses.fields(tables)), scale)
+
+
+class _Part(torch.autograd.Function):
+    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Part:
+        *tensors, ctx.scale = args
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        out, lse = torch.ops.spanwise.varlen(*args)
+        ctx.mark_non_differentiable(out, lse)
+        return out, lse, *tokens(out, lse, out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *tables = ctx.saved_tensors
+        grads = torch.ops.spanwise.varlen_backward(grad_out, grad_lse, q, k, v, out, lse, *tables, ctx.scale)
+        return *grads, *[None] * (len(tables) + 1)
 
 
 # --- operators -----------------------------------------------------------------------------------------------------
@@ -228,18 +249,4 @@ def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return empty_by_head(q, q.shape[3]), empty_by_head(k, k.shape[3]), empty_by_head(v, v.shape[3])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *tables, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, *tables)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    if grad_out is None and grad_lse is None:
-        return (None,) * 9
-    grads = torch.ops.spanwise.varlen_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale)
-    return *grads, None, None, None, None, None, None
-
-
-_varlen.register_autograd(_backward, setup_context=_save)
 count_flops(torch.ops.spanwise.varlen, torch.ops.spanwise.varlen_backward)
