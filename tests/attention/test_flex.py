@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from spanwise import _torch
 from spanwise._torch import storage_id
@@ -314,8 +315,8 @@ def test_gradients_of_out_and_lse() -> None:
     assert empty.any() and not grads[0][:, :, empty].any()
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_parts_keep_no_output(hooked: bool) -> None:
+@pytest.mark.parametrize("within", ["nothing", "hooks", "checkpoint"])
+def test_parts_keep_no_output(within: str) -> None:
     """Three chunks: values and gradients of the whole; one output is kept, also under hooks of the caller."""
     mask = random_mask(Q_LEN, 1152, 2, batch=2)
     whole = problem(mask)
@@ -341,9 +342,9 @@ def test_parts_keep_no_output(hooked: bool) -> None:
         return merging.result()
 
     hooks = torch.autograd.graph.saved_tensors_hooks
-    with hooks(pack, lambda x: x) if hooked else contextlib.nullcontext():
-        out, lse = run(3)
-    if hooked:
+    with hooks(pack, lambda x: x) if within == "hooks" else contextlib.nullcontext():
+        out, lse = checkpoint(run, 3, use_reentrant=False) if within == "checkpoint" else run(3)
+    if within == "hooks":
         output, rows = out.untyped_storage().nbytes(), lse.untyped_storage().nbytes()
         spans = sum(x.nbytes for chunk in chunks for x in torch.utils._pytree.tree_leaves(chunk) if x is not None)
         # q, k, v, out, and of each chunk its lse twice and which rows are empty; copies of the spans.

@@ -12,8 +12,9 @@ import torch
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels._segments import cut_rounds
+from spanwise.attention.kernels.merge import merge
 from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.varlen import VarlenTables, attend_rounds
+from spanwise.attention.kernels.varlen import VarlenTables, rounds_part
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +25,10 @@ DEVICE = "cuda"
 LENGTH = 1000
 CUTS = [0, 1, 2, 130, 131, 640, 900, LENGTH]
 OWN, OTHERS = [[100, 400], [600, 900]], [[0, 100], [400, 600], [900, LENGTH]]
+
+
+def attend_rounds(*args: object, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge([rounds_part(*args, scale=scale)])  # type: ignore[arg-type]
 
 
 def random_mask(batch: int, q_len: int, kv_len: int, num: int) -> SpanMask:

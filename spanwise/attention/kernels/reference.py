@@ -6,12 +6,13 @@ Runs on any device and in any float dtype, materialises the full Q x T score mat
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem
-from spanwise.attention.kernels._guard import enter, leave
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 from spanwise.attention.kernels.merge import Part, lse_dtype
 
@@ -56,9 +57,8 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """`Kernel.attend`, dense. float64 is computed in float64, every other dtype in float32.
 
-    A row is NaN if its q or a key or value that it reads is not finite; so are its gradients and those of all keys that
-    it reads. All else is as exact as without. Tensors that a `score_mod` reads get no gradient from such a row. It is
-    vmapped over scalars; positions are ``0, 1, …`` if not given.
+    What is not finite in q, a key, a value or a gradient reaches the rows that read it, and the keys that these read;
+    all else is as exact as without. `score_mod` is vmapped over scalars; positions are ``0, 1, …`` if not given.
 
     >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
@@ -73,11 +73,10 @@ def reference(
     with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
         keys = torch.arange(kv_len, device=q.device)
         mask = ((keys >= start[..., None]) & (keys < end[..., None])).any(1)  # [B or 1, Q, T]
-        exact_q, k, v, *rows = enter(q.to(dtype), k.to(dtype), v.to(dtype), mask, (end > start).any(1))
         group = num_heads // kv_heads
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
 
-        scores = (exact_q @ k.mT) * scale
+        scores = _Scores.apply(q.to(dtype), k, mask[:, None]) * scale
         if score_mod is not None and scores.numel() > 0:
             scores = _apply_score_mod(scores, score_mod, q_pos, kv_pos)
         if softcap is not None:
@@ -94,9 +93,57 @@ def reference(
         weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
         lse = torch.where(has_key, top + torch.log(torch.where(has_key, total, 1)), float("-inf")).squeeze(-1)
-        out = (weights @ v) / torch.where(has_key & total.isfinite(), total, 1)
-        out, lse = leave(out, lse, *rows)
+        out = _Mean.apply(weights, v, mask[:, None]) / torch.where(has_key & total.isfinite(), total, 1)
     return out.to(q.dtype), lse
+
+
+class _Scores(torch.autograd.Function):
+    """``q @ kᵀ``, finite where not `reads`, bool ``[B or 1, 1, Q, T]``; both gradients as of `_product`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, reads: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, reads)
+        scores = q @ k.mT
+        return scores if _known_finite(scores) else scores.masked_fill(~reads, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, reads = ctx.saved_tensors
+        return _product(grad, k, reads), _product(grad.mT, q, reads.mT), None
+
+
+class _Mean(torch.autograd.Function):
+    """`_product`, and the same in the gradient of v."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, v: Tensor, reads: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, v, reads)
+        return _product(weights, v, reads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, v, reads = ctx.saved_tensors
+        of_weights = grad @ v.mT
+        if not _known_finite(of_weights):
+            of_weights = of_weights.masked_fill(~reads, 0)
+        return of_weights, _product(weights.mT, grad, reads.mT), None
+
+
+def _product(a: Tensor, b: Tensor, reads: Tensor) -> Tensor:
+    """``a @ b`` for an a that is 0, or not finite, where a row does not read the row of b.
+
+    A share of 0 times NaN is NaN. So what is not finite in b is left out, and then made NaN in rows that read it.
+    """
+    if _known_finite(a, b):
+        return a @ b
+    bad = ~b.isfinite()
+    clean = a.masked_fill(~reads, 0) @ b.masked_fill(bad, 0)
+    return clean.masked_fill(reads.to(b.dtype) @ bad.to(b.dtype) > 0, float("nan"))
+
+
+def _known_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are known to be finite: False in graphs and on devices, or if a sum overflows."""
+    return all(_torch.is_readable(x) and bool(x.sum().isfinite()) for x in tensors)
 
 
 def _apply_score_mod(scores: Tensor, score_mod: ScoreMod, q_pos: Tensor | None, kv_pos: Tensor | None) -> Tensor:
