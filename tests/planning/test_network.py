@@ -99,7 +99,8 @@ def test_only_causal_documents_longer_than_a_host_count():
 
 
 def test_peers_and_groups_follow_the_traffic():
-    plan = make_plan(SpanMask.documents([0, 512, 1024, 1536, 2048]), 8, exchange="needed", block_size=32)
+    mask = SpanMask.documents([0, 512, 1024, 1536, 2048])
+    plan = make_plan(mask, 8, balancer="local", exchange="needed", block_size=32)
     assert [ranks.tolist() for ranks in plan.peers()] == [[1], [0], [3], [2], [5], [4], [7], [6]]
     assert [ranks.tolist() for ranks in plan.talking_groups()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     chain = make_plan(SpanMask.sliding_window(64 * 32, 8), 64, balancer="contiguous", exchange="needed")
