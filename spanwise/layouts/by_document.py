@@ -64,15 +64,15 @@ def pieces_of_ranks(documents: Int64, before: Float64, sizes: Int64, host_size: 
     from spanwise.layouts.filling import fill  # loads numba, a compiler
 
     num_ranks, mean = len(sizes), before[-1] / len(sizes)
-    start, stop, cuts = documents[:-1], documents[1:], np.append(0, np.cumsum(sizes))
-    if len(start) == 1 and np.diff(before[cuts]).max() <= bound * mean:  # windows: one piece a rank reads least
+    items, cuts = np.column_stack([documents[:-1], documents[1:]]), np.append(0, np.cumsum(sizes))
+    if len(items) == 1 and np.diff(before[cuts]).max() <= bound * mean:  # windows: one piece a rank reads least
         return np.column_stack([np.arange(num_ranks), cuts[:-1], cuts[1:]])
     if not 1 < host_size < num_ranks:
-        return fill(start, stop, before, sizes, np.ones(num_ranks), np.zeros(num_ranks), bound, 0.0)
+        return fill(items, before, sizes, np.ones(num_ranks), np.zeros(num_ranks), bound, 0.0)
     first = np.arange(0, num_ranks, host_size)
     ranks = np.diff(np.append(first, num_ranks))
     of_hosts = fill(
-        start, stop, before, np.add.reduceat(sizes, first), ranks.astype(np.float64), np.zeros(len(first)),
+        items, before, np.add.reduceat(sizes, first), ranks.astype(np.float64), np.zeros(len(first)),
         1 + _HOST_SLACK * (bound - 1), _LITTLE,
     )  # fmt: skip
     document = np.searchsorted(documents, of_hosts[:, 1], side="right") - 1
@@ -86,7 +86,7 @@ def pieces_of_ranks(documents: Int64, before: Float64, sizes: Int64, host_size: 
         work = had.sum() + (before[others[:, 1]] - before[others[:, 0]]).sum()
         allowed = max(bound * mean * len(own) / work, 1.0) if work > 0 else 1.0
         left = own - np.bincount(shared[:, 0], shared[:, 2] - shared[:, 1], len(own)).astype(np.int64)
-        given = fill(others[:, 0].copy(), others[:, 1].copy(), before, left, np.ones(len(own)), had, allowed, 0.0)
+        given = fill(others, before, left, np.ones(len(own)), had, allowed, 0.0)
         both = np.concatenate([shared, given])
         both[:, 0] += first[host]
         found.append(both)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanwise.layouts.compiling import compiled
+from spanwise.layouts.compiling import compiled, noticed
 from spanwise.masks.arrays import Bool, Float64, Int64
 
 # Found by trial on lognormal documents on 32 and 1,024 ranks. Items above _BIG of a bin's mean work may use the slack
@@ -60,14 +60,13 @@ class _Bin(NamedTuple):
     work: Float64
 
 
-@compiled
 def fill(
-    first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, little: float
+    items: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, little: float
 ) -> Int64:
     """Assigns all units of the items to bins.
 
     Args:
-        first, last: items ``[first, last)``, not empty.
+        items: first unit and end of each, ``[n, 2]``, not empty.
         before: work before each unit, ``[num_units + 1]``.
         sizes: units of each bin; in sum those of the items.
         share: work of each bin relative to the others.
@@ -78,25 +77,27 @@ def fill(
     Returns:
         int64 ``[num_pieces, 3]``: bin, first unit and end of each piece.
     """
-    room = len(first) + _MOST_CUTS * (len(sizes) + 1)
+    work, units = before[items[:, 1]] - before[items[:, 0]], items[:, 1] - items[:, 0]
+    order, room = np.argsort(-(work / units), kind="stable"), len(items) + _MOST_CUTS * (len(sizes) + 1)
     b = _Bin(
-        np.empty(room, np.int64), np.empty(room, np.int64), np.zeros(1, np.int64), np.zeros(room, np.bool_), before,
+        np.zeros(room, np.int64), np.zeros(room, np.int64), np.array([len(items)]), np.zeros(room, np.bool_), before,
         np.zeros(room + 1, np.int64), np.zeros(room + 1), np.empty((2 * room, 3), np.int64), np.zeros(1, np.int64),
         np.empty((_MOST_CUTS, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1),
     )  # fmt: skip
-    total = had.sum()
-    density = np.empty(len(first))
-    for i in range(len(first)):
-        total += before[last[i]] - before[first[i]]
-        density[i] = (before[last[i]] - before[first[i]]) / (last[i] - first[i])
-    for i in np.argsort(-density, kind="mergesort"):
-        b.start[b.size[0]], b.stop[b.size[0]] = first[i], last[i]
-        b.size[0] += 1
-    rest, rest_share, shares = total, share.sum(), share.sum()
+    b.start[: len(items)], b.stop[: len(items)] = items[order].T
+    total = float(np.cumsum(np.concatenate([had, work]))[-1])  # one by one: the same sum on every host
+    with noticed():
+        _fill_bins(b, sizes, share / share.sum(), had, total, bound, little)
+    return b.pieces[: b.given[0]]
+
+
+@compiled
+def _fill_bins(b: _Bin, sizes: Int64, share: Float64, had: Float64, total: float, bound: float, little: float) -> None:
+    rest, rest_share = total, 1.0
     for k in range(len(sizes)):
         if sizes[k] > 0:
             b.left[0], b.work[0], b.num_cuts[0] = sizes[k], had[k], 0
-            mean, target = total * share[k] / shares, rest * share[k] / rest_share
+            mean, target = total * share[k], rest * share[k] / rest_share
             goal = min(target, bound * mean)
             goal = _take_heavy(b, k, mean, goal, bound * mean, little)
             _take_lacking(b, k, mean, goal, max(_LACK * mean, _SPARE * (bound * mean - target)))
@@ -106,7 +107,6 @@ def fill(
         else:
             rest -= had[k]
         rest_share -= share[k]
-    return b.pieces[: b.given[0]]
 
 
 @compiled

@@ -143,7 +143,7 @@ class _Search:
     def __init__(
         self, problem: LayoutProblem, row: int, num_ranks: int, work: Float64, limit: Float64, coarse: int = 1
     ) -> None:
-        from spanwise.layouts.local_search import Task, anneal  # loads numba, a compiler
+        from spanwise.layouts.local_search import Task  # loads numba, a compiler
 
         weights = problem.weights or {}
         names = sorted(problem.masks)
@@ -159,7 +159,7 @@ class _Search:
         before = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
         self.scale = problem.block_size * weight.sum()
         self.penalty = problem.num_blocks * num_ranks**2 * self.scale / before[:, -1]
-        self.num_ranks, self.anneal = num_ranks, anneal
+        self.num_ranks = num_ranks
         self.task = Task(
             offsets=offsets, low=low, high=high, price=weight[:, None] * tokens,
             total=np.concatenate([before[:, :-1:coarse], before[:, -1:]], axis=1), limit=limit, penalty=self.penalty,
@@ -172,11 +172,15 @@ class _Search:
 
         `penalty` is the price, in sequences a rank, of work over the limit by the mean work of a rank.
         """
-        self.last = start.copy()
-        found = start.copy()
-        task = self.task._replace(penalty=penalty * self.penalty)
+        from spanwise.layouts.compiling import noticed
+        from spanwise.layouts.local_search import anneal, state_of
+
+        found, task = start.copy(), self.task._replace(penalty=penalty * self.penalty)
         thresholds = threshold * self.scale, _FINAL_THRESHOLD * self.scale
-        rated = self.anneal(task, self.last, self.num_ranks, *thresholds, int(budget), found)
+        state = state_of(task, start.copy(), self.num_ranks)
+        with noticed():
+            rated = anneal(task, state, *thresholds, int(budget), found)
+        self.last = state.owner
         if math.isinf(rated[0]):
             found = self.last
         if math.isinf(self.least[0]) or rated < self.least:

@@ -53,39 +53,76 @@ class Task(NamedTuple):
     fixed: int
 
 
+class State(NamedTuple):
+    """A layout and what follows from it; the search changes all of them.
+
+    Attributes:
+        owner: rank of each block.
+        readers: q blocks of each rank that read each kv block, int32 ``[num_masks, num_ranks, num_blocks]``.
+        recv: tokens that each rank receives, by weight, ``[num_ranks]``.
+        work: of each rank, ``[num_bounds, num_ranks]``.
+        members: the blocks of each rank, ``[num_ranks, most]``; `held`: how many it holds, ``[num_ranks]``.
+        seat: the index of each block in its row of `members`, ``[num_blocks]``.
+    """
+
+    owner: Int64
+    readers: Int32
+    recv: Float64
+    work: Float64
+    members: Int64
+    held: Int64
+    seat: Int64
+
+
+def state_of(task: Task, owner: Int64, num_ranks: int) -> State:
+    """The state of a layout."""
+    num_masks, num_blocks = task.price.shape
+    mask, q = np.divmod(np.repeat(np.arange(num_masks * num_blocks), np.diff(task.offsets).ravel()), num_blocks)
+    readers = np.zeros((num_masks, num_ranks, num_blocks + 1), np.int32)
+    np.add.at(readers, (mask, owner[q], task.low), 1)
+    np.add.at(readers, (mask, owner[q], task.high), -1)
+    readers = np.ascontiguousarray(np.cumsum(readers, axis=2, dtype=np.int32)[:, :, :-1])
+    mask, rank, kv = np.nonzero((readers > 0) & (owner != np.arange(num_ranks)[:, None]))
+    order, held = np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_ranks)
+    seat, members = np.empty_like(owner), np.zeros((num_ranks, num_blocks // num_ranks + 1), np.int64)
+    seat[order] = np.arange(num_blocks) - np.repeat(np.cumsum(held) - held, held)
+    members[owner, seat] = np.arange(num_blocks)
+    recv = np.bincount(rank, task.price[mask, kv], num_ranks)  # one by one: the same sum on every host
+    work = np.stack([np.bincount(owner, np.diff(each), num_ranks) for each in task.total]).astype(np.float64)
+    return State(owner, readers, recv.astype(np.float64), work, members, held, seat)
+
+
 @compiled
 def anneal(
-    task: Task, owner: Int64, num_ranks: int, threshold: float, final_threshold: float, budget: int, best: Int64
+    task: Task, state: State, threshold: float, final_threshold: float, budget: int, best: Int64
 ) -> tuple[float, float]:
     """Swaps groups of blocks until the budget is spent; ``best`` becomes the best balanced layout found.
 
     Args:
-        owner: the layout at the start; afterwards the one at which the search stopped.
+        state: the layout at the start; afterwards the one at which the search stopped.
         threshold, final_threshold: tokens by which a swap may be worse, at the start and at the end.
         budget: operations, about 3 ns each.
+        best: the layout at the start.
 
     Returns:
-        The rating of ``best`` (see `_rating`) and the tokens that all ranks receive; infinite if no layout was
+        The rating of ``best`` (see `_rated`) and the tokens that all ranks receive; infinite if no layout was
         balanced.
 
     The loop is longer than 60 lines because helpers for its hot steps made planning 1.1 to 1.9 times slower, called or
-    inlined: numba counts references to every array that it passes. Helpers run before the loop and after accepted
-    swaps only.
+    inlined: numba counts references to every array that it passes.
     """
     left, right, fixed, offsets, low, high = task.left, task.right, task.fixed, task.offsets, task.low, task.high
     price, total, limit, penalty = task.price, task.total, task.limit, task.penalty
-    num_blocks = owner.shape[0]
-    readers, recv, work = _initial_state(task, owner, num_ranks)
-    members, held, seat = _blocks_by_rank(owner, num_ranks)
+    owner, readers, recv, work = state.owner, state.readers, state.recv, state.work
+    members, held, seat = state.members, state.held, state.seat
+    num_blocks, num_ranks = len(owner), len(recv)
     delta = np.zeros(num_blocks + 1, np.int64)
-    cost, over = recv.sum(), 0.0
-    for k in range(total.shape[0]):
-        over += np.maximum(0.0, work[k] / limit[k] - 1.0).sum()
-    least, least_cost = np.inf, np.inf
-    if over <= _SLACK:
-        least, least_cost = _rating(recv), cost
-        best[:] = owner
-    largest = recv.max()
+    over = 0.0
+    for k in range(len(limit)):
+        for rank in range(num_ranks):
+            over += max(0.0, work[k, rank] / limit[k] - 1.0)
+    rating, cost, largest = _rated(recv)
+    least, least_cost = (rating, cost) if over <= _SLACK else (np.inf, np.inf)
     draw, operations = 1, 0
     while operations < budget:
         rest = 1.0 - operations / budget
@@ -187,56 +224,13 @@ def anneal(
             members[a, seat_p], seat[q] = q, seat_p
             members[b, seat_q], seat[p] = p, seat_q
         over += more
-        cost, largest = recv.sum(), recv.max()
-        if over <= _SLACK:
-            rating = _rating(recv)
-            if rating < least - 1e-6 or (rating < least + 1e-6 and cost < least_cost - 1e-6):
-                least, least_cost = rating, cost
-                best[:] = owner
+        rating, cost, largest = _rated(recv)
+        better = rating < least - 1e-6 or (rating < least + 1e-6 and cost < least_cost - 1e-6)
+        if better and over <= _SLACK:
+            least, least_cost = rating, cost
+            for i in range(num_blocks):  # `best[:] = owner` takes numba two seconds to compile
+                best[i] = owner[i]
     return least, least_cost
-
-
-@compiled
-def _initial_state(task: Task, owner: Int64, num_ranks: int) -> tuple[Int32, Float64, Float64]:
-    """Readers, traffic and work of a layout.
-
-    Returns:
-        The number of q blocks of each rank that read each kv block, int32 ``[num_masks, num_ranks, num_blocks]``; the
-        tokens that each rank receives, by weight; the work of each rank, ``[num_bounds, num_ranks]``.
-    """
-    offsets, num_blocks = task.offsets, owner.shape[0]
-    readers = np.zeros((offsets.shape[0], num_ranks, num_blocks), np.int32)
-    recv = np.zeros(num_ranks)
-    work = np.zeros((task.total.shape[0], num_ranks))
-    for q in range(num_blocks):
-        rank = owner[q]
-        for k in range(task.total.shape[0]):
-            work[k, rank] += task.total[k, q + 1] - task.total[k, q]
-        for m in range(offsets.shape[0]):
-            for i in range(offsets[m, q], offsets[m, q + 1]):
-                for kv in range(task.low[i], task.high[i]):
-                    readers[m, rank, kv] += 1
-    for m in range(offsets.shape[0]):
-        for rank in range(num_ranks):
-            for kv in range(num_blocks):
-                if readers[m, rank, kv] > 0 and owner[kv] != rank:
-                    recv[rank] += task.price[m, kv]
-    return readers, recv, work
-
-
-@compiled
-def _blocks_by_rank(owner: Int64, num_ranks: int) -> tuple[Int64, Int64, Int64]:
-    """The blocks of each rank, ``[num_ranks, most]``; how many it holds; and the index of each block in its row."""
-    num_blocks = owner.shape[0]
-    members = np.zeros((num_ranks, num_blocks // num_ranks + 1), np.int64)
-    held = np.zeros(num_ranks, np.int64)
-    seat = np.zeros(num_blocks, np.int64)
-    for q in range(num_blocks):
-        rank = owner[q]
-        seat[q] = held[rank]
-        members[rank, held[rank]] = q
-        held[rank] += 1
-    return members, held, seat
 
 
 @compiled
@@ -287,6 +281,13 @@ def _move_blocks(
 
 
 @compiled
-def _rating(recv: Float64) -> float:
-    """What the search minimises: tokens of all ranks, or of the busiest receiver where it has ``_LARGEST`` means."""
-    return max(recv.sum(), len(recv) * recv.max() / _LARGEST)
+def _rated(recv: Float64) -> tuple[float, float, float]:
+    """What the search minimises: tokens of all ranks, or of the busiest receiver where it has ``_LARGEST`` means.
+
+    And both figures. Plain loops, because numba takes a second to compile a sum or a maximum.
+    """
+    cost, largest = 0.0, 0.0
+    for tokens in recv:
+        cost += tokens
+        largest = max(largest, tokens)
+    return max(cost, len(recv) * largest / _LARGEST), cost, largest

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -301,3 +304,16 @@ def test_resolved_by_name_and_pickled():
 def test_bad_arguments(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Local(**bad)
+
+
+@pytest.mark.slow
+def test_the_first_search_of_an_installation_says_that_it_compiles(tmp_path):
+    code = "import spanwise; spanwise.make_plan(spanwise.SpanMask.documents([0, 300, 2048]), 4)"
+    given = {
+        "env": os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
+    first, second = (subprocess.run([sys.executable, "-c", code], **given).stderr for _ in range(2))
+    assert first.count("compiling the search of layouts, once") == 1 and "compiling" not in second
